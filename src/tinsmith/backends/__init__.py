@@ -1,0 +1,79 @@
+"""What the engine asks of a device, and the backends that answer.
+
+A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no
+HTTP. The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that
+one request; an exception out of the call fails every request of the step. `load(name)` imports the heavy library
+only when its backend is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.samplers import Sampler
+
+
+class Backend(Protocol):
+    """One base model on one device (or group of devices), with any number of adapters."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """The sampler that shares this backend's base weights and its published versions."""
+        ...
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        """Add a fresh adapter: A seeded, B zero, no gradient, step 0. Raises UserError on a bad rank."""
+        ...
+
+    def unload_model(self, model_id: str) -> None:
+        """Drop an adapter with its gradient and optimizer state. Unknown ids are ignored."""
+        ...
+
+    def has_model(self, model_id: str) -> bool: ...
+
+    def run_passes(self, passes: Sequence[Pass]) -> list[PassResult | UserError]:
+        """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient."""
+        ...
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        """Apply AdamW to each named adapter (distinct model_ids), then zero its gradient."""
+        ...
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        """Write the adapter in PEFT's format, and `optimizer.safetensors` beside it if asked, into a directory."""
+        ...
+
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+        """Create an adapter from a saved one. Raises UserError if optimizer state is asked for and absent."""
+        ...
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        """Copy the adapter's present weights into the version `version_id`, replacing it if it exists."""
+        ...
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        """Make a version from a saved adapter (PEFT format)."""
+        ...
+
+    def has_version(self, version_id: str) -> bool: ...
+
+    def drop_version(self, version_id: str) -> None:
+        """Forget a version once no running sample uses it. Unknown ids are ignored."""
+        ...
+
+
+def load(name: str, shape: ModelShape, **options: str) -> Backend:
+    """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    if name == "torch":
+        from tinsmith.backends.torch import TorchBackend
+
+        return TorchBackend(shape, **options)
+    if name == "fake":
+        from tinsmith.backends.fake import FakeBackend
+
+        return FakeBackend(shape, **options)
+    raise SettingsError(f"backend {name!r} is unknown; choose 'torch' or 'fake'")

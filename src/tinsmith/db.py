@@ -1,0 +1,221 @@
+"""The database: tables, connections, migrations.
+
+Owns the schema and how a transaction is opened; knows nothing of what the rows mean. SQLite runs in WAL mode;
+any other SQLAlchemy URL (Postgres) works with the same tables. Writers of one process take turns on a lock, so
+that they never meet SQLite's sleeping busy handler; writers of different processes meet only there.
+
+Times are float seconds since the epoch (UTC). Large values live in tables of their own, so that reading or
+changing a row's metadata never touches them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config as AlembicConfig
+from sqlalchemy import event
+from sqlalchemy.engine import Connection, Engine
+
+METADATA = sa.MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+SESSIONS = sa.Table(
+    "sessions",
+    METADATA,
+    sa.Column("session_id", sa.String(64), primary_key=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # active | finished | expired
+    sa.Column("reason", sa.Text),  # why it ended
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("sdk_version", sa.String(64)),
+    sa.Column("project_id", sa.String(128)),
+    sa.Column("display_name", sa.Text),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("last_heartbeat_at", sa.Float, nullable=False),
+    sa.Column("ended_at", sa.Float),
+    sa.Index("ix_sessions_tenant_created", "tenant_id", "created_at"),
+    sa.Index("ix_sessions_state_heartbeat", "state", "last_heartbeat_at"),
+)
+
+MODELS = sa.Table(
+    "models",
+    METADATA,
+    sa.Column("model_id", sa.String(128), primary_key=True),
+    sa.Column("session_id", sa.String(64), nullable=False),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("base_model", sa.String(512), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # creating | ready | failed | unloaded
+    sa.Column("reason", sa.Text),  # why it failed or was unloaded
+    sa.Column("lora_rank", sa.Integer, nullable=False),
+    sa.Column("lora_seed", sa.BigInteger),
+    sa.Column("train_attn", sa.Boolean, nullable=False),
+    sa.Column("train_mlp", sa.Boolean, nullable=False),
+    sa.Column("train_unembed", sa.Boolean, nullable=False),
+    sa.Column("optimizer_type", sa.String(16), nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("applied_seq_id", sa.BigInteger, nullable=False),  # every seq_id up to it took effect or was refused
+    sa.Column("snapshot_seq_id", sa.BigInteger),  # the newest snapshot on disk covers seq_ids up to it
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("last_request_at", sa.Float, nullable=False),
+    sa.Index("ix_models_session", "session_id"),
+    sa.Index("ix_models_tenant_created", "tenant_id", "created_at"),
+)
+
+FUTURES = sa.Table(
+    "futures",
+    METADATA,
+    sa.Column("arrival", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+    sa.Column("request_id", sa.String(192), nullable=False, unique=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("session_id", sa.String(64), nullable=False),
+    sa.Column("base_model", sa.String(512), nullable=False),
+    sa.Column("kind", sa.String(32), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # pending | done | failed | refused
+    sa.Column("model_id", sa.String(128)),
+    sa.Column("sampling_session_id", sa.String(128)),
+    sa.Column("seq_id", sa.BigInteger),
+    sa.Column("num_tokens", sa.Integer, nullable=False),
+    sa.Column("error", sa.Text),
+    sa.Column("category", sa.String(16)),
+    sa.Column("result_type", sa.String(8)),  # proto | json
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("settled_at", sa.Float),
+    sa.UniqueConstraint("model_id", "seq_id"),
+    sa.UniqueConstraint("sampling_session_id", "seq_id"),
+    sa.Index("ix_futures_work", "base_model", "state", "arrival"),
+    sa.Index("ix_futures_session", "session_id"),
+    sqlite_autoincrement=True,
+)
+
+BODIES = sa.Table(
+    "future_bodies",
+    METADATA,
+    sa.Column("request_id", sa.String(192), primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),  # the request as received, zstd
+)
+
+RESULTS = sa.Table(
+    "future_results",
+    METADATA,
+    sa.Column("request_id", sa.String(192), primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),  # the answer, byte for byte
+)
+
+SAMPLERS = sa.Table(
+    "samplers",
+    METADATA,
+    sa.Column("sampling_session_id", sa.String(128), primary_key=True),
+    sa.Column("session_id", sa.String(64), nullable=False),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("base_model", sa.String(512), nullable=False),
+    sa.Column("model_path", sa.String(512)),  # the checkpoint it samples from, if it is one
+    sa.Column("version_id", sa.String(512)),  # the frozen weights it samples from; null is the base model
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Index("ix_samplers_session", "session_id"),
+)
+
+CHECKPOINTS = sa.Table(
+    "checkpoints",
+    METADATA,
+    sa.Column("training_run_id", sa.String(128), primary_key=True),
+    sa.Column("kind", sa.String(24), primary_key=True),  # weights | sampler_weights
+    sa.Column("name", sa.String(128), primary_key=True),
+    sa.Column("tenant_id", sa.String(64), nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # pending | completed | failed
+    sa.Column("error", sa.Text),
+    sa.Column("directory", sa.String(256)),  # below the checkpoint root; null until completed
+    sa.Column("size_bytes", sa.BigInteger),
+    sa.Column("base_model", sa.String(512), nullable=False),
+    sa.Column("lora_rank", sa.Integer, nullable=False),
+    sa.Column("train_attn", sa.Boolean, nullable=False),
+    sa.Column("train_mlp", sa.Boolean, nullable=False),
+    sa.Column("train_unembed", sa.Boolean, nullable=False),
+    sa.Column("optimizer_type", sa.String(16), nullable=False),
+    sa.Column("public", sa.Boolean, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+    sa.Index("ix_checkpoints_tenant_created", "tenant_id", "created_at"),
+)
+
+ENGINES = sa.Table(
+    "engines",
+    METADATA,
+    sa.Column("base_model", sa.String(512), primary_key=True),
+    sa.Column("engine_id", sa.String(64), nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("state", sa.String(16), nullable=False),  # loading | ready | failed
+    sa.Column("reason", sa.Text),
+    sa.Column("started_at", sa.Float, nullable=False),
+)
+
+
+class Database:
+    """Connections to one database. `write` and `read` each give one transaction."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._write_lock = threading.Lock()
+        if url.startswith("sqlite"):
+            self.engine: Engine = sa.create_engine(url, connect_args={"timeout": 30.0, "check_same_thread": False})
+            event.listen(self.engine, "connect", _configure_sqlite)
+            event.listen(self.engine, "begin", _begin_sqlite)
+        else:
+            self.engine = sa.create_engine(url, pool_pre_ping=True)
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        with self._write_lock, self.engine.connect().execution_options(tinsmith_write=True) as connection:
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    def migrate(self) -> None:
+        """Bring the schema to the newest version; safe to call from several processes in turn."""
+        config = AlembicConfig()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        with self.engine.connect() as connection:
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+            connection.commit()
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
+    # pysqlite must not open transactions by itself: _begin_sqlite says which kind to open.
+    dbapi_connection.isolation_level = None  # type: ignore[attr-defined]
+    cursor = dbapi_connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.execute("PRAGMA cache_size=-65536")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A writer takes the lock at once: upgrading a read transaction can fail with SQLITE_BUSY and no waiting.
+    immediate = connection.get_execution_options().get("tinsmith_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+
+def now() -> float:
+    """Seconds since the epoch, for rows."""
+    return time.time()

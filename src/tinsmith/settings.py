@@ -1,0 +1,79 @@
+"""One frozen tree of settings, resolved once and passed down; the only reader of the environment.
+
+Sources, strongest first: the command line (`cli.py` passes what was given), `TINSMITH_*` variables, defaults.
+Unknown keys are refused. Every field's docstring is its documentation (`docs/settings.md` is made from them).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MEBIBYTE = 1024 * 1024
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(
+        env_prefix="TINSMITH_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but a loopback address is refused as long as there are no API keys."""
+
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+
+    data_dir: Path = Path("~/.tinsmith")
+    """Directory of the database, the checkpoints and the logs of the engines."""
+
+    database_url: str = ""
+    """SQLAlchemy URL of the database; empty means a SQLite file in the data directory."""
+
+    models: tuple[str, ...] = ()
+    """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
+
+    backend: str = "torch"
+    """What computes: `torch`, or `fake` (deterministic and instant, for tests of clients)."""
+
+    device: str = "auto"
+    """Device of the torch backend: `auto`, `cpu`, `cuda` or `cuda:N`."""
+
+    dtype: str = "auto"
+    """Number format of the frozen base model: `auto`, `float32` or `bfloat16`."""
+
+    engine_threads: int = Field(default=0, ge=0)
+    """Compute threads of an engine; 0 leaves the choice to torch."""
+
+    max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
+    """Largest request body, counted after decompression."""
+
+    step_token_budget: int = Field(default=65536, gt=0)
+    """Most tokens of training requests that share one step."""
+
+    hold_s: float = Field(default=30.0, gt=0, le=30)
+    """How long a poll for an unfinished result is held before it is answered with 408."""
+
+    session_timeout_s: float = 300.0
+    """A session without a heartbeat for this long expires and its models are unloaded; negative turns it off."""
+
+    session_sweep_s: float = 30.0
+    """How often sessions are checked for expiry; negative turns it off."""
+
+    result_grace_s: float = Field(default=3600.0, ge=0)
+    """How long results are kept after the end of their session."""
+
+    seq_gap_s: float = Field(default=330.0, gt=0)
+    """How long a request waits for a missing earlier seq_id (the SDK gives up re-sending one after 300 s)."""
+
+    log_level: str = "INFO"
+    """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
+
+    @property
+    def resolved_data_dir(self) -> Path:
+        return self.data_dir.expanduser().resolve()
+
+    @property
+    def resolved_database_url(self) -> str:
+        return self.database_url or f"sqlite:///{self.resolved_data_dir / 'tinsmith.db'}"
