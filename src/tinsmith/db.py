@@ -44,7 +44,8 @@ SESSIONS = sa.Table(
     sa.Column("display_name", sa.Text),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("last_heartbeat_at", sa.Float, nullable=False),
-    sa.Column("ended_at", sa.Float),
+    sa.Column("ended_at", sa.Float),  # when it finished or expired
+    sa.Column("closed_at", sa.Float),  # when its models were told to unload
     sa.Index("ix_sessions_tenant_created", "tenant_id", "created_at"),
     sa.Index("ix_sessions_state_heartbeat", "state", "last_heartbeat_at"),
 )

@@ -1,0 +1,92 @@
+"""The base models that this server offers: names, directories and the limits that requests are checked against.
+
+Reads only `config.json`, so that the server can know a model without loading it. A hub id is resolved to a local
+directory (downloading it, if the machine may) before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith import nano
+from tinsmith.errors import NotFoundError, SettingsError
+from tinsmith.ops import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """The served base models, by name."""
+
+    shapes: tuple[ModelShape, ...]
+
+    def __iter__(self) -> Iterator[ModelShape]:
+        return iter(self.shapes)
+
+    def get(self, name: str) -> ModelShape:
+        """Raise NotFoundError that lists what is served."""
+        for shape in self.shapes:
+            if shape.name == name:
+                return shape
+        served = ", ".join(repr(shape.name) for shape in self.shapes)
+        raise NotFoundError(f"base_model {name!r} is not served here; served: {served}")
+
+
+def resolve(models: Iterable[str]) -> Bases:
+    """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry at all means the embedded model."""
+    entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
+    shapes = [_resolve_one(entry) for entry in entries]
+    names = [shape.name for shape in shapes]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise SettingsError(f"--model names {sorted(twice)} more than once; give each its own NAME=...")
+    return Bases(tuple(shapes))
+
+
+def read_shape(name: str, directory: Path) -> ModelShape:
+    """Read what the server needs of a model's config.json."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"model {name!r}: {directory} has no config.json") from None
+    except ValueError as error:
+        raise SettingsError(f"model {name!r}: {directory / 'config.json'} is not JSON: {error}") from None
+    text = config.get("text_config", config)
+    try:
+        return ModelShape(
+            name=name,
+            path=str(directory),
+            vocab_size=int(text["vocab_size"]),
+            max_context_length=int(text["max_position_embeddings"]),
+            arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
+        )
+    except KeyError as error:
+        raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+
+
+def _resolve_one(entry: str) -> ModelShape:
+    name, equals, target = entry.partition("=")
+    if not equals:
+        target = name
+    if name == target == nano.MODEL_NAME:
+        target = str(nano.path())
+    if not name or not target:
+        raise SettingsError(f"--model {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")
+    directory = Path(target).expanduser()
+    if not directory.is_dir():
+        directory = _download(target)
+    return read_shape(name, directory.resolve())
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise SettingsError(
+            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us: {error}"
+        ) from error

@@ -1,0 +1,301 @@
+"""Checkpoints: immutable, named, owned; rows here and one directory each below the checkpoint root.
+
+A path is `tinker://{training_run_id}/{weights|sampler_weights}/{name}`. Directory names are made by us, never
+from client text. States: pending -> completed | failed; only completed ones can be seen. A directory is written
+under a temporary name, its files are fsynced and listed with their checksums in `manifest.json`, and it is
+renamed before the row is completed: a row that is completed has all its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from tinsmith.db import CHECKPOINTS, Database, now
+from tinsmith.errors import CheckpointExistsError, NotFoundError, UserError
+from tinsmith.ops import LoraSpec
+
+KINDS = ("weights", "sampler_weights", "external_weights")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    training_run_id: str
+    kind: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.training_run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    ref: CheckpointRef
+    tenant_id: str
+    base_model: str
+    lora: LoraSpec
+    optimizer_type: str = "adamw"
+    user_metadata: Mapping[str, str] | None = None
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    training_run_id: str
+    kind: str
+    name: str
+    tenant_id: str
+    state: str
+    error: str | None
+    directory: str | None
+    size_bytes: int | None
+    base_model: str
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    public: bool
+    user_metadata: Mapping[str, str] | None
+    created_at: float
+    expires_at: float | None
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return CheckpointRef(self.training_run_id, self.kind, self.name)
+
+    @property
+    def lora(self) -> LoraSpec:
+        return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed)
+
+
+def parse_path(text: str) -> CheckpointRef:
+    """Read a tinker:// path. Raises UserError that shows the form."""
+    prefix, _, rest = text.partition("://")
+    parts = rest.split("/")
+    if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
+        raise UserError(
+            f"path {text!r} is not a checkpoint path; the form is "
+            "tinker://TRAINING_RUN_ID/weights|sampler_weights/NAME"
+        )
+    return CheckpointRef(parts[0], parts[1], check_name(parts[2]))
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"checkpoint name {name!r} is not allowed; use 1 to 128 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+class Checkpoints:
+    def __init__(self, db: Database, root: Path) -> None:
+        self._db = db
+        self._root = root
+
+    # Reading, for the server and the engine.
+
+    def get(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
+        """A completed, unexpired checkpoint that the tenant may read: its own, or a published one."""
+        checkpoint = self._find(ref)
+        if checkpoint is None or not (checkpoint.tenant_id == tenant_id or checkpoint.public):
+            raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
+        return checkpoint
+
+    def of_run(self, tenant_id: str, training_run_id: str) -> list[Checkpoint]:
+        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
+        return self._select(mine, limit=None, offset=0)[0]
+
+    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
+        """The tenant's checkpoints, newest first, and how many there are."""
+        return self._select(CHECKPOINTS.c.tenant_id == tenant_id, limit=limit, offset=offset)
+
+    def directory(self, checkpoint: Checkpoint) -> Path:
+        assert checkpoint.directory is not None
+        return self._root / checkpoint.directory
+
+    def _find(self, ref: CheckpointRef) -> Checkpoint | None:
+        query = sa.select(CHECKPOINTS).where(_is(ref), _visible())
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else Checkpoint(**row._mapping)
+
+    def _select(
+        self, where: sa.ColumnElement[bool], limit: int | None, offset: int
+    ) -> tuple[list[Checkpoint], int]:
+        where = where & _visible()
+        query = sa.select(CHECKPOINTS).where(where).order_by(CHECKPOINTS.c.created_at.desc())
+        with self._db.read() as connection:
+            rows = connection.execute(query.limit(limit).offset(offset)).all()
+            total = connection.scalar(sa.select(sa.func.count()).select_from(CHECKPOINTS).where(where)) or 0
+        return [Checkpoint(**row._mapping) for row in rows], total
+
+    # Changing, for the server.
+
+    def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
+        """Delete the tenant's own checkpoint, files too."""
+        checkpoint = self._own(tenant_id, ref)
+        with self._db.write() as connection:
+            connection.execute(CHECKPOINTS.delete().where(_is(ref)))
+        shutil.rmtree(self.directory(checkpoint), ignore_errors=True)
+
+    def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
+        self._own(tenant_id, ref)
+        with self._db.write() as connection:
+            expires_at = None if ttl_s is None else now() + ttl_s
+            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
+
+    def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> None:
+        """Idempotent: publishing a published checkpoint is no error (the SDK would retry a 409 for minutes)."""
+        self._own(tenant_id, ref)
+        with self._db.write() as connection:
+            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(public=public))
+
+    def _own(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
+        checkpoint = self.get(tenant_id, ref)
+        if checkpoint.tenant_id != tenant_id:
+            raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
+        return checkpoint
+
+    def sweep_expired(self) -> list[CheckpointRef]:
+        """Delete what has outlived its TTL."""
+        expired = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at < now())
+        with self._db.read() as connection:
+            rows = [Checkpoint(**row._mapping) for row in connection.execute(expired)]
+        for checkpoint in rows:
+            with self._db.write() as connection:
+                connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref)))
+            if checkpoint.directory:
+                shutil.rmtree(self.directory(checkpoint), ignore_errors=True)
+        return [checkpoint.ref for checkpoint in rows]
+
+    # Writing, for the engine.
+
+    def begin(self, new: NewCheckpoint, *, overwrite: bool) -> None:
+        """Claim the name before the first byte is written. Raises CheckpointExistsError."""
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(CHECKPOINTS.c.state).where(_is(new.ref))).one_or_none()
+            if row is not None and row.state == "completed":
+                if not overwrite:
+                    raise CheckpointExistsError(
+                        f"checkpoint {new.ref.path!r} exists already; pass overwrite=True or choose another name"
+                    )
+                return  # stays visible until its successor is complete
+            connection.execute(CHECKPOINTS.delete().where(_is(new.ref)))
+            connection.execute(CHECKPOINTS.insert().values(**_row(new), state="pending"))
+
+    def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
+        """Have `fill` write files into a fresh directory, then make it durable. Returns (directory, bytes)."""
+        name = uuid.uuid4().hex
+        self._root.mkdir(parents=True, exist_ok=True)
+        temporary = self._root / f".{name}"
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            size_bytes = _seal(temporary)
+            temporary.rename(self._root / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _fsync(self._root)
+        return name, size_bytes
+
+    def discard(self, directory: str) -> None:
+        """Remove a directory that no row names any more."""
+        shutil.rmtree(self._root / directory, ignore_errors=True)
+
+    def replaced_directory(self, ref: CheckpointRef) -> str | None:
+        """The directory that a completion of `ref` would leave behind."""
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(CHECKPOINTS.c.directory).where(_is(ref)))
+
+    def recover(self, base_model: str) -> None:
+        """After a restart of this base model's engine: interrupted saves have failed."""
+        mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending")
+        with self._db.write() as connection:
+            connection.execute(
+                CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted")
+            )
+
+
+def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> list[sa.Executable]:
+    """Statements for the transaction that settles the save."""
+    values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
+    return [
+        CHECKPOINTS.delete().where(_is(new.ref)),
+        CHECKPOINTS.insert().values(**values, state="completed"),
+    ]
+
+
+def failure(ref: CheckpointRef, error: str) -> sa.Executable:
+    """A statement for the transaction that settles a save which failed."""
+    return (
+        CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
+    )
+
+
+def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:
+    return (
+        (CHECKPOINTS.c.training_run_id == ref.training_run_id)
+        & (CHECKPOINTS.c.kind == ref.kind)
+        & (CHECKPOINTS.c.name == ref.name)
+    )
+
+
+def _visible() -> sa.ColumnElement[bool]:
+    unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
+    return (CHECKPOINTS.c.state == "completed") & unexpired
+
+
+def _row(new: NewCheckpoint) -> dict[str, object]:
+    created_at = now()
+    return {
+        **asdict(new.ref),
+        "tenant_id": new.tenant_id,
+        "base_model": new.base_model,
+        "lora_rank": new.lora.rank,
+        "train_attn": new.lora.train_attn,
+        "train_mlp": new.lora.train_mlp,
+        "train_unembed": new.lora.train_unembed,
+        "optimizer_type": new.optimizer_type,
+        "public": False,
+        "user_metadata": new.user_metadata,
+        "created_at": created_at,
+        "expires_at": None if new.ttl_s is None else created_at + new.ttl_s,
+    }
+
+
+def _seal(directory: Path) -> int:
+    """Write the manifest and fsync everything; returns the bytes of the files."""
+    files: dict[str, dict[str, object]] = {}
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
+        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
+    manifest = directory / "manifest.json"
+    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
+    _fsync(manifest)
+    _fsync(directory)
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,251 @@
+"""Futures: the durable queue between the server and the engines, and the log that model state is rebuilt from.
+
+States: pending -> done | failed; refused is a future that was invalid at admission and is settled at birth.
+Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled
+future never changes; settling a step, and every row that the step changes, is one transaction. The server
+submits and reads; only the engine settles. Payloads are opaque here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import sqlalchemy as sa
+import zstandard
+
+from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database, now
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
+
+# Passes that change a model's state: their bodies are kept until a snapshot covers them.
+REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step")
+_CHUNK = 500  # variables of one IN (...) clause
+
+
+class Waker(Protocol):
+    """Tells a base model's engine that there is work."""
+
+    def __call__(self, base_model: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NewFuture:
+    request_id: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    body: bytes
+    num_tokens: int = 0
+    model_id: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a future ended: `error` and `category`, or `body` of `result_type` proto or json."""
+
+    result_type: str | None
+    body: bytes | None
+    error: str | None
+    category: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What the scheduler knows of a request: metadata only."""
+
+    arrival: int
+    request_id: str
+    tenant_id: str
+    session_id: str
+    kind: str
+    state: str
+    model_id: str | None
+    sampling_session_id: str | None
+    seq_id: int | None
+    num_tokens: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The end of one future. `effects` are further statements of the same transaction."""
+
+    request_id: str
+    body: bytes | None = None
+    result_type: str = "json"
+    error: TinsmithError | None = None
+    model_id: str | None = None
+    seq_id: int | None = None
+    keep_body: bool = False
+    effects: Sequence[sa.Executable] = field(default=())
+
+
+class Futures:
+    def __init__(self, db: Database, wake: Waker | None = None) -> None:
+        self._db = db
+        self._wake = wake
+
+    # The server's side.
+
+    def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
+        """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
+        created_at = now()
+        row = {
+            "request_id": new.request_id,
+            "tenant_id": new.tenant_id,
+            "session_id": new.session_id,
+            "base_model": new.base_model,
+            "kind": new.kind,
+            "state": "refused" if refusal else "pending",
+            "model_id": new.model_id,
+            "sampling_session_id": new.sampling_session_id,
+            "seq_id": new.seq_id,
+            "num_tokens": new.num_tokens,
+            "error": str(refusal) if refusal else None,
+            "category": refusal.category if refusal else None,
+            "created_at": created_at,
+            "settled_at": created_at if refusal else None,
+        }
+        # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
+        packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
+        with self._db.write() as connection:
+            if _exists(connection, new.request_id):
+                return new.request_id
+            connection.execute(FUTURES.insert(), row)
+            if packed is not None:
+                connection.execute(BODIES.insert(), {"request_id": new.request_id, "body": packed})
+            if new.model_id is not None:
+                touched = MODELS.update().where(MODELS.c.model_id == new.model_id)
+                connection.execute(touched.values(last_request_at=created_at))
+        if self._wake:
+            self._wake(new.base_model)
+        return new.request_id
+
+    def outcome(self, tenant_id: str, request_id: str) -> Outcome | None:
+        """How a request ended; None while it is pending. Raises NotFoundError."""
+        columns = (FUTURES.c.state, FUTURES.c.result_type, FUTURES.c.error, FUTURES.c.category, RESULTS.c.body)
+        query = (
+            sa.select(*columns)
+            .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
+            .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
+        )
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+        if row.state == "pending":
+            return None
+        return Outcome(result_type=row.result_type, body=row.body, error=row.error, category=row.category)
+
+    def base_model_of(self, request_id: str) -> str | None:
+        """Whose queue a request waits in."""
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
+
+    def delete_of_sessions(self, session_ids: Sequence[str]) -> None:
+        """Forget all settled futures of ended sessions."""
+        ids = sa.select(FUTURES.c.request_id).where(
+            FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending"
+        )
+        with self._db.write() as connection:
+            for table in (RESULTS, BODIES):
+                connection.execute(table.delete().where(table.c.request_id.in_(ids)))
+            connection.execute(
+                FUTURES.delete().where(FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending")
+            )
+
+    # The engine's side.
+
+    def incoming(self, base_model: str, after_arrival: int) -> list[Pending]:
+        """Requests that arrived after `after_arrival` and are to be worked on or, if refused, skipped."""
+        columns = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+        query = (
+            sa.select(*columns)
+            .where(FUTURES.c.base_model == base_model, FUTURES.c.state.in_(("pending", "refused")))
+            .where(FUTURES.c.arrival > after_arrival)
+            .order_by(FUTURES.c.arrival)
+        )
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(query)]
+
+    def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
+        """The request bodies, as the client sent them."""
+        found: dict[str, bytes] = {}
+        unpack = zstandard.ZstdDecompressor().decompress
+        with self._db.read() as connection:
+            for start in range(0, len(request_ids), _CHUNK):
+                some = request_ids[start : start + _CHUNK]
+                for row in connection.execute(sa.select(BODIES).where(BODIES.c.request_id.in_(some))):
+                    found[row.request_id] = unpack(row.body)
+        return found
+
+    def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
+        """End a step: results, freed bodies, effects and each model's progress, in one transaction."""
+        settled_at = now()
+        freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
+        with self._db.write() as connection:
+            for settlement in settlements:
+                error = settlement.error
+                update = FUTURES.update().where(
+                    FUTURES.c.request_id == settlement.request_id, FUTURES.c.state == "pending"
+                )
+                changed = connection.execute(
+                    update.values(
+                        state="failed" if error else "done",
+                        error=str(error) if error else None,
+                        category=error.category if error else None,
+                        result_type=None if error else settlement.result_type,
+                        settled_at=settled_at,
+                    )
+                )
+                if changed.rowcount != 1:
+                    continue  # settled by a predecessor that we did not see
+                if settlement.body is not None and error is None:
+                    connection.execute(
+                        RESULTS.insert(), {"request_id": settlement.request_id, "body": settlement.body}
+                    )
+                for effect in settlement.effects:
+                    connection.execute(effect)
+            for start in range(0, len(freed), _CHUNK):
+                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(freed[start : start + _CHUNK])))
+            for model_id, seq_id in applied.items():
+                advance = MODELS.update().where(MODELS.c.model_id == model_id, MODELS.c.applied_seq_id < seq_id)
+                connection.execute(advance.values(applied_seq_id=seq_id))
+
+    def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
+        """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
+        columns = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+        query = (
+            sa.select(*columns)
+            .where(FUTURES.c.model_id == model_id, FUTURES.c.kind.in_(REPLAYED_KINDS))
+            .where(FUTURES.c.state.in_(("done", "failed")))
+            .where(FUTURES.c.seq_id > after_seq_id, FUTURES.c.seq_id <= up_to_seq_id)
+            .order_by(FUTURES.c.seq_id)
+        )
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(query)]
+
+    def covered(self, model_id: str, seq_id: int) -> None:
+        """Record that a snapshot covers the model up to `seq_id`, and free the bodies that it covers."""
+        ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.seq_id <= seq_id)
+        with self._db.write() as connection:
+            connection.execute(MODELS.update().where(MODELS.c.model_id == model_id).values(snapshot_seq_id=seq_id))
+            connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
+
+    def pending_ids(self, base_model: str) -> set[str]:
+        """Every unfinished request, for the slow poll that covers late commits."""
+        query = sa.select(FUTURES.c.request_id).where(
+            FUTURES.c.base_model == base_model, FUTURES.c.state == "pending"
+        )
+        with self._db.read() as connection:
+            return set(connection.scalars(query))
+
+
+def _exists(connection: sa.Connection, request_id: str) -> bool:
+    return connection.scalar(sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == request_id)) is not None
+
+

@@ -1,0 +1,118 @@
+"""Models in training: one row per adapter, from creation to unloading.
+
+States: creating -> ready | failed; ready -> unloaded. A model_id is `{session_id}:train:{model_seq_id}`, so a
+repeated creation finds the first one. `applied_seq_id` is the scheduler's memory: every seq_id up to it has taken
+effect or was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db import MODELS, Database, now
+from tinsmith.errors import NotFoundError
+from tinsmith.ops import LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    model_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    lora: LoraSpec
+    optimizer_type: str = "adamw"
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    model_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    state: str
+    reason: str | None
+    lora_rank: int
+    lora_seed: int | None
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    user_metadata: Mapping[str, str] | None
+    applied_seq_id: int
+    snapshot_seq_id: int | None
+    created_at: float
+    last_request_at: float
+
+    @property
+    def lora(self) -> LoraSpec:
+        return LoraSpec(self.lora_rank, self.lora_seed, self.train_attn, self.train_mlp, self.train_unembed)
+
+
+class Models:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def create(self, new: NewModel) -> Model:
+        """Add a model in state `creating`, or return the one that has this id already."""
+        created_at = now()
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one_or_none()
+            if row is not None:
+                return Model(**row._mapping)
+            model = Model(
+                model_id=new.model_id,
+                session_id=new.session_id,
+                tenant_id=new.tenant_id,
+                base_model=new.base_model,
+                state="creating",
+                reason=None,
+                lora_rank=new.lora.rank,
+                lora_seed=new.lora.seed,
+                train_attn=new.lora.train_attn,
+                train_mlp=new.lora.train_mlp,
+                train_unembed=new.lora.train_unembed,
+                optimizer_type=new.optimizer_type,
+                user_metadata=new.user_metadata,
+                applied_seq_id=-1,
+                snapshot_seq_id=None,
+                created_at=created_at,
+                last_request_at=created_at,
+            )
+            connection.execute(MODELS.insert(), {name: getattr(model, name) for name in MODELS.c.keys()})
+        return model
+
+    def get(self, tenant_id: str, model_id: str) -> Model:
+        model = self.find(model_id)
+        if model is None or model.tenant_id != tenant_id:
+            raise NotFoundError(f"model_id {model_id!r} is unknown")
+        return model
+
+    def find(self, model_id: str) -> Model | None:
+        """A model whoever owns it; for the engine."""
+        with self._db.read() as connection:
+            row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == model_id)).one_or_none()
+        return None if row is None else Model(**row._mapping)
+
+    def of_session(self, session_id: str) -> list[Model]:
+        query = sa.select(MODELS).where(MODELS.c.session_id == session_id).order_by(MODELS.c.created_at)
+        with self._db.read() as connection:
+            return [Model(**row._mapping) for row in connection.execute(query)]
+
+    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Model], int]:
+        """The tenant's models, newest first, and how many there are."""
+        mine = MODELS.c.tenant_id == tenant_id
+        query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc()).limit(limit).offset(offset)
+        with self._db.read() as connection:
+            rows = [Model(**row._mapping) for row in connection.execute(query)]
+            total = connection.scalar(sa.select(sa.func.count()).select_from(MODELS).where(mine)) or 0
+        return rows, total
+
+
+def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:
+    """A statement for the transaction that settles the operation which changed the model."""
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(state=state, reason=reason)

@@ -1,0 +1,129 @@
+"""Wake-ups between the processes of one machine: datagrams over Unix-domain sockets.
+
+A wake-up is a hint and never carries state: whoever is woken reads the database. It may be lost (no reader, full
+buffer), so every waiter also polls slowly. `Mailbox` is one end; `Waiters` turns the server's incoming ids into
+woken coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import select
+import socket
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SERVER = "server"
+SAFETY_POLL_S = 1.0
+MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
+
+
+def engine_mailbox(base_model: str) -> str:
+    """The mailbox name of a base model's engine."""
+    return "engine-" + hashlib.sha256(base_model.encode()).hexdigest()[:16]
+
+
+def socket_dir(data_dir: Path) -> Path:
+    """Where a data directory's sockets live: a short path, since a socket's path may hold about 100 bytes."""
+    key = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}" / key
+
+
+class Mailbox:
+    """A bound datagram socket that others can wake by name."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._directory = directory
+        self._path = directory / name
+        self._path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        self._socket.bind(str(self._path))
+        self._inode = self._path.stat().st_ino
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def wake(self, name: str, ids: Iterable[str] = ()) -> None:
+        """Send a hint to the mailbox `name`; silently nothing if it cannot be delivered now."""
+        for payload in _payloads(ids):
+            try:
+                self._socket.sendto(payload, str(self._directory / name))
+            except OSError:
+                # The reader is absent or its buffer is full: its safety poll will find the rows.
+                return
+
+    def drain(self) -> set[str]:
+        """All ids that arrived; an empty id stands for a bare wake-up."""
+        ids: set[str] = set()
+        while True:
+            try:
+                payload = self._socket.recv(65536)
+            except BlockingIOError:
+                return ids
+            ids.update(payload.decode().split("\n"))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until something arrives; False after the time-out."""
+        readable, _, _ = select.select([self._socket], [], [], timeout_s)
+        return bool(readable)
+
+    def close(self) -> None:
+        self._socket.close()
+        # A successor may have bound the same name already: its socket is not ours to remove.
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+
+def _payloads(ids: Iterable[str]) -> Iterator[bytes]:
+    lines: list[bytes] = []
+    size = 0
+    for request_id in ids:
+        line = request_id.encode()
+        if size + len(line) + 1 > MAX_DATAGRAM_BYTES:
+            yield b"\n".join(lines)
+            lines, size = [], 0
+        lines.append(line)
+        size += len(line) + 1
+    yield b"\n".join(lines)
+
+
+class Waiters:
+    """Coroutines that wait for futures to settle. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+
+    @contextlib.contextmanager
+    def watch(self, request_id: str) -> Iterator[asyncio.Event]:
+        """Register before reading the row, so that no settlement can fall between reading and waiting."""
+        woken = asyncio.Event()
+        self._events[request_id].add(woken)
+        try:
+            yield woken
+        finally:
+            watchers = self._events[request_id]
+            watchers.discard(woken)
+            if not watchers:
+                del self._events[request_id]
+
+    def settled(self, request_ids: Iterable[str]) -> None:
+        """Wake whoever waits for these."""
+        for request_id in request_ids:
+            for woken in self._events.get(request_id, ()):
+                woken.set()
+
+    def wake_all(self) -> None:
+        """Have every waiter look again: the cover for lost wake-ups."""
+        self.settled(list(self._events))
+
+    def __len__(self) -> int:
+        return sum(len(watchers) for watchers in self._events.values())
