@@ -1,0 +1,274 @@
+"""Attention over rows that belong to different sequences: what a model's layers call instead of their own kernel.
+
+`register` teaches transformers one attention function, which hands the rows of every layer to the `AttentionPlan`
+of the call in progress. Training uses `PackedCausal`; a sampler brings a plan with its own cache. No plan may mix
+rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the sequences may be two tenants'.
+
+Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface
+
+from tinsmith.errors import SettingsError
+
+ATTENTION_NAME = "tinsmith"
+PLAN_KEY = "tinsmith_plan"
+
+_UNDERSTOOD = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
+)
+"""Keywords that a layer passes on and that do not change what a causal plan computes."""
+
+MAX_WASTE = 0.25
+"""A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
+
+
+class AttentionPlan(Protocol):
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window).
+
+        `softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum.
+        """
+        ...
+
+
+class PackedCausal:
+    """Whole sequences one after the other in one row, each causal within itself.
+
+    Sequences of similar length share one batched kernel call, padded on the right with rows of their own, whose
+    results and gradients are dropped.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._groups = _grouped(lengths, torch.device(device))
+        self._order = None
+        if len(self._groups) > 1 or self._groups[0].rows is not None:
+            kept = torch.cat([_own_rows(group, torch.device(device)) for group in self._groups])
+            if not torch.equal(kept, torch.arange(len(kept), device=device)):
+                self._order = torch.argsort(kept)
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        outputs = []
+        for group in self._groups:
+            q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
+            if softcap is None and sinks_H is None:
+                mask_LL = self._window_mask(group.length, window, q_THD.device)
+                out_nHLD = nn.functional.scaled_dot_product_attention(
+                    q_nHLD, k_nGLD, v_nGLD, mask_LL, is_causal=mask_LL is None, scale=scale,
+                    enable_gqa=q_nHLD.shape[1] != k_nGLD.shape[1],
+                )  # fmt: skip
+            else:
+                out_nHLD = _plain_attention(q_nHLD, k_nGLD, v_nGLD, scale, window, softcap, sinks_H)
+            outputs.append(_unpadded(out_nHLD, group))
+        out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out_THD if self._order is None else _Select.apply(out_THD, self._order)
+
+    def _window_mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+        if window is None or length <= window:
+            return None
+        if (length, window) not in self._masks:
+            self._masks[length, window] = _visible(length, window, device)
+        return self._masks[length, window]
+
+
+class _Group(NamedTuple):
+    """Sequences that share a kernel call. `rows` None: rows start.. are n sequences of L already side by side."""
+
+    count: int
+    length: int
+    start: int
+    rows: Tensor | None  # [n * L] source row of each padded cell
+    kept: Tensor | None  # [rows of the group] padded cell of each real row
+
+
+def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
+    starts = [0, *accumulate(lengths)]
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    buckets: list[list[int]] = []
+    for i in order:
+        longest = lengths[buckets[-1][0]] if buckets else 0
+        if buckets and longest - lengths[i] <= max(16, MAX_WASTE * longest):
+            buckets[-1].append(i)
+        else:
+            buckets.append([i])
+    groups = []
+    for bucket in buckets:
+        bucket.sort()
+        count, length = len(bucket), lengths[bucket[0]]
+        side_by_side = bucket[-1] - bucket[0] == count - 1
+        if side_by_side and all(lengths[i] == length for i in bucket):
+            groups.append(_Group(count, length, starts[bucket[0]], None, None))
+            continue
+        length = max(lengths[i] for i in bucket)
+        start_n = torch.tensor([starts[i] for i in bucket])[:, None]
+        size_n = torch.tensor([lengths[i] for i in bucket])[:, None]
+        cell_L = torch.arange(length)[None, :]
+        rows_nL = start_n + torch.minimum(cell_L, size_n - 1)
+        kept = (cell_L < size_n).flatten().nonzero().flatten()
+        groups.append(_Group(count, length, starts[bucket[0]], rows_nL.flatten().to(device), kept.to(device)))
+    return groups
+
+
+def _own_rows(group: _Group, device: torch.device) -> Tensor:
+    if group.rows is None:
+        return torch.arange(group.start, group.start + group.count * group.length, device=device)
+    assert group.kept is not None
+    return group.rows[group.kept]
+
+
+def _padded(x_THD: Tensor, group: _Group) -> Tensor:
+    """[n, H, L, D]"""
+    if group.rows is None:
+        rows = x_THD[group.start : group.start + group.count * group.length]
+    else:
+        rows = _Pad.apply(x_THD, group.rows, group.kept)
+    return rows.view(group.count, group.length, *x_THD.shape[1:]).transpose(1, 2)
+
+
+def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
+    rows = out_nHLD.transpose(1, 2).flatten(0, 1)
+    return rows if group.kept is None else _Unpad.apply(rows, group.kept)
+
+
+class _Pad(torch.autograd.Function):
+    """Rows to padded cells; the cells that pad get no gradient, so backward is a plain scatter of the others."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, rows: Tensor, kept: Tensor) -> Tensor:  # noqa: ANN001
+        ctx.rows, ctx.kept, ctx.num_rows = rows, kept, x.shape[0]
+        return x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001
+        full = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
+        return full.index_copy_(0, ctx.rows[ctx.kept], grad.index_select(0, ctx.kept)), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded cells to rows: the inverse of `_Pad`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, kept: Tensor) -> Tensor:  # noqa: ANN001
+        ctx.kept, ctx.num_cells = kept, x.shape[0]
+        return x.index_select(0, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        full = grad.new_zeros(ctx.num_cells, *grad.shape[1:])
+        return full.index_copy_(0, ctx.kept, grad), None
+
+
+class _Select(torch.autograd.Function):
+    """A permutation of rows; its backward copies where autograd's own would add atomically."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:  # noqa: ANN001
+        ctx.order = order
+        return x.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+        return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    back_LL = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    visible_LL = back_LL >= 0
+    return visible_LL if window is None else visible_LL & (back_LL < window)
+
+
+def _plain_attention(
+    q_nHLD: Tensor,
+    k_nGLD: Tensor,
+    v_nGLD: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """For what the fused kernels cannot do: capped scores and sinks."""
+    repeat = q_nHLD.shape[1] // k_nGLD.shape[1]
+    k_nHLD, v_nHLD = k_nGLD.repeat_interleave(repeat, 1), v_nGLD.repeat_interleave(repeat, 1)
+    scores_nHLL = (q_nHLD @ k_nHLD.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores_nHLL = softcap * torch.tanh(scores_nHLL / softcap)
+    visible_LL = _visible(q_nHLD.shape[2], window, q_nHLD.device)
+    scores_nHLL = scores_nHLL.masked_fill(~visible_LL, float("-inf"))
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLL.shape[:3], 1)
+        probs_nHLL = torch.softmax(torch.cat([scores_nHLL, sinks], -1), -1)[..., :-1]
+    else:
+        probs_nHLL = torch.softmax(scores_nHLL, -1)
+    return probs_nHLL.to(v_nHLD.dtype) @ v_nHLD
+
+
+def register() -> None:
+    """Make the name `tinsmith` an attention implementation. It has no mask function: masks are the plan's affair."""
+    AttentionInterface.register(ATTENTION_NAME, _dispatch)
+
+
+def _dispatch(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """transformers' calling convention: [1, H, T, D] in, [1, T, H, D] out."""
+    plan = kwargs.pop(PLAN_KEY, None)
+    if plan is None or attention_mask is not None:
+        raise SettingsError(f"{type(module).__name__} does not hand on the attention plan or builds its own mask")
+    options = _options(module, kwargs)
+    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return plan.attend(module.layer_idx, *rows, **options)[None], None
+
+
+def _options(module: nn.Module, kwargs: dict[str, object]) -> dict[str, object]:
+    scale = kwargs.pop("scaling", None)
+    options = {
+        "scale": module.head_dim**-0.5 if scale is None else scale,
+        "window": kwargs.pop("sliding_window", None),
+        "softcap": kwargs.pop("softcap", None),
+        "sinks_H": kwargs.pop("s_aux", None),
+    }
+    kwargs.pop("dropout", None)
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
+    if unknown:
+        raise SettingsError(f"{type(module).__name__} asks attention for {', '.join(unknown)}, which is unknown here")
+    return options

@@ -1,0 +1,177 @@
+"""One frozen base model, shared by training and sampling, with every adaptable linear swapped for a MultiLoRALinear.
+
+Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model can be
+served from packed rows: at load a few tokens go through it under its own attention and under ours, alone and beside
+other rows, and any difference refuses the model. Every later call runs packed rows [1, T] without a cache; what a
+row may see is the plan's affair. Weights never ask for gradients. Knows no loss, optimizer, tenant or request.
+
+Shapes: T rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
+from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
+from tinsmith.errors import SettingsError
+from tinsmith.ops import ModelShape
+
+NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+"""Last names of linears that choose experts: training them on part of the batch would move everyone's routing."""
+
+
+class BaseModel:
+    """Use `load`. `targets` maps a module's path to the linear that stands there."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.shape = shape
+        self.device = model.device
+        self.dtype = model.dtype
+        self._switchboard = Switchboard()
+        self._decoder = model.get_decoder()
+        self.targets = _swap_linears(model, self._decoder, self._switchboard)
+        self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
+        self.vocab_size = self.unembedding.out_features
+        self.max_context_length = shape.max_context_length
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        text_config = model.config.get_text_config()
+        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self._multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
+        self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
+        _refuse_shared_rope(text_config)
+
+    @classmethod
+    def load(cls, shape: ModelShape, *, device: str = "auto", dtype: str = "auto") -> BaseModel:
+        """Raises SettingsError if the model cannot be served exactly."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        if dtype not in ("float32", "bfloat16"):
+            raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
+        register()
+        model = AutoModelForCausalLM.from_pretrained(
+            shape.path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+        )
+        tokenizer = AutoTokenizer.from_pretrained(shape.path)
+        base = cls(cast(PreTrainedModel, model.to(device)), tokenizer, shape)
+        if shape.vocab_size > base.vocab_size:
+            raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")
+        base.check_servable()
+        return base
+
+    def adaptable(self) -> list[Target]:
+        return [linear.target for linear in self.targets.values()]
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+        """[T, D]: hidden states after the final norm."""
+        with self._routed(routing, len(tokens_T)):
+            output = self._decoder(
+                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
+            )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        """[T, V] float32, not to be differentiated. The routing covers exactly these rows."""
+        assert routing.num_rows == len(hidden_TD)
+        work = self.unembedding.work(routing)
+        return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
+
+    def finish_logits_(self, raw_TV: Tensor) -> Tensor:
+        """What some families do to the unembedding's output, in place: scale it, then cap it."""
+        if self._multiplier != 1.0:
+            raw_TV.mul_(self._multiplier)
+        if self._softcap is not None:
+            raw_TV.div_(self._softcap).tanh_().mul_(self._softcap)
+        return raw_TV
+
+    def unfinish_gradient_(self, grad_TV: Tensor, logits_TV: Tensor) -> Tensor:
+        """The gradient of the unembedding's output from that of the finished logits, in place."""
+        if self._softcap is not None:
+            grad_TV.mul_(1.0 - (logits_TV / self._softcap).square_())
+        return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
+
+    @contextmanager
+    def _routed(self, routing: Routing, num_rows: int) -> Iterator[None]:
+        assert routing.num_rows == num_rows
+        self._switchboard.routing = routing
+        try:
+            yield
+        finally:
+            self._switchboard.routing = None
+
+    @torch.no_grad()
+    def check_servable(self) -> None:
+        """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
+        first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
+        ours = []
+        for tokens in ([first, second], [second]):
+            lengths = [len(t) for t in tokens]
+            plan = PackedCausal(lengths, self.device)
+            routing = Routing([Segment(0, sum(lengths), None)])
+            positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+            ours.append(self.logits(self.hidden(torch.cat(tokens), positions_T, plan, routing), routing))
+        self.model.set_attn_implementation("eager")
+        reference = self.model(input_ids=second[None], use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        for logits, how in ((ours[1], "under packed attention"), (ours[0][len(first) :], "beside another sequence")):
+            error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
+            if not error < tolerance:
+                raise SettingsError(
+                    f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
+                    f"by {error:.2g} (relative)"
+                )
+
+
+def _swap_linears(model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard) -> dict[str, MultiLoRALinear]:
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise SettingsError(f"{type(model).__name__} has no linear unembedding")
+    inside = set(decoder.modules())
+    targets = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or (module is not head and module not in inside):
+            continue
+        parent_name, _, last = name.rpartition(".")
+        # A linear expert sees rows in an order of its own, so segments do not hold for it.
+        if last in NOT_ADAPTED or ".experts." in name:
+            continue
+        group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
+        targets[name] = MultiLoRALinear(name, group, module, switchboard)
+        setattr(model.get_submodule(parent_name), last, targets[name])
+    if not any(target.group == "attn" for target in targets.values()):
+        raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
+    return targets
+
+
+def _refuse_shared_rope(config: PreTrainedConfig) -> None:
+    """These kinds of RoPE look at the longest sequence in the batch, so one tenant would change another's numbers."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
+    for kind in ("dynamic", "longrope"):
+        if kind in kinds:
+            raise SettingsError(f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared")
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    ids: set[int] = set()
+    configs = (model.generation_config, model.config.get_text_config(), tokenizer)
+    for found in (getattr(config, "eos_token_id", None) for config in configs):
+        ids.update([found] if isinstance(found, int) else found or [])
+    return frozenset(ids)

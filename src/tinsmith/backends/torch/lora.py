@@ -1,0 +1,300 @@
+"""Many LoRA adapters over one frozen linear: rows of a packed batch, each segment with its own adapter.
+
+Owns: an adapter's weights (one flat float32 buffer with a view per matrix, so that the optimizer, a publish and a
+clone are a few calls whatever the number of layers), the routing of rows to adapters, and the linear that applies
+it. A row only ever meets its own segment's adapter, so what is not finite in one never reaches another. Gradients
+of A and B are added straight into the adapter's own float32 buffers during backward; nothing is a leaf of autograd.
+Knows no loss, no optimizer, no file and no tenant.
+
+Shapes: T rows of a packed batch, n rows of a segment, I inputs, O outputs, r rank, P all numbers of an adapter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tinsmith.ops import LORA_ALPHA, LoraSpec
+
+ALIGN = 16
+"""Every matrix starts at a multiple of this many numbers: 64 bytes, which vector units and tensor cores like."""
+
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One linear that may carry adapters: its path in the model, its group and its sizes."""
+
+    name: str
+    group: str  # 'attn', 'mlp' or 'unembed'
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each matrix of an adapter lies in its flat buffer. Gaps between matrices stay zero for ever."""
+
+    rank: int
+    targets: tuple[Target, ...]
+    numel: int
+    offsets: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, rank: int, targets: Iterable[Target]) -> Layout:
+        targets, offsets, end = tuple(targets), [], 0
+        for target in targets:
+            start_a, end = end, _aligned(end + rank * target.in_features)
+            start_b, end = end, _aligned(end + rank * target.out_features)
+            offsets.append((start_a, start_b))
+        return cls(rank, targets, end, tuple(offsets))
+
+    def views(self, flat_P: Tensor) -> dict[str, Pair]:
+        """name -> (A [r, I], B [O, r]), views of a flat buffer."""
+        views = {}
+        for target, (start_a, start_b) in zip(self.targets, self.offsets, strict=True):
+            a_rI = flat_P[start_a : start_a + self.rank * target.in_features].view(self.rank, -1)
+            b_Or = flat_P[start_b : start_b + self.rank * target.out_features].view(-1, self.rank)
+            views[target.name] = (a_rI, b_Or)
+        return views
+
+
+class Adapter:
+    """One adapter's weights. Published versions are never written to again; see `clone`.
+
+    `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
+    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `gradients` is None
+    but during a training step, when it maps a name to the float32 buffers that backward adds to.
+    """
+
+    __slots__ = ("compute", "compute_P", "flat_P", "gradients", "layout", "scale", "spec", "weights")
+
+    def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype) -> None:
+        self.spec = spec
+        self.layout = layout
+        self.scale = LORA_ALPHA / layout.rank
+        self.flat_P = flat_P
+        self.weights = layout.views(flat_P)
+        self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
+        self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
+        self.gradients: Mapping[str, Pair] | None = None
+
+    def refresh(self) -> None:
+        """Bring `compute` up to date with `flat_P`."""
+        if self.compute_P is not self.flat_P:
+            self.compute_P.copy_(self.flat_P)
+
+    def clone(self) -> Adapter:
+        """A copy that shares nothing with this adapter: how a version is published."""
+        return Adapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype)
+
+
+def layout_for(spec: LoraSpec, targets: Iterable[Target]) -> Layout:
+    """The layout of an adapter: the targets of the groups that its spec trains."""
+    groups = {"attn": spec.train_attn, "mlp": spec.train_mlp, "unembed": spec.train_unembed}
+    return Layout.of(spec.rank, (target for target in targets if groups[target.group]))
+
+
+def initialise(layout: Layout, seed: int, device: torch.device) -> Tensor:
+    """A fresh flat buffer: A uniform within 1/sqrt(I), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero.
+
+    Each matrix has its own stream, keyed by seed and name, drawn on the CPU: neither the order of creation, nor
+    the device, nor which groups are trained changes a matrix that is there.
+    """
+    flat_P = torch.zeros(layout.numel)
+    for target, (a_rI, _) in zip(layout.targets, layout.views(flat_P).values(), strict=True):
+        digest = hashlib.blake2b(f"{seed}/{target.name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        bound = target.in_features**-0.5
+        a_rI.uniform_(-bound, bound, generator=generator)
+    return flat_P.to(device)
+
+
+class Segment(NamedTuple):
+    """Rows start..stop of a packed batch, and whose they are; None is the base model."""
+
+    start: int
+    stop: int
+    adapter: Adapter | None
+
+
+class Routing:
+    """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
+
+    `records` says whether autograd follows these rows into the adapters' gradients.
+    """
+
+    __slots__ = ("num_rows", "segments")
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        end = 0
+        for segment in segments:
+            if segment.start != end or segment.stop <= segment.start:
+                raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
+            end = segment.stop
+        self.segments = tuple(segments)
+        self.num_rows = end
+
+    @classmethod
+    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
+        """Rows of consecutive sequences; neighbours of one adapter become one segment."""
+        segments: list[Segment] = []
+        end = 0
+        for adapter, length in zip(adapters, lengths, strict=True):
+            if segments and segments[-1].adapter is adapter:
+                segments[-1] = Segment(segments[-1].start, end + length, adapter)
+            else:
+                segments.append(Segment(end, end + length, adapter))
+            end += length
+        return cls(segments)
+
+    def slice(self, start: int, stop: int) -> Routing:
+        """The routing of rows start..stop alone, numbered from 0."""
+        return Routing(
+            [
+                Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.adapter)
+                for segment in self.segments
+                if segment.start < stop and segment.stop > start
+            ]
+        )
+
+
+class Switchboard:
+    """Holds the routing of the call in progress; every linear of one model shares one."""
+
+    __slots__ = ("routing",)
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+
+
+class MultiLoRALinear(nn.Module):
+    """Stands in for a frozen nn.Linear: y = x W^T + b, plus scale * x A^T B^T for each segment's adapter.
+
+    Keeps the linear's own parameters under the same names, so tied weights and state dicts stay as they were.
+    """
+
+    def __init__(self, name: str, group: str, linear: nn.Linear, switchboard: Switchboard) -> None:
+        super().__init__()
+        self.name = name
+        self.group = group
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self._switchboard = switchboard
+        self._anchor: Tensor | None = None
+
+    @property
+    def target(self) -> Target:
+        return Target(self.name, self.group, self.in_features, self.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self._switchboard.routing
+        if routing is None:
+            return nn.functional.linear(x, self.weight, self.bias)
+        work = self.work(routing)
+        if not work:
+            return nn.functional.linear(x, self.weight, self.bias)
+        if torch.is_grad_enabled():
+            return _LoRALinearFunction.apply(x, self._grad_anchor(x), self, work)
+        x_TI = x.reshape(-1, self.in_features)
+        return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
+
+    def work(self, routing: Routing) -> list[Segment]:
+        """The segments whose adapter has this linear."""
+        return [s for s in routing.segments if s.adapter is not None and self.name in s.adapter.compute]
+
+    def forward_rows(
+        self, x_TI: Tensor, work: Sequence[Segment], out_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """y [T, O], and each segment's x A^T [n, r], which backward needs again."""
+        y_TO = _mm(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
+        if self.bias is not None:
+            y_TO += self.bias
+        inner = []
+        for start, stop, adapter in work:
+            assert adapter is not None
+            a_rI, b_Or = adapter.compute[self.name]
+            u_nr = x_TI[start:stop] @ a_rI.t()
+            inner.append(u_nr)
+            _addmm_(y_TO[start:stop], u_nr, b_Or.t(), adapter.scale)
+        return y_TO, inner
+
+    def backward_rows(
+        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Segment], inner: Sequence[Tensor], *, need_input: bool
+    ) -> Tensor | None:
+        """The gradient of x, if needed; adds those of A and B to their adapters' buffers where these exist."""
+        grad_TI = grad_TO @ self.weight if need_input else None
+        for (start, stop, adapter), u_nr in zip(work, inner, strict=True):
+            assert adapter is not None
+            a_rI, b_Or = adapter.compute[self.name]
+            grad_nO = grad_TO[start:stop]
+            grad_nr = grad_nO @ b_Or
+            if adapter.gradients is not None:
+                grad_a_rI, grad_b_Or = adapter.gradients[self.name]
+                _addmm_(grad_a_rI, grad_nr.t(), x_TI[start:stop], adapter.scale)
+                _addmm_(grad_b_Or, grad_nO.t(), u_nr, adapter.scale)
+            if grad_TI is not None:
+                _addmm_(grad_TI[start:stop], grad_nr, a_rI, adapter.scale)
+        return grad_TI
+
+    def _grad_anchor(self, x: Tensor) -> Tensor:
+        # The embeddings are frozen, so the first layer's input asks for no gradient and autograd would not record
+        # this call; an empty input that asks for one makes it, without computing the gradient of x.
+        if self._anchor is None or self._anchor.device != x.device:
+            self._anchor = torch.zeros(0, device=x.device, requires_grad=True)
+        return self._anchor
+
+
+class _LoRALinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Segment]) -> Tensor:  # noqa: ANN001
+        x_TI = x.reshape(-1, module.in_features)
+        y_TO, ctx.inner = module.forward_rows(x_TI, work)
+        ctx.save_for_backward(x)
+        ctx.module, ctx.work = module, work
+        return y_TO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN001
+        (x,) = ctx.saved_tensors
+        grad_x = ctx.module.backward_rows(
+            grad.reshape(-1, ctx.module.out_features),
+            x.reshape(-1, ctx.module.in_features),
+            ctx.work,
+            ctx.inner,
+            need_input=ctx.needs_input_grad[0],
+        )
+        return None if grad_x is None else grad_x.view(x.shape), None, None, None
+
+
+def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a @ b in `out_dtype`, without rounding the result to the operands' dtype where the device can."""
+    if out_dtype == a.dtype:
+        return a @ b
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=out_dtype)
+    return (a @ b).to(out_dtype)
+
+
+def _addmm_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """out += scale * a @ b, where `out` may be of a wider dtype than the operands."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b, alpha=scale)
+    elif a.is_cuda:
+        out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
+    else:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype), alpha=scale)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN) * ALIGN
