@@ -1,0 +1,192 @@
+"""forward, forward_backward and optim_step: request bytes -> ops, results -> bytes.
+
+The arrays of a `Pass` view the message's own buffers; only what the wire stores differently from the ops
+(int32 and bfloat16 tensors, prompts cut into several chunks) is converted. What is checked here is that the
+bytes are what they say they are: sizes, dtypes, shapes. What a loss needs of them, `losses` says.
+Shape letters: N positions of one datum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.ops import F32, I32, I64, AdamParams, Array, Datum, OptimStep, Pass, PassResult, SparseRows
+from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.fields import Fields, read_object, show
+
+RECORD_TYPE = "ArrayRecord"
+ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
+
+_WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
+    pb.DTYPE_FLOAT32: np.dtype("<f4"),
+    pb.DTYPE_INT64: np.dtype("<i8"),
+    pb.DTYPE_INT32: np.dtype("<i4"),
+    pb.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+
+
+def read_pass(body: bytes, request_id: str) -> Pass:
+    """The whole request at once, as the engine reads it from its row."""
+    return pass_of(parse_pass(body), request_id)
+
+
+def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
+    """The protobuf message alone: enough to know whose request it is, before its contents are judged."""
+    try:
+        return pb.ForwardBackwardRequest.FromString(body)
+    except DecodeError as error:
+        raise UserError(f"the body is not a ForwardBackwardRequest protobuf message: {error}") from error
+
+
+def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
+    return Pass(
+        request_id=request_id,
+        model_id=message.model_id,
+        data=tuple(_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)),
+        loss_fn=message.loss_fn,
+        loss_config=_loss_config(message),
+        forward_only=message.forward_only,
+    )
+
+
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    # The client writes numbers into both maps during its migration; the newer map wins.
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        kind = value.WhichOneof("value")
+        if kind is None:
+            raise UserError(f"loss_fn_config[{show(key)}] has no value")
+        config[key] = value.number if kind == "number" else value.text
+    return config
+
+
+def _datum(message: pb.Datum, where: str) -> Datum:
+    inputs = {
+        name: _tensor(tensor, f"{where}.loss_fn_inputs[{show(name)}]")
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(tokens_N=_tokens(message.model_input, where), inputs=inputs)
+
+
+def _tokens(chunks: Sequence[pb.Chunk], where: str) -> I32:
+    parts: list[I32] = []
+    for index, chunk in enumerate(chunks):
+        kind = chunk.WhichOneof("chunk")
+        at = f"{where}.model_input.chunks[{index}]"
+        if kind is None:
+            raise UserError(f"{at} is empty; it must hold encoded text")
+        if kind != "encoded_text":
+            raise refuse_chunk(at, kind)
+        parts.append(_view(chunk.encoded_text.tokens, np.dtype("<i4"), f"{at}.tokens"))
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+
+
+def refuse_chunk(where: str, kind: object) -> UserError:
+    return NotSupportedError(
+        f"{where} is of type {show(kind)}; this server takes only 'encoded_text' (token ids)"
+    )
+
+
+def _tensor(message: pb.Tensor, where: str) -> Array:
+    dtype = _WIRE_DTYPES.get(message.dtype)
+    if dtype is None:
+        raise UserError(f"{where}.dtype is {message.dtype}; it must be float32, int64, int32 or bfloat16")
+    if any(size < 0 for size in message.shape):
+        raise UserError(f"{where}.shape is {list(message.shape)}; sizes cannot be negative")
+    encoding = message.WhichOneof("encoding")
+    if encoding is None:
+        raise UserError(f"{where} has no data; it must be dense or sparse_csr")
+    if encoding == "sparse_csr":
+        return _sparse(message, dtype, where)
+    flat = _widen(_view(message.dense, dtype, where), message.dtype)
+    shape = tuple(message.shape) or flat.shape
+    if math.prod(shape) != flat.size:
+        raise UserError(f"{where} holds {flat.size} values, which do not fill its shape {list(shape)}")
+    return flat.reshape(shape)
+
+
+def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], where: str) -> SparseRows:
+    if len(message.shape) != 2:
+        raise UserError(f"{where}.shape is {list(message.shape)}; a sparse tensor must have two dimensions")
+    csr = message.sparse_csr
+    return SparseRows(
+        values=_widen(_view(csr.values, dtype, f"{where}.values"), message.dtype),
+        crow_indices=_view(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices"),
+        col_indices=_view(csr.col_indices, np.dtype("<i8"), f"{where}.col_indices"),
+        shape=(message.shape[0], message.shape[1]),
+    )
+
+
+def _view(data: bytes, dtype: np.dtype[np.generic], where: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise UserError(
+            f"{where} is {len(data)} bytes long, not a whole number of {dtype.itemsize}-byte values"
+        )
+    return np.frombuffer(data, dtype)
+
+
+def _widen(values: np.ndarray, dtype: int) -> F32 | I64:
+    if dtype == pb.DTYPE_INT32:
+        return values.astype(np.int64)
+    if dtype == pb.DTYPE_BFLOAT16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values
+
+
+def write_pass_result(result: PassResult) -> bytes:
+    """One ArrayRecord per run of data whose logprobs have the same trailing shape (SDK: response_conv.py)."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type=RECORD_TYPE, metrics=dict(result.metrics))
+    start = 0
+    for stop in range(1, len(result.logprobs) + 1):
+        trailing = result.logprobs[start].shape[1:]
+        if stop == len(result.logprobs) or result.logprobs[stop].shape[1:] != trailing:
+            _write_record(message.loss_fn_outputs.add(), result.logprobs[start:stop], trailing)
+            start = stop
+    return message.SerializeToString()
+
+
+def _write_record(record: pb.ArrayRecord, arrays: Sequence[F32], trailing: tuple[int, ...]) -> None:
+    record.type_tag = RECORD_TYPE
+    record.num_datums = len(arrays)
+    tensor = record.fields["logprobs"]
+    tensor.data = b"".join(np.ascontiguousarray(array, "<f4").tobytes() for array in arrays)
+    tensor.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)], dtype="<i8").tobytes()
+    tensor.dtype = pb.DTYPE_FLOAT32
+    tensor.trailing_shape.extend(trailing)
+
+
+def read_optim_step(body: bytes, request_id: str) -> OptimStep:
+    return optim_step_of(read_object(body), request_id)
+
+
+def optim_step_of(fields: Fields, request_id: str) -> OptimStep:
+    other = fields.fields_or("optimizer_params", None)
+    if other is not None and other.values.get("type") != "adamw":
+        raise NotSupportedError(
+            f"optimizer_params.type is {show(other.values.get('type'))}; this server trains with AdamW: "
+            "send adam_params"
+        )
+    adam = fields.fields_or("adam_params", other)
+    if adam is None:
+        raise UserError("adam_params is missing")
+    adam.refuse_unknown(ADAM_FIELDS | {"type"})
+    return OptimStep(request_id=request_id, model_id=fields.text("model_id"), params=_adam_params(adam))
+
+
+def _adam_params(fields: Fields) -> AdamParams:
+    default = AdamParams()
+    return AdamParams(
+        learning_rate=fields.number_or("learning_rate", default.learning_rate),
+        beta1=fields.number_or("beta1", default.beta1),
+        beta2=fields.number_or("beta2", default.beta2),
+        eps=fields.number_or("eps", default.eps),
+        weight_decay=fields.number_or("weight_decay", default.weight_decay),
+        grad_clip_norm=fields.number_or("grad_clip_norm", default.grad_clip_norm),
+    )

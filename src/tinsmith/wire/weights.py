@@ -1,0 +1,122 @@
+"""The JSON requests that make, save, load and unload models, as frozen values.
+
+The server reads them to check and to answer; the engine reads the same stored bytes to act. A save whose
+`name` is None is ephemeral: it makes a sampling session and no checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tinsmith.errors import NotSupportedError, UserError
+from tinsmith.ops import LoraSpec
+from tinsmith.wire.fields import Fields, read_object, show
+
+DEFAULT_RANK = 32  # the SDK's
+LORA_FIELDS = frozenset(("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
+
+
+@dataclass(frozen=True, slots=True)
+class CreateModel:
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    lora: LoraSpec
+    user_metadata: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveWeights:
+    """save_weights and save_weights_for_sampler. `sampler_kind` is 'snapshot' or 'inflight'."""
+
+    model_id: str
+    name: str | None
+    ttl_s: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    sampler_kind: str = "snapshot"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None
+    session_id: str | None
+    model_seq_id: int | None
+    base_model: str | None
+    user_metadata: Mapping[str, object] | None
+
+
+def create_model_of(fields: Fields) -> CreateModel:
+    _refuse_other_optimizers(fields)
+    lora = fields.fields_or("lora_config", Fields({}))
+    lora.refuse_unknown(LORA_FIELDS)
+    return CreateModel(
+        session_id=fields.text("session_id"),
+        model_seq_id=fields.integer("model_seq_id"),
+        base_model=fields.text("base_model"),
+        lora=LoraSpec(
+            rank=lora.integer_or("rank", DEFAULT_RANK),
+            seed=lora.integer_or("seed", None),
+            train_attn=lora.flag_or("train_attn", True),
+            train_mlp=lora.flag_or("train_mlp", True),
+            train_unembed=lora.flag_or("train_unembed", True),
+        ),
+        user_metadata=fields.metadata_or_none("user_metadata"),
+    )
+
+
+def read_save(body: bytes) -> SaveWeights:
+    return save_of(read_object(body))
+
+
+def save_of(fields: Fields) -> SaveWeights:
+    kind = fields.text_or("kind", "snapshot")
+    if kind not in ("snapshot", "inflight"):
+        raise UserError(f"kind is {show(kind)}; it must be 'snapshot' or 'inflight'")
+    name = fields.text_or("path", None)
+    session_seq_id = fields.integer_or("sampling_session_seq_id", None)
+    if name is not None and (session_seq_id is not None or kind == "inflight"):
+        raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' go without it")
+    return SaveWeights(
+        model_id=fields.text("model_id"),
+        name=name,
+        ttl_s=fields.integer_or("ttl_seconds", None),
+        overwrite=fields.flag_or("overwrite", False),
+        user_metadata=fields.text_metadata_or_none("user_metadata"),
+        sampling_session_seq_id=session_seq_id,
+        sampler_kind=kind,
+    )
+
+
+def read_load(body: bytes) -> LoadWeights:
+    return load_of(read_object(body))
+
+
+def load_of(fields: Fields) -> LoadWeights:
+    _refuse_other_optimizers(fields)
+    if fields.has("weights_access_token"):
+        raise NotSupportedError("weights_access_token is not supported yet; publish the checkpoint instead")
+    return LoadWeights(
+        path=fields.text("path"),
+        optimizer=fields.flag_or("optimizer", False),
+        model_id=fields.text_or("model_id", None),
+        session_id=fields.text_or("session_id", None),
+        model_seq_id=fields.integer_or("model_seq_id", None),
+        base_model=fields.text_or("base_model", None),
+        user_metadata=fields.metadata_or_none("user_metadata"),
+    )
+
+
+def _refuse_other_optimizers(fields: Fields) -> None:
+    config = fields.fields_or("optimizer_config", None)
+    kind = "adamw" if config is None else config.text_or("type", "adamw")
+    if kind != "adamw":
+        raise NotSupportedError(
+            f"optimizer_config.type is {show(kind)}; this server trains with 'adamw' only"
+        )
