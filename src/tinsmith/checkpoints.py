@@ -1,20 +1,14 @@
 """Checkpoints: immutable, named, owned; rows here and one directory each below the checkpoint root.
 
-A path is `tinker://{training_run_id}/{weights|sampler_weights}/{name}`. Directory names are made by us, never
-from client text. States: pending -> completed | failed; only completed ones can be seen. A directory is written
-under a temporary name, its files are fsynced and listed with their checksums in `manifest.json`, and it is
-renamed before the row is completed: a row that is completed has all its bytes.
+A path is `tinker://{training_run_id}/{weights|sampler_weights}/{name}`. Directory names are made by `storage`,
+never from client text. States: pending -> completed | failed; only completed ones can be seen. The files are
+durable before the row is completed: a row that is completed has all its bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import re
-import shutil
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +17,7 @@ import sqlalchemy as sa
 from tinsmith.db import CHECKPOINTS, Database, now
 from tinsmith.errors import CheckpointExistsError, NotFoundError, UserError
 from tinsmith.ops import LoraSpec
+from tinsmith.storage import Directories
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -102,9 +97,9 @@ def check_name(name: str) -> str:
 
 
 class Checkpoints:
-    def __init__(self, db: Database, root: Path) -> None:
+    def __init__(self, db: Database, files: Directories) -> None:
         self._db = db
-        self._root = root
+        self.files = files
 
     # Reading, for the server and the engine.
 
@@ -125,7 +120,7 @@ class Checkpoints:
 
     def directory(self, checkpoint: Checkpoint) -> Path:
         assert checkpoint.directory is not None
-        return self._root / checkpoint.directory
+        return self.files.path(checkpoint.directory)
 
     def _find(self, ref: CheckpointRef) -> Checkpoint | None:
         query = sa.select(CHECKPOINTS).where(_is(ref), _visible())
@@ -150,7 +145,7 @@ class Checkpoints:
         checkpoint = self._own(tenant_id, ref)
         with self._db.write() as connection:
             connection.execute(CHECKPOINTS.delete().where(_is(ref)))
-        shutil.rmtree(self.directory(checkpoint), ignore_errors=True)
+        self.files.discard(checkpoint.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
         self._own(tenant_id, ref)
@@ -178,8 +173,7 @@ class Checkpoints:
         for checkpoint in rows:
             with self._db.write() as connection:
                 connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref)))
-            if checkpoint.directory:
-                shutil.rmtree(self.directory(checkpoint), ignore_errors=True)
+            self.files.discard(checkpoint.directory)
         return [checkpoint.ref for checkpoint in rows]
 
     # Writing, for the engine.
@@ -196,26 +190,6 @@ class Checkpoints:
                 return  # stays visible until its successor is complete
             connection.execute(CHECKPOINTS.delete().where(_is(new.ref)))
             connection.execute(CHECKPOINTS.insert().values(**_row(new), state="pending"))
-
-    def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
-        """Have `fill` write files into a fresh directory, then make it durable. Returns (directory, bytes)."""
-        name = uuid.uuid4().hex
-        self._root.mkdir(parents=True, exist_ok=True)
-        temporary = self._root / f".{name}"
-        temporary.mkdir()
-        try:
-            fill(temporary)
-            size_bytes = _seal(temporary)
-            temporary.rename(self._root / name)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        _fsync(self._root)
-        return name, size_bytes
-
-    def discard(self, directory: str) -> None:
-        """Remove a directory that no row names any more."""
-        shutil.rmtree(self._root / directory, ignore_errors=True)
 
     def replaced_directory(self, ref: CheckpointRef) -> str | None:
         """The directory that a completion of `ref` would leave behind."""
@@ -276,26 +250,3 @@ def _row(new: NewCheckpoint) -> dict[str, object]:
         "created_at": created_at,
         "expires_at": None if new.ttl_s is None else created_at + new.ttl_s,
     }
-
-
-def _seal(directory: Path) -> int:
-    """Write the manifest and fsync everything; returns the bytes of the files."""
-    files: dict[str, dict[str, object]] = {}
-    for path in sorted(directory.iterdir()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-    manifest = directory / "manifest.json"
-    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
-    _fsync(manifest)
-    _fsync(directory)
-    return sum(path.stat().st_size for path in directory.iterdir())
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,7 @@ submits and reads; only the engine settles. Payloads are opaque here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,7 @@ import zstandard
 
 from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database, now
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.ops import Pending
 
 # Passes that change a model's state: their bodies are kept until a snapshot covers them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step")
@@ -54,34 +55,16 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """What the scheduler knows of a request: metadata only."""
-
-    arrival: int
-    request_id: str
-    tenant_id: str
-    session_id: str
-    kind: str
-    state: str
-    model_id: str | None
-    sampling_session_id: str | None
-    seq_id: int | None
-    num_tokens: int
-    created_at: float
-
-
-@dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of one future. `effects` are further statements of the same transaction."""
+    """The end of one future. `effects` are statements of the same transaction; `clean_up` runs after it."""
 
     request_id: str
     body: bytes | None = None
     result_type: str = "json"
     error: TinsmithError | None = None
-    model_id: str | None = None
-    seq_id: int | None = None
     keep_body: bool = False
     effects: Sequence[sa.Executable] = field(default=())
+    clean_up: Callable[[], None] | None = None
 
 
 class Futures:
@@ -215,6 +198,9 @@ class Futures:
             for model_id, seq_id in applied.items():
                 advance = MODELS.update().where(MODELS.c.model_id == model_id, MODELS.c.applied_seq_id < seq_id)
                 connection.execute(advance.values(applied_seq_id=seq_id))
+        for settlement in settlements:
+            if settlement.clean_up:
+                settlement.clean_up()
 
     def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
         """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
@@ -229,11 +215,12 @@ class Futures:
         with self._db.read() as connection:
             return [Pending(**row._mapping) for row in connection.execute(query)]
 
-    def covered(self, model_id: str, seq_id: int) -> None:
-        """Record that a snapshot covers the model up to `seq_id`, and free the bodies that it covers."""
+    def covered(self, model_id: str, seq_id: int, directory: str) -> None:
+        """Record the snapshot that covers the model up to `seq_id`, and free the bodies that it covers."""
         ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.seq_id <= seq_id)
         with self._db.write() as connection:
-            connection.execute(MODELS.update().where(MODELS.c.model_id == model_id).values(snapshot_seq_id=seq_id))
+            mine = MODELS.update().where(MODELS.c.model_id == model_id)
+            connection.execute(mine.values(snapshot_seq_id=seq_id, snapshot_directory=directory))
             connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
 
     def pending_ids(self, base_model: str) -> set[str]:

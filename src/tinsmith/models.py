@@ -45,6 +45,7 @@ class Model:
     user_metadata: Mapping[str, str] | None
     applied_seq_id: int
     snapshot_seq_id: int | None
+    snapshot_directory: str | None
     created_at: float
     last_request_at: float
 
@@ -80,6 +81,7 @@ class Models:
                 user_metadata=new.user_metadata,
                 applied_seq_id=-1,
                 snapshot_seq_id=None,
+                snapshot_directory=None,
                 created_at=created_at,
                 last_request_at=created_at,
             )

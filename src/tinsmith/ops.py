@@ -156,6 +156,23 @@ class SampleResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Pending:
+    """What the scheduler knows of a request: metadata only."""
+
+    arrival: int
+    request_id: str
+    tenant_id: str
+    session_id: str
+    kind: str
+    state: str
+    model_id: str | None
+    sampling_session_id: str | None
+    seq_id: int | None
+    num_tokens: int
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """What a server must know of a base model to check requests against it."""
 

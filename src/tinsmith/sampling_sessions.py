@@ -1,6 +1,6 @@
 """Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target).
 
-Rows never change: a new version is a new row. The server creates those of base models and checkpoints; those of
+A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints; those of
 ephemeral publishes are created in the transaction that settles the publish.
 """
 
@@ -32,6 +32,7 @@ class SamplingSession:
     base_model: str
     model_path: str | None
     version_id: str | None
+    directory: str | None
     created_at: float
 
 
@@ -59,6 +60,13 @@ class SamplingSessions:
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         return None if row is None else SamplingSession(**row._mapping)
+
+    def moved(self, version_id: str, directory: str) -> None:
+        """Record where a version's files are, now that it left the engine's memory."""
+        with self._db.write() as connection:
+            connection.execute(
+                SAMPLERS.update().where(SAMPLERS.c.version_id == version_id).values(directory=directory)
+            )
 
     def of_session(self, session_id: str) -> list[str]:
         query = (

@@ -8,7 +8,7 @@ only when its backend is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +35,14 @@ class Backend(Protocol):
 
     def has_model(self, model_id: str) -> bool: ...
 
-    def run_passes(self, passes: Sequence[Pass]) -> list[PassResult | UserError]:
-        """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient."""
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient.
+
+        `between` is called between micro-batches, so that decoding goes on during a long step. All or nothing:
+        when an exception comes out, no gradient has changed.
+        """
         ...
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
@@ -57,6 +63,10 @@ class Backend(Protocol):
 
     def load_version(self, version_id: str, directory: Path) -> None:
         """Make a version from a saved adapter (PEFT format)."""
+        ...
+
+    def save_version(self, version_id: str, directory: Path) -> None:
+        """Write a version in PEFT's format, as `load_version` reads it."""
         ...
 
     def has_version(self, version_id: str) -> bool: ...

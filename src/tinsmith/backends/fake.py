@@ -1,0 +1,118 @@
+"""A backend with no model behind it: deterministic, instant, for tests of everything around compute.
+
+An adapter is one number, `weight`; a gradient is the sum over targets of weight-independent tokens; a logprob is
+-(token mod 7 + 1) / 8 - weight. It keeps every promise of the Backend protocol (isolation, all or nothing,
+save and load, immutable versions) so that the engine can be tested against it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.errors import NonFiniteGradientError, UserError
+from tinsmith.ops import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
+from tinsmith.samplers.fake import FakeSampler
+
+STATE_FILE = "fake_adapter.json"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    spec: LoraSpec
+    weight: float = 0.0
+    gradient: float = 0.0
+    step: int = 0
+
+
+class FakeBackend:
+    def __init__(self, shape: ModelShape) -> None:
+        self._shape = shape
+        self._models: dict[str, FakeAdapter] = {}
+        self._versions: dict[str, float] = {}
+        self._sampler = FakeSampler(shape, self._versions)
+
+    @property
+    def sampler(self) -> FakeSampler:
+        return self._sampler
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        self._models[model_id] = FakeAdapter(spec)
+
+    def unload_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def has_model(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        results: list[PassResult | UserError] = []
+        gradients: dict[str, float] = {}
+        for pass_ in passes:
+            weight = self._models[pass_.model_id].weight
+            logprobs = tuple(_logprobs(datum, weight) for datum in pass_.data)
+            loss = -float(sum(values.sum(dtype=np.float64) for values in logprobs))
+            if not pass_.forward_only:
+                gradients[pass_.model_id] = gradients.get(pass_.model_id, 0.0) + loss
+            results.append(PassResult(logprobs, {"loss:sum": loss, "tokens:sum": float(pass_.num_tokens)}))
+            if between:
+                between()
+        for model_id, gradient in gradients.items():
+            adapter = self._models[model_id]
+            self._models[model_id] = replace(adapter, gradient=adapter.gradient + gradient)
+        return results
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        results: list[dict[str, float] | UserError] = []
+        for step in steps:
+            adapter = self._models[step.model_id]
+            if not np.isfinite(adapter.gradient):
+                self._models[step.model_id] = replace(adapter, gradient=0.0)
+                results.append(NonFiniteGradientError())
+                continue
+            self._models[step.model_id] = replace(
+                adapter,
+                weight=adapter.weight - step.params.learning_rate * float(np.sign(adapter.gradient)),
+                gradient=0.0,
+                step=adapter.step + 1,
+            )
+            results.append({"grad_norm": abs(adapter.gradient), "step": float(adapter.step + 1)})
+        return results
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        adapter = self._models[model_id]
+        state = {"weight": adapter.weight, "step": adapter.step if optimizer else None}
+        (directory / STATE_FILE).write_text(json.dumps(state))
+
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+        state = json.loads((directory / STATE_FILE).read_text())
+        if optimizer and state["step"] is None:
+            raise UserError("the checkpoint holds no optimizer state; load it without the optimizer")
+        self._models[model_id] = FakeAdapter(spec, state["weight"], 0.0, state["step"] if optimizer else 0)
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        self._versions[version_id] = self._models[model_id].weight
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        self._versions[version_id] = json.loads((directory / STATE_FILE).read_text())["weight"]
+
+    def save_version(self, version_id: str, directory: Path) -> None:
+        (directory / STATE_FILE).write_text(json.dumps({"weight": self._versions[version_id], "step": None}))
+
+    def has_version(self, version_id: str) -> bool:
+        return version_id in self._versions
+
+    def drop_version(self, version_id: str) -> None:
+        self._versions.pop(version_id, None)
+
+
+def _logprobs(datum: Datum, weight: float) -> F32:
+    targets = datum.inputs.get("target_tokens", datum.tokens_N)
+    dense = np.zeros(targets.shape, np.int64) if isinstance(targets, SparseRows) else targets
+    return (-(dense % 7 + 1) / 8 - weight).astype(np.float32)

@@ -1,0 +1,309 @@
+"""The engine of one base model: plan, run, settle. The one place where durable state meets compute.
+
+One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend,
+settles all its futures in one transaction, and lets the sampler decode for about as long as the step took. An
+error of one request is that request's answer; an exception out of a packed step makes the engine run its requests
+one by one, so that only the guilty fail. The engine is the only settler of futures.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import orjson
+import structlog
+
+from tinsmith.backends import Backend
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.engine.operations import Operations, require_usable
+from tinsmith.engine.queues import Lane, Queues
+from tinsmith.engine.recovery import Recovery
+from tinsmith.engine.sampling import Sampling
+from tinsmith.errors import EngineFailedError, GoneError, TinsmithError, UserError
+from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
+from tinsmith.models import Model, Models, set_state
+from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox
+from tinsmith.ops import ModelShape, PassResult, Pending
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.scheduler import Fairness, plan
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+from tinsmith.wire.training import read_optim_step, read_pass, write_pass_result
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Nouns:
+    """The durable parts that an engine works with."""
+
+    futures: Futures
+    models: Models
+    samplers: SamplingSessions
+    checkpoints: Checkpoints
+    versions: Directories
+    snapshots: Directories
+
+
+class Engine:
+    def __init__(
+        self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: Mailbox, settings: Settings
+    ) -> None:
+        self._shape = shape
+        self._backend = backend
+        self._nouns = nouns
+        self._mailbox = mailbox
+        self._settings = settings
+        self._queues = Queues()
+        self._operations = Operations(backend, nouns.models, nouns.samplers, nouns.checkpoints, nouns.versions)
+        self._recovery = Recovery(backend, nouns.futures, self._operations, nouns.snapshots)
+        self._sampling = Sampling(backend, nouns, self._operations, self._settle)
+        self._fairness = Fairness()
+        self._last_arrival = 0
+        self._last_step_s = 0.0
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Work until `stopping`; a step that has begun is finished and settled first."""
+        self._nouns.checkpoints.recover(self._shape.name)
+        self._fetch()
+        while not stopping():
+            trained = self._training_turn()
+            sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
+            if trained or sampled:
+                if self._mailbox.drain():
+                    self._fetch()
+            elif self._mailbox.wait(SAFETY_POLL_S):
+                self._mailbox.drain()
+                self._fetch()
+            else:
+                self._fetch_late()
+                self._give_up_gaps()
+
+    # Reading what arrived.
+
+    def _fetch(self) -> None:
+        for request in self._nouns.futures.incoming(self._shape.name, self._last_arrival):
+            self._last_arrival = max(self._last_arrival, request.arrival)
+            self._enqueue(request)
+
+    def _fetch_late(self) -> None:
+        """The slow poll: rows whose wake-up was lost, or that were committed out of order."""
+        self._fetch()
+        known = self._queues.known
+        if self._nouns.futures.pending_ids(self._shape.name) - known:
+            for request in self._nouns.futures.incoming(self._shape.name, 0):
+                self._enqueue(request)
+
+    def _enqueue(self, request: Pending) -> None:
+        if request.request_id in self._queues.known:
+            return
+        if request.state == "pending":
+            self._queues.known.add(request.request_id)
+        if request.kind == "sample":
+            if request.state == "pending":
+                self._queues.add_sample(request)
+        elif request.kind == "unload_model":
+            self._queues.unloads.append(request)
+        elif request.model_id is not None:
+            self._enqueue_in_lane(request, request.model_id)
+
+    def _enqueue_in_lane(self, request: Pending, model_id: str) -> None:
+        lane = self._queues.lanes.get(model_id)
+        if lane is None:
+            model = self._nouns.models.find(model_id)
+            if model is None:
+                if request.state == "pending":
+                    self._fail([request], UserError(f"model_id {model_id!r} is unknown"))
+                return
+            if request.state == "pending" and model.state == "unloaded":
+                # What was waiting at its end was failed without being applied: a new lane would wait for it.
+                self._fail([request], GoneError(f"model {model_id!r} was unloaded: {model.reason}"))
+                return
+            lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
+            self._queues.lanes[model_id] = lane
+        if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
+            late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
+            self._fail([request], UserError(late))
+            return
+        lane.add(request)
+
+    def _give_up_gaps(self) -> None:
+        """The SDK stops re-sending a request after some minutes: what waits behind it must not wait for ever."""
+        older_than = time.time() - self._settings.seq_gap_s
+        for lane in self._queues.lanes.values():
+            if missing := lane.give_up_gap(older_than):
+                log.warning("gave up waiting for seq_ids", model_id=lane.model_id, seq_ids=missing)
+
+    # Training.
+
+    def _training_turn(self) -> bool:
+        """Run one planned step; False if there was nothing to do."""
+        self._unload()
+        step, self._fairness = plan(self._queues.model_queues(), self._fairness, self._settings.step_token_budget)
+        if not step:
+            return False
+        started = time.monotonic()
+        if step.optim_steps:
+            self._run_optim_steps(step.optim_steps)
+        for request in step.singles:
+            self._run_single(request)
+        if step.passes:
+            self._run_passes(step.passes)
+        self._last_step_s = time.monotonic() - started
+        return True
+
+    def _unload(self) -> None:
+        while self._queues.unloads:
+            request = self._queues.unloads.pop(0)
+            assert request.model_id is not None
+            body = self._nouns.futures.bodies([request.request_id]).get(request.request_id, b"{}")
+            reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
+            gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
+            waiting = self._queues.forget_lane(request.model_id)
+            self._operations.unload(request.model_id)
+            self._recovery.forget(request.model_id)
+            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
+            settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
+            effects = [set_state(request.model_id, "unloaded", reason)]
+            settlements.append(Settlement(request.request_id, body=answer, effects=effects))
+            self._settle(settlements, {})
+
+    def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
+        """The requests whose models are (or come back) in memory, with their bodies; the others are settled."""
+        bodies = self._nouns.futures.bodies([request.request_id for request in requests])
+        ready: list[tuple[Pending, bytes]] = []
+        usable: dict[str, TinsmithError | None] = {}
+        for request in requests:
+            assert request.model_id is not None
+            if request.model_id not in usable:
+                usable[request.model_id] = self._bring_back(request.model_id)
+            error = usable[request.model_id]
+            if error is None:
+                ready.append((request, bodies[request.request_id]))
+            else:
+                self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
+        return ready
+
+    def _bring_back(self, model_id: str) -> TinsmithError | None:
+        if self._backend.has_model(model_id):
+            return None
+        model = self._nouns.models.find(model_id)
+        if model is None:
+            return UserError(f"model_id {model_id!r} is unknown")
+        try:
+            require_usable(model)
+            self._recovery.restore(model)
+        except TinsmithError as error:
+            return error
+        return None
+
+    def _run_passes(self, requests: Sequence[Pending]) -> None:
+        ready = self._ready(requests)
+        if not ready:
+            return
+        try:
+            passes = [read_pass(body, request.request_id) for request, body in ready]
+            outcomes = self._backend.run_passes(passes, between=self._sampling.slice)
+        except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
+            if len(ready) > 1:
+                log.warning("a packed step failed; running its requests one by one", error=repr(error))
+                for request, _ in ready:
+                    self._run_passes([request])
+                return
+            outcomes = [_as_error(error, ready[0][0])]
+        settled: list[tuple[Pending, Settlement]] = []
+        for (request, body), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, PassResult):
+                keep = request.kind in REPLAYED_KINDS
+                if keep and request.model_id:
+                    self._recovery.count(request.model_id, len(body))
+                answer = write_pass_result(outcome)
+                settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
+            else:
+                settlement = Settlement(request.request_id, error=outcome)
+            settled.append((request, settlement))
+        self._settle_in_lane(settled)
+
+    def _run_optim_steps(self, requests: Sequence[Pending]) -> None:
+        ready = self._ready(requests)
+        if not ready:
+            return
+        try:
+            steps = [read_optim_step(body, request.request_id) for request, body in ready]
+            outcomes = self._backend.optim_step(steps)
+        except Exception as error:  # noqa: BLE001  answered as a failure of the server, below
+            outcomes = [_as_error(error, request) for request, _ in ready]
+        settled: list[tuple[Pending, Settlement]] = []
+        for (request, _), outcome in zip(ready, outcomes, strict=True):
+            if isinstance(outcome, TinsmithError):
+                # A refused step dropped its gradient: a replay must do the same, so its body stays.
+                settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
+            else:
+                answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
+                settled.append((request, Settlement(request.request_id, answer, keep_body=True)))
+        self._settle_in_lane(settled)
+        for request, _ in ready:
+            assert request.model_id is not None and request.seq_id is not None
+            self._recovery.stepped(request.model_id, request.seq_id)
+
+    def _run_single(self, request: Pending) -> None:
+        assert request.model_id is not None
+        model = self._nouns.models.find(request.model_id)
+        body = self._nouns.futures.bodies([request.request_id])[request.request_id]
+        try:
+            settlement = self._single_settlement(request, model, body)
+        except Exception as error:  # noqa: BLE001  the answer of this request alone
+            failure = _as_error(error, request)
+            effects = self._operations.failed(request, body, failure)
+            settlement = Settlement(request.request_id, error=failure, effects=effects)
+        self._settle_in_lane([(request, settlement)])
+
+    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement:
+        assert model is not None
+        creating = request.kind in ("create_model", "load_model")
+        error = None if creating else self._bring_back(model.model_id)
+        if error:
+            raise error
+        settlement = self._operations.run(request, model, body)
+        if request.kind in REPLAYED_KINDS:
+            # A loaded checkpoint may be deleted later; from here on a snapshot stands for it.
+            return self._with_snapshot(request, settlement)
+        return settlement
+
+    def _with_snapshot(self, request: Pending, settlement: Settlement) -> Settlement:
+        model_id, seq_id = request.model_id, request.seq_id
+        assert model_id is not None and seq_id is not None
+
+        def clean_up() -> None:
+            self._recovery.snapshot(model_id, seq_id)
+
+        return Settlement(
+            settlement.request_id, settlement.body, effects=settlement.effects, keep_body=True, clean_up=clean_up
+        )
+
+    # Settling.
+
+    def _settle_in_lane(self, settled: Sequence[tuple[Pending, Settlement]]) -> None:
+        applied: dict[str, int] = {}
+        for request, _ in settled:
+            assert request.model_id is not None and request.seq_id is not None
+            applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
+        self._settle([settlement for _, settlement in settled], applied)
+
+    def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
+        self._settle([Settlement(request.request_id, error=error) for request in requests], {})
+
+    def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
+        self._nouns.futures.settle(settlements, applied)
+        ids = [settlement.request_id for settlement in settlements]
+        self._queues.known.difference_update(ids)
+        self._mailbox.wake(SERVER, ids)
+
+
+def _as_error(error: Exception, request: Pending) -> TinsmithError:
+    if isinstance(error, TinsmithError):
+        return error
+    log.error("a request failed", request_id=request.request_id, kind=request.kind, exc_info=error)
+    return EngineFailedError(f"{request.kind} failed in the engine: {type(error).__name__}: {error}")

@@ -1,0 +1,95 @@
+"""The engine process: `python -m tinsmith.engine`, started by the supervisor.
+
+Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes:
+when the server dies, however it dies, its engines follow. Settings come by pipe, since a command line can be read
+by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import structlog
+
+from tinsmith import backends
+from tinsmith.bases import read_shape
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.db import Database
+from tinsmith.engine import Engine, Nouns
+from tinsmith.engines import Engines
+from tinsmith.errors import SettingsError
+from tinsmith.futures import Futures
+from tinsmith.logs import configure_logs
+from tinsmith.models import Models
+from tinsmith.notify import Mailbox, engine_mailbox, socket_dir
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+
+EXIT_UNUSABLE_MODEL = 3
+
+log = structlog.get_logger()
+
+
+def main() -> int:
+    spec = json.loads(sys.stdin.readline())
+    settings = Settings.model_validate(spec["settings"])
+    configure_logs(settings.log_level)
+    shape = read_shape(spec["name"], Path(spec["path"]))
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
+    threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
+    database = Database(settings.resolved_database_url)
+    engines = Engines(database)
+    engines.starting(shape.name)
+    try:
+        backend = backends.load(settings.backend, shape, **_options(settings))
+        # Building the sampler now keeps its cost out of the first request.
+        _ = backend.sampler
+    except SettingsError as error:
+        engines.set_state(shape.name, "failed", str(error))
+        log.error("the model cannot be served", base_model=shape.name, error=str(error))
+        return EXIT_UNUSABLE_MODEL
+    mailbox = Mailbox(socket_dir(settings.resolved_data_dir), engine_mailbox(shape.name))
+    engine = Engine(shape, backend, open_nouns(database, settings), mailbox, settings)
+    engines.set_state(shape.name, "ready")
+    log.info("engine ready", base_model=shape.name)
+    try:
+        engine.run(stopping.is_set)
+    finally:
+        mailbox.close()
+        engines.set_state(shape.name, "stopped")
+        database.close()
+    return 0
+
+
+def open_nouns(database: Database, settings: Settings) -> Nouns:
+    root = settings.resolved_data_dir
+    return Nouns(
+        futures=Futures(database),
+        models=Models(database),
+        samplers=SamplingSessions(database),
+        checkpoints=Checkpoints(database, Directories(root / "checkpoints")),
+        versions=Directories(root / "versions"),
+        snapshots=Directories(root / "snapshots"),
+    )
+
+
+def _options(settings: Settings) -> dict[str, str]:
+    if settings.backend == "fake":
+        return {}
+    return {"device": settings.device, "dtype": settings.dtype, "threads": str(settings.engine_threads)}
+
+
+def _watch_parent(stopping: threading.Event) -> None:
+    sys.stdin.read()
+    stopping.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+"""The barriers of a model: creating, loading, saving, publishing, unloading.
+
+Each method carries out one request on the backend and returns the settlement for the engine to write. A
+UserError is an answer; any other exception is the engine's to handle. Ephemeral versions live in the backend's
+memory; the oldest of a model are moved to disk, so that memory does not grow with the length of a run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import orjson
+import sqlalchemy as sa
+
+from tinsmith import sampling_sessions
+from tinsmith.backends import Backend
+from tinsmith.checkpoints import (
+    CheckpointRef,
+    Checkpoints,
+    NewCheckpoint,
+    completion,
+    failure,
+    parse_path,
+)
+from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.futures import Settlement
+from tinsmith.models import Model, Models, set_state
+from tinsmith.ops import Pending
+from tinsmith.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
+from tinsmith.storage import Directories
+from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
+
+CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
+
+VERSIONS_IN_MEMORY = 4
+"""Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
+
+LOADED_CHECKPOINTS = 32
+"""Checkpoints kept loaded for sampling, least recently used first out."""
+
+
+class Operations:
+    def __init__(
+        self,
+        backend: Backend,
+        models: Models,
+        samplers: SamplingSessions,
+        checkpoints: Checkpoints,
+        versions: Directories,
+    ) -> None:
+        self._backend = backend
+        self._models = models
+        self._samplers = samplers
+        self._checkpoints = checkpoints
+        self._versions = versions
+        self._ephemeral: defaultdict[str, deque[str]] = defaultdict(deque)
+        self._loaded: dict[str, None] = {}
+
+    def run(self, request: Pending, model: Model, body: bytes) -> Settlement:
+        """Carry out one barrier of a model. Raises TinsmithError for what the client must be told."""
+        operation = {
+            "create_model": self._create_model,
+            "load_model": self._load_weights,
+            "load_weights": self._load_weights,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_weights,
+        }[request.kind]
+        return operation(request, model, body)
+
+    def failed(self, request: Pending, body: bytes, error: TinsmithError) -> Sequence[sa.Executable]:
+        """What a failed barrier leaves behind in the database."""
+        if request.model_id is None:
+            return []
+        if request.kind in ("create_model", "load_model"):
+            return [set_state(request.model_id, "failed", str(error))]
+        if request.kind in CHECKPOINT_KINDS and (name := read_save(body).name):
+            return [failure(CheckpointRef(request.model_id, CHECKPOINT_KINDS[request.kind], name), str(error))]
+        return []
+
+    def unload(self, model_id: str) -> None:
+        """Forget a model's weights and its ephemeral versions."""
+        self._backend.unload_model(model_id)
+        for version_id in self._ephemeral.pop(model_id, ()):
+            self._backend.drop_version(version_id)
+        self._backend.drop_version(inflight_version(model_id))
+
+    def prepare_version(self, sampler: SamplingSession) -> str | None:
+        """Make sure that a sampling session's weights are in memory; returns their version id.
+
+        Raises UserError or LostStateError if they cannot be had any more.
+        """
+        version_id = sampler.version_id
+        if version_id is None:
+            return None
+        if sampler.model_path is not None:
+            self._load_checkpoint_version(sampler, sampler.model_path)
+        elif not self._backend.has_version(version_id):
+            if sampler.directory is None:
+                raise LostStateError(
+                    f"the weights of sampling session {sampler.sampling_session_id!r} are gone: its model was "
+                    "unloaded, or the engine stopped; publish them again, or sample from a saved checkpoint"
+                )
+            self._backend.load_version(version_id, self._versions.path(sampler.directory))
+        return version_id
+
+    def _load_checkpoint_version(self, sampler: SamplingSession, path: str) -> None:
+        if not self._backend.has_version(path):
+            checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(path))
+            self._backend.load_version(path, self._checkpoints.directory(checkpoint))
+        self._loaded.pop(path, None)
+        self._loaded[path] = None
+        while len(self._loaded) > LOADED_CHECKPOINTS:
+            oldest = next(iter(self._loaded))
+            del self._loaded[oldest]
+            self._backend.drop_version(oldest)
+
+    def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
+        self._backend.create_model(model.model_id, model.lora)
+        answer = {"model_id": model.model_id, "type": "create_model"}
+        return _answer(request, answer, effects=[set_state(model.model_id, "ready")])
+
+    def _load_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
+        load = read_load(body)
+        self.load_into(model, load)
+        answer = {"path": load.path, "model_id": model.model_id, "type": "load_weights"}
+        return _answer(request, answer, effects=[set_state(model.model_id, "ready")])
+
+    def load_into(self, model: Model, load: LoadWeights) -> None:
+        """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it."""
+        checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path))
+        if checkpoint.base_model != model.base_model:
+            raise UserError(
+                f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}"
+            )
+        if load.optimizer and checkpoint.kind != "weights":
+            raise UserError(
+                f"path {load.path!r} holds no optimizer state: optimizer=True needs a /weights/ checkpoint "
+                "made by save_state; load it without the optimizer"
+            )
+        # The checkpoint decides the shape of the adapter, but a model's own rank was promised at creation.
+        if checkpoint.lora_rank != model.lora_rank:
+            raise UserError(
+                f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}"
+            )
+        directory = self._checkpoints.directory(checkpoint)
+        self._backend.load(model.model_id, model.lora, directory, optimizer=load.optimizer)
+
+    def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
+        save = read_save(body)
+        if save.name is None:
+            return self._publish(request, model, save)
+        kind = CHECKPOINT_KINDS[request.kind]
+        new = NewCheckpoint(
+            ref=CheckpointRef(model.model_id, kind, save.name),
+            tenant_id=model.tenant_id,
+            base_model=model.base_model,
+            lora=model.lora,
+            optimizer_type=model.optimizer_type,
+            user_metadata=save.user_metadata,
+            ttl_s=save.ttl_s,
+        )
+        self._checkpoints.begin(new, overwrite=save.overwrite)
+
+        def fill(directory: Path) -> None:
+            self._backend.save(model.model_id, directory, optimizer=kind == "weights")
+
+        replaced = self._checkpoints.replaced_directory(new.ref)
+        directory, size_bytes = self._checkpoints.files.write(fill)
+
+        def clean_up() -> None:
+            # What was overwritten must not be served from memory, nor fill the disk.
+            self._backend.drop_version(new.ref.path)
+            self._checkpoints.files.discard(replaced)
+
+        answer = {"path": new.ref.path, "type": request.kind}
+        return _answer(request, answer, completion(new, directory, size_bytes), clean_up)
+
+    def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
+        if save.sampling_session_seq_id is None:
+            raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
+        sampling_session_id = f"{model.session_id}:sample:{save.sampling_session_seq_id}"
+        inflight = save.sampler_kind == "inflight"
+        version_id = inflight_version(model.model_id) if inflight else sampling_session_id
+        self._backend.publish(model.model_id, version_id)
+        if not inflight:
+            self._ephemeral[model.model_id].append(version_id)
+            self._move_oldest(model.model_id)
+        new = NewSamplingSession(
+            sampling_session_id=sampling_session_id,
+            session_id=model.session_id,
+            tenant_id=model.tenant_id,
+            base_model=model.base_model,
+            version_id=version_id,
+        )
+        answer = {"sampling_session_id": sampling_session_id, "type": "save_weights_for_sampler"}
+        return _answer(request, answer, [sampling_sessions.insertion(new)])
+
+    def _move_oldest(self, model_id: str) -> None:
+        versions = self._ephemeral[model_id]
+        while len(versions) > VERSIONS_IN_MEMORY:
+            oldest = versions.popleft()
+            directory, _ = self._versions.write(lambda target: self._backend.save_version(oldest, target))
+            self._samplers.moved(oldest, directory)
+            self._backend.drop_version(oldest)
+
+
+def inflight_version(model_id: str) -> str:
+    """The one version that all inflight samplers of a model share."""
+    return f"{model_id}:inflight"
+
+
+def require_usable(model: Model) -> None:
+    """Raise the reason why a model takes no more requests."""
+    if model.state == "failed":
+        raise UserError(f"model {model.model_id!r} could not be created: {model.reason}")
+    if model.state == "unloaded":
+        raise GoneError(f"model {model.model_id!r} was unloaded: {model.reason}")
+
+
+def _answer(
+    request: Pending,
+    answer: dict[str, str],
+    effects: Sequence[sa.Executable] = (),
+    clean_up: Callable[[], None] | None = None,
+) -> Settlement:
+    return Settlement(request.request_id, body=orjson.dumps(answer), effects=effects, clean_up=clean_up)

@@ -1,0 +1,86 @@
+"""The engine's view of its waiting requests: metadata in memory, mirrored from the database.
+
+Holds which seq_id each model may run next; skips refused and given-up numbers. Knows no SQL and no device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from tinsmith.ops import Pending
+from tinsmith.scheduler import ModelQueue
+
+
+class Lane:
+    """One model's requests."""
+
+    def __init__(self, model_id: str, tenant_id: str, next_seq_id: int) -> None:
+        self.model_id = model_id
+        self.tenant_id = tenant_id
+        self.next_seq_id = next_seq_id
+        self.waiting: dict[int, Pending] = {}
+        self._refused: set[int] = set()
+
+    def add(self, request: Pending) -> None:
+        assert request.seq_id is not None
+        if request.state == "refused":
+            if request.seq_id >= self.next_seq_id:
+                self._refused.add(request.seq_id)
+        else:
+            self.waiting[request.seq_id] = request
+        self._skip_refused()
+
+    def done(self, seq_id: int) -> int:
+        """Move past an applied request; returns the highest seq_id that is now behind us."""
+        del self.waiting[seq_id]
+        self.next_seq_id = max(self.next_seq_id, seq_id + 1)
+        self._skip_refused()
+        return self.next_seq_id - 1
+
+    def _skip_refused(self) -> None:
+        while self.next_seq_id in self._refused:
+            self._refused.discard(self.next_seq_id)
+            self.next_seq_id += 1
+
+    def give_up_gap(self, older_than: float) -> list[int]:
+        """Skip the missing seq_ids if a request has waited for them since before `older_than`."""
+        if not self.waiting or self.next_seq_id in self.waiting:
+            return []
+        first = min(self.waiting)
+        if self.waiting[first].created_at >= older_than:
+            return []
+        missing = list(range(self.next_seq_id, first))
+        self.next_seq_id = first
+        return missing
+
+
+class Queues:
+    """All lanes, the samples by tenant, and what must happen out of order (unloading)."""
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, Lane] = {}
+        self.samples: defaultdict[str, deque[Pending]] = defaultdict(deque)
+        self.unloads: list[Pending] = []
+        self.known: set[str] = set()
+
+    def add_sample(self, request: Pending) -> None:
+        self.samples[request.tenant_id].append(request)
+
+    def take_samples(self, taken: Iterable[Pending]) -> None:
+        for request in taken:
+            self.samples[request.tenant_id].remove(request)
+            if not self.samples[request.tenant_id]:
+                del self.samples[request.tenant_id]
+
+    def model_queues(self) -> list[ModelQueue]:
+        return [
+            ModelQueue(lane.model_id, lane.tenant_id, lane.next_seq_id, lane.waiting)
+            for lane in self.lanes.values()
+            if lane.waiting
+        ]
+
+    def forget_lane(self, model_id: str) -> list[Pending]:
+        """Drop a model's lane; returns what still waited in it."""
+        lane = self.lanes.pop(model_id, None)
+        return list(lane.waiting.values()) if lane else []

@@ -1,0 +1,104 @@
+"""Samples: from their queue into the sampler's continuous batch, and out of it one by one.
+
+Tenants take turns at the door of the sampler, so that a flood of one tenant's prompts does not hold up
+another's. Between training steps the sampler decodes for about as long as the last step took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import structlog
+
+from tinsmith.backends import Backend
+from tinsmith.engine.operations import Operations
+from tinsmith.engine.queues import Queues
+from tinsmith.errors import EngineFailedError, TinsmithError
+from tinsmith.futures import Settlement
+from tinsmith.ops import Pending, SampleResult
+from tinsmith.scheduler import take_in_turns
+from tinsmith.wire.sampling import read_sample, write_sample_result
+
+if TYPE_CHECKING:
+    from tinsmith.engine import Nouns
+
+MAX_IN_SAMPLER = 256
+"""Requests handed to the sampler at a time; the others wait in their tenants' queues."""
+
+log = structlog.get_logger()
+Settle = Callable[[Sequence[Settlement], dict[str, int]], None]
+
+
+class Sampling:
+    def __init__(self, backend: Backend, nouns: Nouns, operations: Operations, settle: Settle) -> None:
+        self._backend = backend
+        self._nouns = nouns
+        self._operations = operations
+        self._settle = settle
+        self._inside: set[str] = set()
+        self._last_tenant = ""
+
+    def turn(self, queues: Queues, share_s: float | None) -> bool:
+        """Admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
+        self._admit(queues)
+        if not self._backend.sampler.has_work:
+            return False
+        deadline = time.monotonic() + (share_s or 0.0)
+        self.slice()
+        while self._backend.sampler.has_work and time.monotonic() < deadline:
+            self.slice()
+        return True
+
+    def slice(self) -> None:
+        """One decode step; finished requests are settled at once."""
+        if not self._backend.sampler.has_work:
+            return
+        try:
+            finished = self._backend.sampler.step()
+        except Exception as error:  # noqa: BLE001  the sampler's state is unknown: fail what is in it, go on
+            log.error("a decode step failed", exc_info=error)
+            failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
+            for request_id in self._inside:
+                self._backend.sampler.cancel(request_id)
+            self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
+            return
+        settlements = [_settlement(request_id, outcome) for request_id, outcome in finished]
+        if settlements:
+            self._finish(settlements)
+
+    def _admit(self, queues: Queues) -> None:
+        room = MAX_IN_SAMPLER - len(self._inside)
+        if room <= 0 or not queues.samples:
+            return
+        taken, self._last_tenant = take_in_turns(queues.samples, room, self._last_tenant)
+        queues.take_samples(taken)
+        bodies = self._nouns.futures.bodies([request.request_id for request in taken])
+        for request in taken:
+            self._submit(request, bodies[request.request_id])
+
+    def _submit(self, request: Pending, body: bytes) -> None:
+        self._inside.add(request.request_id)
+        try:
+            sampler = self._nouns.samplers.find(request.sampling_session_id or "")
+            if sampler is None:
+                raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
+            version_id = self._operations.prepare_version(sampler)
+            self._backend.sampler.submit(read_sample(body, request.request_id, version_id))
+        except TinsmithError as error:
+            self._finish([Settlement(request.request_id, error=error)])
+        except Exception as error:  # noqa: BLE001  the answer of this request alone
+            log.error("a sample could not start", request_id=request.request_id, exc_info=error)
+            failure = EngineFailedError(f"sample failed in the engine: {type(error).__name__}: {error}")
+            self._finish([Settlement(request.request_id, error=failure)])
+
+    def _finish(self, settlements: Sequence[Settlement]) -> None:
+        self._settle(settlements, {})
+        self._inside.difference_update([settlement.request_id for settlement in settlements])
+
+
+def _settlement(request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
+    if isinstance(outcome, SampleResult):
+        return Settlement(request_id, write_sample_result(outcome), "proto")
+    return Settlement(request_id, error=outcome)

@@ -1,0 +1,70 @@
+"""A sampler with no model behind it: tokens from a seeded generator, one step per request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+
+from tinsmith.errors import UserError
+from tinsmith.ops import ModelShape, Sample, SampledSequence, SampleResult, TopK
+
+DEFAULT_MAX_TOKENS = 8
+
+
+class FakeSampler:
+    """Finishes its oldest request in each step. The weight of a version seeds its tokens."""
+
+    def __init__(self, shape: ModelShape, versions: Mapping[str, float]) -> None:
+        self._shape = shape
+        self._versions = versions
+        self._waiting: deque[tuple[Sample, float]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def submit(self, sample: Sample) -> None:
+        weight = 0.0 if sample.version_id is None else self._versions[sample.version_id]
+        self._waiting.append((sample, weight))
+
+    def cancel(self, request_id: str) -> bool:
+        before = len(self._waiting)
+        self._waiting = deque(entry for entry in self._waiting if entry[0].request_id != request_id)
+        return len(self._waiting) < before
+
+    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+        if not self._waiting:
+            return []
+        sample, weight = self._waiting.popleft()
+        return [(sample.request_id, self._answer(sample, weight))]
+
+    def _answer(self, sample: Sample, weight: float) -> SampleResult:
+        length = len(sample.prompt_T)
+        seed = [sample.params.seed or 0, int(abs(weight) * 1e6), length]
+        sequences = tuple(self._sequence(sample, [*seed, index]) for index in range(sample.num_samples))
+        prompt = np.full(length, -0.5, np.float32)
+        prompt[0] = np.nan
+        return SampleResult(
+            request_id=sample.request_id,
+            sequences=sequences,
+            prompt_logprobs_T=prompt if sample.prompt_logprobs else None,
+            topk_prompt=_topk(length, sample.topk_prompt_logprobs, first_empty=True),
+        )
+
+    def _sequence(self, sample: Sample, seed: list[int]) -> SampledSequence:
+        count = min(sample.params.max_tokens or DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+        tokens = np.random.default_rng(seed).integers(0, self._shape.vocab_size, count).astype(np.int32)
+        topk = _topk(count, sample.topk_sample_logprobs, first_empty=False)
+        return SampledSequence(tokens, np.full(count, -0.25, np.float32), "length", topk)
+
+
+def _topk(length: int, k: int, *, first_empty: bool) -> TopK | None:
+    if k == 0:
+        return None
+    token_ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+    logprobs = np.tile(-np.arange(1, k + 1, dtype=np.float32), (length, 1))
+    if first_empty:
+        token_ids[0], logprobs[0] = 0, -99999.0
+    return TopK(token_ids, logprobs)

@@ -1,0 +1,164 @@
+"""What runs next: a pure function from the queues to one step.
+
+Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward)
+at the heads of any number of models share one step, whatever their losses, ranks or tenants; everything else is a
+barrier of its model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the
+step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
+next request by at most one step. No I/O, no clock, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tinsmith.ops import Pending
+
+PASS_KINDS = frozenset({"forward", "forward_backward"})
+MAX_SINGLES_PER_TENANT = 4
+"""Saves, loads and creations of one tenant per step: they take milliseconds each and must not hold up passes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQueue:
+    """A model's waiting requests by seq_id, and the seq_id that may take effect next."""
+
+    model_id: str
+    tenant_id: str
+    next_seq_id: int
+    waiting: Mapping[int, Pending]
+
+    def ready(self) -> Iterator[Pending]:
+        """The requests without a gap before them, in order."""
+        seq_id = self.next_seq_id
+        while (request := self.waiting.get(seq_id)) is not None:
+            yield request
+            seq_id += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """What one step leaves to the next: each tenant's unspent tokens, and who is served first."""
+
+    deficits: Mapping[str, int] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run, in this order. A model appears in one of the three only."""
+
+    optim_steps: tuple[Pending, ...] = ()
+    singles: tuple[Pending, ...] = ()
+    passes: tuple[Pending, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.optim_steps or self.singles or self.passes)
+
+
+def plan(queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int) -> tuple[Step, Fairness]:
+    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone."""
+    optim_steps: list[Pending] = []
+    singles: list[Pending] = []
+    runs: list[list[Pending]] = []
+    for queue in queues:
+        head = queue.waiting.get(queue.next_seq_id)
+        if head is None:
+            continue
+        if head.kind == "optim_step":
+            optim_steps.append(head)
+        elif head.kind in PASS_KINDS:
+            runs.append(_run_of_passes(queue, token_budget))
+        else:
+            singles.append(head)
+    passes, fairness = _share(_by_tenant(runs), fairness, token_budget)
+    return Step(tuple(optim_steps), tuple(_bounded(singles)), tuple(passes)), fairness
+
+
+def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
+    """The passes at a model's head, as far as one step could take them."""
+    run: list[Pending] = []
+    total = 0
+    for request in queue.ready():
+        if request.kind not in PASS_KINDS or (run and total + request.num_tokens > token_budget):
+            break
+        run.append(request)
+        total += request.num_tokens
+    return run
+
+
+def _bounded(singles: Sequence[Pending]) -> Iterator[Pending]:
+    taken: dict[str, int] = {}
+    for request in sorted(singles, key=lambda single: single.arrival):
+        taken[request.tenant_id] = taken.get(request.tenant_id, 0) + 1
+        if taken[request.tenant_id] <= MAX_SINGLES_PER_TENANT:
+            yield request
+
+
+def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
+    """Each tenant's passes by arrival, but never a model's later pass before its earlier one."""
+    keyed: dict[str, list[tuple[int, int, Pending]]] = {}
+    for run in runs:
+        latest = 0
+        for position, request in enumerate(run):
+            latest = max(latest, request.arrival)
+            keyed.setdefault(request.tenant_id, []).append((latest, position, request))
+    return {
+        tenant_id: [request for _, _, request in sorted(entries, key=lambda entry: entry[:2])]
+        for tenant_id, entries in keyed.items()
+    }
+
+
+def _share(
+    runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int
+) -> tuple[list[Pending], Fairness]:
+    """Deficit round robin over the tenants' runs within the budget."""
+    order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
+    order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
+    deficits = {tenant_id: fairness.deficits.get(tenant_id, 0) for tenant_id in order}
+    taken: list[Pending] = []
+    room = token_budget
+    position = dict.fromkeys(order, 0)
+    open_tenants = list(order)
+    quantum = max(1, token_budget // max(1, len(order)))
+    while open_tenants:
+        still_open: list[str] = []
+        for tenant_id in open_tenants:
+            deficits[tenant_id] += quantum
+            run = runs[tenant_id]
+            blocked = False
+            while position[tenant_id] < len(run):
+                tokens = run[position[tenant_id]].num_tokens
+                if tokens > room and taken:
+                    blocked = True
+                    break
+                if tokens > deficits[tenant_id]:
+                    break
+                taken.append(run[position[tenant_id]])
+                position[tenant_id] += 1
+                deficits[tenant_id] -= tokens
+                room -= tokens
+            if position[tenant_id] < len(run) and not blocked:
+                still_open.append(tenant_id)
+        open_tenants = still_open
+    left = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
+    served = [tenant_id for tenant_id in order if tenant_id not in left]
+    kept = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in left}
+    return taken, Fairness(kept, tuple(left + served))
+
+
+def take_in_turns(
+    waiting: Mapping[str, Sequence[Pending]], room: int, last_tenant: str
+) -> tuple[list[Pending], str]:
+    """Up to `room` samples, one tenant after the other, beginning after `last_tenant`; and who came last."""
+    tenants = sorted(tenant_id for tenant_id, requests in waiting.items() if requests)
+    tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
+    taken: list[Pending] = []
+    depth = 0
+    while len(taken) < room and any(depth < len(waiting[tenant_id]) for tenant_id in tenants):
+        for tenant_id in tenants:
+            if depth < len(waiting[tenant_id]) and len(taken) < room:
+                taken.append(waiting[tenant_id][depth])
+                last_tenant = tenant_id
+        depth += 1
+    return taken, last_tenant

@@ -1,0 +1,168 @@
+"""The server process: wires the durable parts, the HTTP app, the supervisor and the janitor, and runs them.
+
+Everything is built here, once, and passed down. The process never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI
+
+from tinsmith import bases as base_models
+from tinsmith.app import Services, create_app
+from tinsmith.bases import Bases
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.db import Database
+from tinsmith.engines import Engines
+from tinsmith.errors import SettingsError
+from tinsmith.futures import Futures
+from tinsmith.janitor import Janitor
+from tinsmith.models import Models
+from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox, Waiters, engine_mailbox, socket_dir
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sessions import Sessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+from tinsmith.supervisor import Supervisor
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Server:
+    """One server process, built and not yet running."""
+
+    settings: Settings
+    app: FastAPI
+    listener: socket.socket
+    supervisor: Supervisor
+
+    @property
+    def url(self) -> str:
+        host, port = self.listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> None:
+        """Serve until SIGTERM or Ctrl-C; returns when every engine is gone. Raises SettingsError if one refuses."""
+        asyncio.run(self._run(on_ready))
+
+    async def _run(self, on_ready: Callable[[str], None] | None) -> None:
+        config = uvicorn.Config(
+            self.app,
+            http="httptools",
+            loop="uvloop",
+            log_level="warning",
+            access_log=False,
+            # Polls are held for half a minute: on a shutdown they are cut, and the SDK asks again.
+            timeout_graceful_shutdown=1,
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
+        refused = asyncio.create_task(self.supervisor.refused.wait())
+        if on_ready:
+            on_ready(self.url)
+        await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+        refused.cancel()
+        if self.supervisor.refused.is_set():
+            raise SettingsError(self.supervisor.refusal)
+
+
+def build(settings: Settings) -> Server:
+    """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
+    _refuse_public_address(settings)
+    data_dir = settings.resolved_data_dir
+    data_dir.mkdir(parents=True, exist_ok=True)
+    served = base_models.resolve(settings.models)
+    database = Database(settings.resolved_database_url)
+    database.migrate()
+    directory = socket_dir(data_dir)
+    mailbox = Mailbox(directory, SERVER)
+    waiters = Waiters()
+
+    def wake(base_model: str) -> None:
+        mailbox.wake(engine_mailbox(base_model))
+
+    engines = Engines(database)
+    supervisor = Supervisor(settings, served, engines)
+    services = _services(settings, served, database, waiters, Futures(database, wake), engines)
+    janitor = Janitor(settings, services.sessions, services.models, services.futures, services.checkpoints)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(mailbox.fileno(), lambda: waiters.settled(mailbox.drain()))
+        supervisor.start()
+        tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(waiters))]
+        try:
+            yield
+        finally:
+            await supervisor.stop()
+            for task in tasks:
+                task.cancel()
+            loop.remove_reader(mailbox.fileno())
+            mailbox.close()
+            database.close()
+
+    return Server(settings, create_app(services, lifespan), _listen(settings), supervisor)
+
+
+def _services(
+    settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
+) -> Services:
+    return Services(
+        settings=settings,
+        bases=served,
+        futures=futures,
+        waiters=waiters,
+        sessions=Sessions(database),
+        models=Models(database),
+        sampling_sessions=SamplingSessions(database),
+        checkpoints=Checkpoints(database, Directories(Path(settings.resolved_data_dir) / "checkpoints")),
+        queue_state=engines.queue_state,
+    )
+
+
+async def _poll_slowly(waiters: Waiters) -> None:
+    """Covers wake-ups that were lost."""
+    while True:
+        await asyncio.sleep(SAFETY_POLL_S)
+        waiters.wake_all()
+
+
+def _refuse_public_address(settings: Settings) -> None:
+    host = settings.host
+    if host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise SettingsError(
+        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; "
+        "use 127.0.0.1"
+    )
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
+        ) from None
+    listener.listen(2048)
+    return listener

@@ -1,0 +1,113 @@
+"""The supervisor: keeps one engine process running for each base model.
+
+Runs on the server's event loop. An engine that dies is started again, after a pause that doubles while it keeps
+dying; the server answers polls meanwhile. An engine that refuses its model (exit status 3) is not retried: the
+reason is in its row, and `refused` is set. Engines get their settings on standard input and stop when it closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import structlog
+
+from tinsmith.bases import Bases
+from tinsmith.engines import Engines
+from tinsmith.ops import ModelShape
+from tinsmith.settings import Settings
+
+EXIT_UNUSABLE_MODEL = 3
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""An engine that ran this long was healthy: its next death starts again with the first pause."""
+STOP_S = 20.0
+"""How long an engine may take to finish its step when told to stop, before it is killed."""
+
+log = structlog.get_logger()
+
+
+class Supervisor:
+    def __init__(self, settings: Settings, bases: Bases, engines: Engines) -> None:
+        self._settings = settings
+        self._bases = bases
+        self._engines = engines
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.refused = asyncio.Event()
+        self.refusal = ""
+
+    def start(self) -> None:
+        """Begin to keep the engines; call on the running event loop."""
+        self._tasks = [asyncio.create_task(self._keep(shape)) for shape in self._bases]
+
+    async def stop(self) -> None:
+        """Stop all engines and wait until they are gone."""
+        self._stopping.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep(self, shape: ModelShape) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code = await self._run_once(shape)
+            if self._stopping.is_set():
+                return
+            if code == EXIT_UNUSABLE_MODEL:
+                row = self._engines.find(shape.name)
+                self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
+                self.refused.set()
+                return
+            self._engines.set_state(shape.name, "restarting", f"it ended with status {code}")
+            pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            log.error("an engine died; restarting it", base_model=shape.name, status=code, pause_s=pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _run_once(self, shape: ModelShape) -> int:
+        """Run one engine process to its end; returns its exit status."""
+        path = self.log_path(shape.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinsmith.engine",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
+            )
+        assert process.stdin is not None
+        spec = {"name": shape.name, "path": shape.path, "settings": self._settings.model_dump(mode="json")}
+        process.stdin.write(json.dumps(spec).encode() + b"\n")
+        exited = asyncio.create_task(process.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not exited.done():
+            await _end(process, exited)
+        return await exited
+
+    def log_path(self, base_model: str) -> Path:
+        """Where an engine's output goes."""
+        readable = "".join(letter if letter.isalnum() else "-" for letter in base_model)[-40:]
+        key = hashlib.sha256(base_model.encode()).hexdigest()[:8]
+        return self._settings.resolved_data_dir / "logs" / f"engine-{readable}-{key}.log"
+
+
+async def _end(process: asyncio.subprocess.Process, exited: asyncio.Task[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    done, _ = await asyncio.wait({exited}, timeout=STOP_S)
+    if not done:
+        log.error("an engine did not stop in time; killing it", pid=process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
