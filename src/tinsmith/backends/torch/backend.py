@@ -1,0 +1,176 @@
+"""`TorchBackend`: the Backend protocol over one base model in this process.
+
+Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A version
+is a copy that nobody writes to; publishing again puts another object in its place, so whoever holds the old one
+keeps it. Called from one thread. Knows no SQL and no HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tinsmith.backends.torch import files
+from tinsmith.backends.torch.adamw import Trained, check_params, step_adamw
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
+from tinsmith.backends.torch.trainer import Trainer
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+
+if TYPE_CHECKING:
+    from tinsmith.samplers import Sampler
+
+MAX_RANK = 256
+
+
+class TorchBackend:
+    """Options come as text from settings.
+
+    `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk` bounds
+    logits: at most that many rows of the vocabulary exist at once.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_tokens_per_microbatch: int | str = 8192,
+        logits_chunk: int | str = 1024,
+    ) -> None:
+        max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        chunk_rows = _positive("logits_chunk", logits_chunk)
+        self._base = BaseModel.load(shape, device=device, dtype=dtype)
+        self._trainer = Trainer(self._base, max_tokens, chunk_rows)
+        self._models: dict[str, Trained] = {}
+        self._versions: dict[str, Adapter] = {}
+        self._sampler: Sampler | None = None
+
+    @property
+    def base(self) -> BaseModel:
+        return self._base
+
+    @property
+    def sampler(self) -> Sampler:
+        if self._sampler is None:
+            from tinsmith.samplers.local import LocalSampler
+
+            self._sampler = LocalSampler(self._base, self._versions)
+        return self._sampler
+
+    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+        layout = self._layout(spec)
+        seed = spec.seed if spec.seed is not None else _seed_of(model_id)
+        self._models[model_id] = Trained(self._adapter(spec, layout, initialise(layout, seed, self._base.device)))
+
+    def unload_model(self, model_id: str) -> None:
+        self._models.pop(model_id, None)
+
+    def has_model(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        return self._trainer.run(passes, self._models, between)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        results: list[dict[str, float] | UserError] = [UserError()] * len(steps)
+        good = []
+        for index, step in enumerate(steps):
+            try:
+                check_params(step.params)
+                good.append((index, (self._model(step.model_id), step.params)))
+            except UserError as error:
+                results[index] = error
+        outcomes = step_adamw([request for _, request in good]) if good else []
+        for (index, _), outcome in zip(good, outcomes, strict=True):
+            results[index] = outcome
+        return results
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        trained = self._model(model_id)
+        self._save_adapter(trained.adapter, directory)
+        if optimizer:
+            files.save_optimizer(trained, directory)
+
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+        layout = self._layout(spec)
+        saved = self._read_adapter(directory)
+        if saved.rank != spec.rank or saved.pairs.keys() != {target.name for target in layout.targets}:
+            raise UserError(
+                f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
+                f"rank {spec.rank} on {len(layout.targets)}"
+            )
+        trained = Trained(self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device)))
+        if optimizer:
+            files.load_optimizer(trained, directory)
+        self._models[model_id] = trained
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        self._versions[version_id] = self._model(model_id).adapter.clone()
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        saved = self._read_adapter(directory)
+        targets = [target for target in self._base.adaptable() if target.name in saved.pairs]
+        groups = {target.group for target in targets}
+        spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
+        layout = Layout.of(saved.rank, targets)
+        self._versions[version_id] = self._adapter(
+            spec, layout, files.fill(layout, saved.pairs, self._base.device)
+        )
+
+    def save_version(self, version_id: str, directory: Path) -> None:
+        if version_id not in self._versions:
+            raise UserError(f"version {version_id!r} is not loaded")
+        self._save_adapter(self._versions[version_id], directory)
+
+    def has_version(self, version_id: str) -> bool:
+        return version_id in self._versions
+
+    def drop_version(self, version_id: str) -> None:
+        # A running sample holds the adapter itself, so the entry can go at once.
+        self._versions.pop(version_id, None)
+
+    def _model(self, model_id: str) -> Trained:
+        if model_id not in self._models:
+            raise UserError(f"model {model_id!r} is not loaded")
+        return self._models[model_id]
+
+    def _layout(self, spec: LoraSpec) -> Layout:
+        if not 1 <= spec.rank <= MAX_RANK:
+            raise UserError(f"lora_config.rank is {spec.rank}; it must be from 1 to {MAX_RANK}")
+        if not (spec.train_attn or spec.train_mlp or spec.train_unembed):
+            raise UserError("lora_config trains nothing; set train_attn, train_mlp or train_unembed")
+        layout = layout_for(spec, self._base.adaptable())
+        if not layout.targets:
+            raise UserError(f"{self._base.shape.name} has no linears of the groups that lora_config trains")
+        return layout
+
+    def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: files.Tensor) -> Adapter:
+        return Adapter(spec, layout, flat_P, self._base.dtype)
+
+    def _save_adapter(self, adapter: Adapter, directory: Path) -> None:
+        names = [name for name, _ in self._base.model.named_modules()]
+        files.save_adapter(adapter, self._base.shape.name, names, directory)
+
+    def _read_adapter(self, directory: Path) -> files.AdapterFile:
+        return files.load_adapter(directory, {target.name: target for target in self._base.adaptable()})
+
+
+def _seed_of(model_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(model_id.encode(), digest_size=8).digest(), "little")
+
+
+def _positive(name: str, value: int | str) -> int:
+    try:
+        number = int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise SettingsError(f"backend option {name} is {value!r}; it must be a whole number of at least 1")
+    return number

@@ -1,0 +1,185 @@
+"""Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
+
+An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang read
+them; `optimizer.safetensors` beside it makes training continue bit for bit. A gradient that has accumulated but not
+been stepped is not saved. Files are fsynced one by one; making the directory appear at once is the caller's affair.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinsmith.backends.torch.adamw import Trained
+from tinsmith.backends.torch.lora import Adapter, Layout, Target
+from tinsmith.errors import UserError
+from tinsmith.ops import LORA_ALPHA
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+PREFIX = "base_model.model."
+
+UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
+               "trainable_token_indices", "target_parameters", "layer_replication")  # fmt: skip
+"""PEFT settings that change what an adapter computes in ways that we do not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """A saved adapter: name -> (A, B), scaled so that our alpha fits."""
+
+    rank: int
+    alpha: float
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+
+
+def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path) -> None:
+    """`module_names` are the paths of all modules of the base model: target_modules must select ours exactly."""
+    tensors = {}
+    for name, (a_rI, b_Or) in adapter.weights.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.cpu().clone()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.cpu().clone()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": adapter.layout.rank,
+        "lora_alpha": int(LORA_ALPHA),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": _target_modules(list(adapter.weights), module_names),
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_rslora": False,
+        "use_dora": False,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_tensors(tensors, directory / WEIGHTS_FILE)
+    path = directory / CONFIG_FILE
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _fsync(path)
+
+
+def save_optimizer(trained: Trained, directory: Path) -> None:
+    layout = trained.adapter.layout
+    zeros_P = torch.zeros_like(trained.adapter.flat_P)
+    tensors = {"step": trained.step.cpu().clone()}
+    for moment, flat_P in zip(("exp_avg", "exp_avg_sq"), trained.moments or (zeros_P, zeros_P), strict=True):
+        for name, (a_rI, b_Or) in layout.views(flat_P).items():
+            tensors[f"{name}.lora_A.{moment}"] = a_rI.cpu().clone()
+            tensors[f"{name}.lora_B.{moment}"] = b_Or.cpu().clone()
+    _write_tensors(tensors, directory / OPTIMIZER_FILE)
+
+
+def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
+    """Raises UserError unless every tensor has its place in the base model whose `targets` these are."""
+    config = _read_config(directory)
+    rank, alpha = config["r"], config["lora_alpha"]
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    pairs: dict[str, list[Tensor | None]] = {}
+    for key, tensor in _read_tensors(directory / WEIGHTS_FILE).items():
+        name, _, last = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
+        if last not in ("A", "B") or name not in targets:
+            raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
+        pairs.setdefault(name, [None, None])[last == "B"] = tensor.float()
+    complete = {}
+    for name, (a_rI, b_Or) in pairs.items():
+        sizes = (rank, targets[name].in_features), (targets[name].out_features, rank)
+        if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
+            raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
+        # Exact when the file is ours: the factor is 1.
+        factor = scale / (LORA_ALPHA / rank)
+        complete[name] = (a_rI, b_Or if factor == 1.0 else b_Or * factor)
+    if not complete:
+        raise UserError(f"{WEIGHTS_FILE} holds no adapter")
+    return AdapterFile(rank, float(alpha), complete)
+
+
+def fill(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """A flat buffer that holds these matrices, which must be the layout's."""
+    flat_P = torch.zeros(layout.numel)
+    for name, (a_rI, b_Or) in layout.views(flat_P).items():
+        a_rI.copy_(pairs[name][0])
+        b_Or.copy_(pairs[name][1])
+    return flat_P.to(device)
+
+
+def load_optimizer(trained: Trained, directory: Path) -> None:
+    """Raises UserError if there is no optimizer state, or one of another adapter."""
+    path = directory / OPTIMIZER_FILE
+    if not path.is_file():
+        raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
+    tensors = _read_tensors(path)
+    layout, device = trained.adapter.layout, trained.adapter.flat_P.device
+    moments = []
+    for moment in ("exp_avg", "exp_avg_sq"):
+        try:
+            pairs = {
+                target.name: (tensors[f"{target.name}.lora_A.{moment}"], tensors[f"{target.name}.lora_B.{moment}"])
+                for target in layout.targets
+            }
+        except KeyError as error:
+            raise UserError(f"{OPTIMIZER_FILE} has no {error}") from None
+        moments.append(fill(layout, pairs, device))
+    trained.moments = (moments[0], moments[1])
+    trained.step = tensors["step"].to(device)
+
+
+def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:
+    """Last names if they select exactly the adapted modules, as most readers expect; full paths otherwise."""
+    short = {name.rpartition(".")[2] for name in adapted}
+    selected = {name for name in module_names if name.rpartition(".")[2] in short}
+    return sorted(short if selected == set(adapted) else adapted)
+
+
+def _read_config(directory: Path) -> dict[str, object]:
+    path = directory / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(f"there is no {CONFIG_FILE}: not an adapter in PEFT's format") from None
+    except ValueError as error:
+        raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
+        raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
+    found = [name for name in UNSUPPORTED if config.get(name)]
+    if found or config.get("bias", "none") != "none":
+        raise UserError(f"{CONFIG_FILE} uses {', '.join(found or ['bias'])}, which is not supported here")
+    return config
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise UserError(f"there is no {path.name}: not an adapter in PEFT's format") from None
+    except SafetensorError as error:
+        raise UserError(f"{path.name} is not a safetensors file: {error}") from None
+
+
+def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})
+    _fsync(path)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

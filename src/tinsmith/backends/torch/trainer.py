@@ -1,0 +1,129 @@
+"""One packed training step over the passes of many tenants.
+
+All or nothing: gradients of a step gather in buffers of their own and join the adapters' accumulated gradients only
+when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight (forward-only, or all
+weights zero) run without autograd. A pass that is malformed fails alone. Knows no optimizer and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tinsmith import losses
+from tinsmith.backends.torch.adamw import Trained
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.head import Head, Objective
+from tinsmith.backends.torch.metrics import measure
+from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
+from tinsmith.errors import UserError
+from tinsmith.ops import F32, Pass, PassResult
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A checked pass. `logprobs` fills up as micro-batches finish."""
+
+    objective: Objective
+    examples: list[Example]
+    logprobs: list[F32 | None]
+    trained: Trained | None  # None for forward-only
+
+
+class Trainer:
+    def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
+        self._base = base
+        self._max_tokens = max_tokens
+        self._head = Head(base, chunk_rows)
+
+    def run(
+        self,
+        passes: Sequence[Pass],
+        models: Mapping[str, Trained],
+        between: Callable[[], None] | None = None,
+    ) -> list[PassResult | UserError]:
+        jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
+        good = [job for job in jobs if isinstance(job, _Job)]
+        train, score = [], []
+        for job in good:
+            for example in job.examples:
+                (train if job.trained is not None and example.has_weight else score).append(example)
+        batches = [(batch, True) for batch in pack(train, self._max_tokens)]
+        batches += [(batch, False) for batch in pack(score, self._max_tokens)]
+        objectives = [job.objective if isinstance(job, _Job) else Objective("", {}) for job in jobs]
+        buffers = self._run_all(batches, objectives, jobs, between)
+        trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
+        for key, buffer_P in buffers.items():
+            trained_by_adapter[key].add_gradient(buffer_P)
+        return [_result(job) if isinstance(job, _Job) else job for job in jobs]
+
+    def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> _Job | UserError:
+        trained = models.get(pass_.model_id)
+        if trained is None:
+            return UserError(f"model {pass_.model_id!r} is not loaded")
+        try:
+            losses.check_pass(pass_, self._base.shape)
+        except UserError as error:
+            return error
+        return _Job(
+            Objective(pass_.loss_fn, losses.resolve_config(pass_)),
+            examples_of(pass_, index, trained.adapter),
+            [None] * len(pass_.data),
+            None if pass_.forward_only else trained,
+        )
+
+    def _run_all(
+        self,
+        batches: Sequence[tuple[MicroBatch, bool]],
+        objectives: Sequence[Objective],
+        jobs: Sequence[_Job | UserError],
+        between: Callable[[], None] | None,
+    ) -> dict[int, Tensor]:
+        """The gradients of this step by id(adapter)."""
+        adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
+        buffers = {key: torch.zeros_like(adapter.flat_P) for key, adapter in adapters.items()}
+        try:
+            for key, adapter in adapters.items():
+                adapter.gradients = adapter.layout.views(buffers[key])
+            for number, (batch, train) in enumerate(batches):
+                if number and between is not None:
+                    between()
+                self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+        finally:
+            for adapter in adapters.values():
+                adapter.gradients = None
+        return buffers
+
+    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+        """[P] log probabilities of the micro-batch."""
+        device = self._base.device
+        tokens_T = torch.from_numpy(batch.tokens_T).to(device)
+        positions_T = torch.from_numpy(batch.positions_T).to(device)
+        plan = PackedCausal(batch.lengths, device)
+        with torch.set_grad_enabled(train):
+            hidden_TD = self._base.hidden(tokens_T, positions_T, plan, batch.routing)
+        if not train:
+            return self._head.score(batch, hidden_TD).cpu().numpy()
+        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), objectives)
+        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to go back through.
+        if hidden_TD.requires_grad:
+            hidden_TD.backward(grad_TD)
+        return logprob_P.cpu().numpy()
+
+    @staticmethod
+    def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[_Job | UserError]) -> None:
+        starts = batch.example_starts.tolist()
+        for example, start, stop in zip(batch.examples, starts, starts[1:], strict=False):
+            job = jobs[example.pass_index]
+            assert isinstance(job, _Job)
+            job.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
+
+
+def _result(job: _Job) -> PassResult:
+    logprobs = [array for array in job.logprobs if array is not None]
+    metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
+    return PassResult(tuple(logprobs), metrics)
