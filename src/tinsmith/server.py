@@ -43,6 +43,7 @@ class Server:
 
     settings: Settings
     app: FastAPI
+    bases: Bases
     listener: socket.socket
     supervisor: Supervisor
 
@@ -114,7 +115,7 @@ def build(settings: Settings) -> Server:
             mailbox.close()
             database.close()
 
-    return Server(settings, create_app(services, lifespan), _listen(settings), supervisor)
+    return Server(settings, create_app(services, lifespan), served, _listen(settings), supervisor)
 
 
 def _services(

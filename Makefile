@@ -1,0 +1,39 @@
+# Every target sets up what it needs: a virtual environment in .venv, with pinned dependencies.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-recipes check format bench clean
+
+demo: $(STAMP)
+	$(BIN)/tinsmith demo
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q
+
+test-recipes: $(STAMP)
+	$(BIN)/python -m pytest -q -m recipes
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/latency.py
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup
+	PYTHON="$(PYTHON)" scripts/setup "$(VENV)"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

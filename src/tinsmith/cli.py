@@ -1,0 +1,133 @@
+"""The `tinsmith` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith import __version__
+from tinsmith.errors import SettingsError
+from tinsmith.settings import Settings
+
+app = typer.Typer(
+    help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
+)
+output = Console()
+errors = Console(stderr=True)
+
+Model = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model", "-m", metavar="[NAME=]DIR_OR_ID", help="A base model to serve; repeat it. Default: tinsmith/nano."
+    ),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 8000.")]
+DataDir = Annotated[Path | None, typer.Option(help="Where everything is kept. Default: ~/.tinsmith.")]
+Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto.")]
+Dtype = Annotated[str | None, typer.Option(help="Base model's format: auto, float32 or bfloat16. Default: auto.")]
+Backend = Annotated[str | None, typer.Option(help="torch, or fake to test a client. Default: torch.")]
+
+
+@app.command()
+def serve(
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDir = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    backend: Backend = None,
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
+) -> None:
+    """Serve base models to the tinker SDK until Ctrl-C."""
+    given = {
+        "models": tuple(model) if model else None,
+        "host": host,
+        "port": port,
+        "data_dir": data_dir,
+        "device": device,
+        "dtype": dtype,
+        "backend": backend,
+        "log_level": log_level,
+    }
+    _serve(Settings.model_validate({**Settings().model_dump(), **_without_none(given)}))
+
+
+@app.command()
+def demo(
+    data_dir: Annotated[Path | None, typer.Option(help="Where to keep what it makes. Default: a fresh one.")] = None,
+    stay: Annotated[
+        bool | None, typer.Option("--stay/--exit", help="Keep serving afterwards. Default: in a terminal.")
+    ] = None,
+) -> None:
+    """Watch supervised fine-tuning and reinforcement learning by the official SDK, on this machine."""
+    from tinsmith.demo import run_demo
+
+    run_demo(output, data_dir, stay=sys.stdout.isatty() if stay is None else stay)
+
+
+@app.command()
+def doctor(model: Model = None, data_dir: DataDir = None) -> None:
+    """Look at this machine and say what Tinsmith can do on it."""
+    from tinsmith.doctor import examine
+
+    given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
+    findings = examine(Settings.model_validate({**Settings().model_dump(), **given}))
+    table = Table("", "what", "finding", box=None, pad_edge=False)
+    for finding in findings:
+        table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, finding.detail)
+    output.print(table)
+    if not all(finding.good for finding in findings):
+        raise typer.Exit(1)
+
+
+def _version(show: bool) -> None:
+    if show:
+        output.print(f"tinsmith {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Options of the command itself."""
+
+
+def _serve(settings: Settings) -> None:
+    from tinsmith.logs import configure_logs
+    from tinsmith.server import build
+
+    configure_logs(settings.log_level)
+    server = build(settings)
+
+    def announce(url: str) -> None:
+        names = ", ".join(shape.name for shape in server.bases)
+        output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
+        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-local", highlight=False)
+        output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+
+    server.run(announce)
+
+
+def _without_none(given: dict[str, object]) -> dict[str, object]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def main() -> None:
+    """The entry point: settings that contradict each other end with one line, not a traceback."""
+    try:
+        app()
+    except SettingsError as error:
+        errors.print(f"[red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""`tinsmith demo`: the official SDK against a server of one's own, in about two minutes on a laptop.
+
+Supervised fine-tuning teaches the embedded model consistent pig latin; reinforcement learning makes it better at
+sums. Everything goes through `tinker` over HTTP, as a user's own script would; only the tasks come from
+`tinsmith.nano`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tinker
+from rich.console import Console
+from rich.table import Table
+from tinker import types
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tinsmith import nano
+from tinsmith.errors import SettingsError
+from tinsmith.nano import tasks
+from tinsmith.nano.tasks import Example
+from tinsmith.nano.words import Split
+
+SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
+RL_TASK, RL_STEPS, RL_PROMPTS, RL_GROUP, RL_RATE = "add", 24, 16, 8, 1e-3
+RANK = 16
+NUM_HELD_OUT = 64
+MAX_TOKENS = 48
+START_S = 120.0
+API_KEY = "tml-demo"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Turns examples into tokens and answers back into text."""
+
+    tokenizer: PreTrainedTokenizerBase
+
+    def prompt(self, example: Example) -> list[int]:
+        text = f"<|im_start|>user\n{example.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def answer(self, example: Example) -> list[int]:
+        return self.tokenizer.encode(f"{example.answer}<|im_end|>", add_special_tokens=False)
+
+    def read(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+
+def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
+    """Serve, train by SFT and by RL, show what changed. With `stay`, serve on until Ctrl-C."""
+    with contextlib.ExitStack() as stack:
+        if data_dir is None:
+            data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-demo-")))
+        url = stack.enter_context(_running_server(data_dir))
+        output.rule("[bold]Tinsmith demo")
+        output.print(f"The server runs at [bold]{url}[/] and serves {nano.MODEL_NAME}; no GPU, no internet.")
+        chat = Chat(AutoTokenizer.from_pretrained(str(nano.path())))
+        service = stack.enter_context(_service(url))
+        sft_path = _show_sft(output, service, chat)
+        rl_path = _show_rl(output, service, chat)
+        output.rule("[bold]Done")
+        output.print(f"Checkpoints: {sft_path}\n             {rl_path}", soft_wrap=True)
+        output.print(f"The server is at [bold]{url}[/]: export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}")
+        if stay:
+            output.print("Ctrl-C stops it.")
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600)
+
+
+def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
+    output.rule(f"Supervised fine-tuning: {SFT_TASK}, {SFT_STEPS} steps of {SFT_BATCH} examples")
+    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=1)
+    held_out = _examples(SFT_TASK, "heldout", NUM_HELD_OUT, seed=1)
+    before = _answers(client, chat, held_out)
+    rng = random.Random(2)
+    started = time.monotonic()
+    for step in range(SFT_STEPS):
+        data = [_supervised(chat, tasks.draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
+        # Both are submitted before either is awaited: the server runs them in order.
+        passed = client.forward_backward(data, "cross_entropy")
+        stepped = client.optim_step(types.AdamParams(learning_rate=SFT_RATE * (1 - step / SFT_STEPS)))
+        num_tokens = sum(int(np.sum(datum.loss_fn_inputs["weights"].data)) for datum in data)
+        loss = passed.result().metrics["loss:sum"] / num_tokens
+        stepped.result()
+        _show_step(output, step, SFT_STEPS, "loss per token", loss, 1.0)
+    output.print(f"{time.monotonic() - started:.0f} s")
+    after = _answers(client, chat, held_out)
+    _show_answers(output, held_out, before, after)
+    return client.save_state("demo-sft").result().path
+
+
+def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
+    output.rule(f"Reinforcement learning: {RL_TASK}, {RL_STEPS} steps of {RL_PROMPTS} prompts x {RL_GROUP} samples")
+    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2)
+    held_out = _examples(RL_TASK, "heldout", NUM_HELD_OUT, seed=3)
+    before = _answers(client, chat, held_out)
+    rng = random.Random(4)
+    started = time.monotonic()
+    for step in range(RL_STEPS):
+        examples = [tasks.draw(RL_TASK, rng, "train") for _ in range(RL_PROMPTS)]
+        data, reward = _rollouts(client.save_weights_and_get_sampling_client(), chat, examples)
+        if data:
+            passed = client.forward_backward(data, "importance_sampling")
+            stepped = client.optim_step(types.AdamParams(learning_rate=RL_RATE))
+            passed.result()
+            stepped.result()
+        _show_step(output, step, RL_STEPS, "mean reward", reward, 1.0)
+    output.print(f"{time.monotonic() - started:.0f} s")
+    after = _answers(client, chat, held_out)
+    _show_answers(output, held_out, before, after)
+    return client.save_state("demo-rl").result().path
+
+
+def _rollouts(
+    sampler: tinker.SamplingClient, chat: Chat, examples: Sequence[Example]
+) -> tuple[list[types.Datum], float]:
+    """Sample a group per prompt; the advantage is the reward against the group's mean."""
+    prompts = [chat.prompt(example) for example in examples]
+    params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0)
+    futures = [
+        sampler.sample(types.ModelInput.from_ints(prompt), num_samples=RL_GROUP, sampling_params=params)
+        for prompt in prompts
+    ]
+    data: list[types.Datum] = []
+    rewards: list[float] = []
+    for example, prompt, future in zip(examples, prompts, futures, strict=True):
+        sequences = future.result().sequences
+        group = [float(tasks.is_right(example, chat.read(sequence.tokens))) for sequence in sequences]
+        rewards += group
+        mean = sum(group) / len(group)
+        if 0.0 < mean < 1.0:
+            data += [
+                _reinforced(prompt, sequence, reward - mean)
+                for sequence, reward in zip(sequences, group, strict=True)
+            ]
+    return data, sum(rewards) / len(rewards)
+
+
+def _supervised(chat: Chat, example: Example) -> types.Datum:
+    prompt, answer = chat.prompt(example), chat.answer(example)
+    tokens = prompt + answer
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.array(weights, np.float32)},
+    )
+
+
+def _reinforced(prompt: Sequence[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
+    assert sequence.logprobs is not None
+    tokens = [*prompt, *sequence.tokens]
+    before = [0.0] * (len(prompt) - 1)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": np.array(tokens[1:]),
+            "logprobs": np.array([*before, *sequence.logprobs], np.float32),
+            "advantages": np.array([*before, *[advantage] * len(sequence.tokens)], np.float32),
+        },
+    )
+
+
+def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Example]) -> list[str]:
+    """Greedy answers of the model as it is now."""
+    sampler = client.save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
+    futures = [
+        sampler.sample(types.ModelInput.from_ints(chat.prompt(example)), num_samples=1, sampling_params=params)
+        for example in examples
+    ]
+    return [chat.read(future.result().sequences[0].tokens) for future in futures]
+
+
+def _examples(task: str, split: Split, count: int, seed: int) -> list[Example]:
+    rng = random.Random(seed)
+    return [tasks.draw(task, rng, split) for _ in range(count)]
+
+
+def _show_step(output: Console, step: int, steps: int, what: str, value: float, full: float) -> None:
+    bar = "#" * round(40 * min(value / full, 1.0))
+    output.print(f"step {step + 1:2d}/{steps}  {what} {value:6.3f}  {bar}", highlight=False)
+
+
+def _show_answers(output: Console, examples: Sequence[Example], before: Sequence[str], after: Sequence[str]) -> None:
+    table = Table("held-out prompt", "right answer", "before", "after", title="Held-out prompts, greedy")
+    for example, old, new in list(zip(examples, before, after, strict=True))[:8]:
+        marks = ["[green]" if tasks.is_right(example, text) else "[red]" for text in (old, new)]
+        table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
+    output.print(table)
+    share = [
+        sum(tasks.is_right(example, text) for example, text in zip(examples, texts, strict=True)) / len(examples)
+        for texts in (before, after)
+    ]
+    output.print(f"Right on {len(examples)} held-out prompts: {share[0]:.0%} before, [bold]{share[1]:.0%}[/] after.")
+
+
+@contextlib.contextmanager
+def _service(url: str) -> Iterator[tinker.ServiceClient]:
+    service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@contextlib.contextmanager
+def _running_server(data_dir: Path) -> Iterator[str]:
+    """`tinsmith serve` as a process of its own, stopped at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    log_path = data_dir / "server.log"
+    data_dir.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _await_answer(process, url, log_path)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _await_answer(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=5):
+                return
+        except (urllib.error.URLError, TimeoutError):
+            time.sleep(0.1)
+    raise SettingsError(f"the server did not start:\n{log_path.read_text()[-2000:]}")

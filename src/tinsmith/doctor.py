@@ -1,0 +1,105 @@
+"""`tinsmith doctor`: looks at the machine and the settings, and says in words what works.
+
+Reads only; starts no server and loads no model.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith import bases
+from tinsmith.errors import SettingsError
+from tinsmith.settings import Settings
+
+GIBIBYTE = 1024**3
+SMALLEST_DISK_BYTES = GIBIBYTE
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    good: bool
+    what: str
+    detail: str
+
+
+def examine(settings: Settings) -> list[Finding]:
+    """Everything worth knowing before `tinsmith serve`, in the order in which it would fail."""
+    return [
+        _python(),
+        _torch(),
+        _tinker(),
+        _memory(),
+        _disk(settings.resolved_data_dir),
+        _port(settings),
+        *_models(settings),
+    ]
+
+
+def _python() -> Finding:
+    return Finding(sys.version_info >= (3, 11), "python", f"{platform.python_version()} on {platform.system()}")
+
+
+def _torch() -> Finding:
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(False, "torch", f"cannot be imported: {error}")
+    if torch.cuda.is_available():
+        names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
+        return Finding(True, "torch", f"{torch.__version__}, {torch.cuda.device_count()} x {', '.join(names)}")
+    return Finding(True, "torch", f"{torch.__version__}, CPU only, {torch.get_num_threads()} threads")
+
+
+def _tinker() -> Finding:
+    try:
+        version = importlib.metadata.version("tinker")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(True, "tinker SDK", "not installed here (clients need it; the server does not)")
+    return Finding(True, "tinker SDK", version)
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Finding(total > 2 * GIBIBYTE, "memory", f"{total / GIBIBYTE:.1f} GiB, {os.cpu_count()} cores")
+
+
+def _disk(data_dir: Path) -> Finding:
+    existing = next(path for path in (data_dir, *data_dir.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    writable = os.access(existing, os.W_OK)
+    detail = f"{data_dir}: {free / GIBIBYTE:.1f} GiB free{'' if writable else ', but not writable'}"
+    return Finding(writable and free > SMALLEST_DISK_BYTES, "data directory", detail)
+
+
+def _port(settings: Settings) -> Finding:
+    with socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.host, settings.port))
+        except OSError as error:
+            return Finding(False, "address", f"{settings.host}:{settings.port}: {error.strerror}")
+    return Finding(True, "address", f"{settings.host}:{settings.port} is free")
+
+
+def _models(settings: Settings) -> Iterator[Finding]:
+    try:
+        served = bases.resolve(settings.models)
+    except SettingsError as error:
+        yield Finding(False, "model", str(error))
+        return
+    for shape in served:
+        size = sum(path.stat().st_size for path in Path(shape.path).glob("*.safetensors"))
+        yield Finding(
+            size > 0,
+            "model",
+            f"{shape.name}: {shape.arch}, {size / 1e6:.1f} MB of weights, vocabulary {shape.vocab_size}, "
+            f"context {shape.max_context_length}",
+        )

@@ -1,0 +1,57 @@
+"""Fixtures that more than one test file uses: live servers and real SDK clients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before any import of the libraries that read them.
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import tinker
+from live import API_KEY, LiveServer, serving
+
+
+@pytest.fixture(scope="session")
+def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A live server whose engine computes nothing."""
+    with serving(tmp_path_factory.mktemp("fake") / "data", "--backend", "fake") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def nano_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A live server with the embedded model."""
+    with serving(tmp_path_factory.mktemp("nano") / "data") as server:
+        yield server
+
+
+@pytest.fixture
+def fake_service(fake_server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    yield from _service(fake_server)
+
+
+@pytest.fixture
+def nano_service(nano_server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    yield from _service(nano_server)
+
+
+def _service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random-weight model, as a directory that can be served."""
+    import tiny_models
+
+    directory = tmp_path_factory.mktemp("tiny")
+    tiny_models.make(directory)
+    return directory

@@ -1,0 +1,84 @@
+"""A live server as a process of its own, for tests that drive it with the real SDK."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+API_KEY = "tml-test"
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    url: str
+    data_dir: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, path: str, json: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/api/v1/{path}", json=json, headers={"X-API-Key": API_KEY}, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": API_KEY}, timeout=60)
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes: the server's children."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(timeout_s)
+
+
+@contextlib.contextmanager
+def serving(
+    data_dir: Path, *arguments: str, port: int | None = None, settings: Mapping[str, str] | None = None
+) -> Iterator[LiveServer]:
+    """`tinsmith serve` on a free port, until the end of the block. `settings` are TINSMITH_* variables."""
+    port = port or free_port()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in (settings or {}).items()}}
+    log_path = data_dir / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment)
+    server = LiveServer(f"http://127.0.0.1:{port}", data_dir, process)
+    try:
+        _await_answer(server, log_path)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_answer(server: LiveServer, log_path: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if server.get("healthz").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start:\n{log_path.read_text()[-4000:]}")
