@@ -1,0 +1,265 @@
+"""The sampler that lives beside the trainer: continuous batching on the engine's own base model and adapters.
+
+`LocalSampler` turns requests into sequences, asks its `Batcher` what to compute next, runs the rows of all
+sequences, whatever their weights, through the base model once, and samples. It owns no weights: a request
+captures the adapter that `versions` maps its version to when it is submitted, and keeps it to its end
+whatever the owner does to the mapping; published adapters are immutable. Blocks cached for others die with
+the mapping's entry.
+
+A request that cannot run (no such version, no room for prompt + max_tokens) is settled by the next `step`.
+One whose logits are not finite ends alone: no kernel mixes rows of two sequences, and every block is zeroed
+before it is used. Called by the engine, in one thread, between training steps. Knows no SQL, no HTTP, no
+tenants.
+
+Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.ops import Sample, SampleResult
+from tinsmith.samplers.batching import Batcher, Span, Step
+from tinsmith.samplers.blocks import BlockPool
+from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
+from tinsmith.samplers.paged import PagedPlan, Rows
+from tinsmith.samplers.sampling import Chosen, Draws, choose, top_rows, uniform
+from tinsmith.samplers.scoring import score_prompt
+from tinsmith.samplers.sequences import Request, Sequence, Weights
+
+NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    block_size: int = 16
+    """Tokens per cache block; prefixes are shared in whole blocks."""
+
+    kv_cache_bytes: int | None = None
+    """The cache grows up to this. None: 512 MiB, or one whole context if that is more and fits in memory."""
+
+    max_sequences: int = 64
+    """Sequences that run at once; the others wait."""
+
+    max_tokens_per_step: int = 512
+    """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
+
+
+class LocalSampler:
+    """Implements the Sampler protocol."""
+
+    def __init__(
+        self, base: BaseModel, versions: Mapping[str, Adapter], *, options: SamplerOptions | None = None
+    ) -> None:
+        options = options or SamplerOptions()
+        self._base = base
+        self._versions = versions
+        self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
+        token_bytes = self._cache.token_bytes
+        budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
+        self._batcher = Batcher(
+            BlockPool(max_blocks=max(budget // (token_bytes * options.block_size), 1)),
+            block_size=options.block_size,
+            max_sequences=options.max_sequences,
+            max_tokens=options.max_tokens_per_step,
+        )
+        self._requests: dict[str, list[Sequence]] = {}
+        self._settled: list[tuple[str, SampleResult | UserError]] = []
+        self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
+        self._num_weights = 1
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._settled)
+
+    def submit(self, sample: Sample) -> None:
+        """Enqueue a request; if it cannot run, the next step settles it with a UserError that says why."""
+        try:
+            max_new_tokens = self._max_new_tokens(sample)
+            weights = self._capture(sample.version_id)
+        except UserError as error:
+            self._settled.append((sample.request_id, error))
+            return
+        request = Request(sample, weights, self._num_requests, max_new_tokens)
+        self._num_requests += 1
+        self._requests[sample.request_id] = [self._sequence(request, 0)]
+        self._batcher.add(self._requests[sample.request_id][0])
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a waiting or running request and free its blocks at once."""
+        sequences = self._requests.pop(request_id, None)
+        if sequences is not None:
+            self._batcher.remove(sequences)
+        return sequences is not None
+
+    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+        self.collect()
+        step = self._batcher.schedule()
+        if step.spans:
+            with torch.inference_mode():
+                self._run(step)
+        settled, self._settled = self._settled, []
+        return settled
+
+    def collect(self) -> None:
+        """Let go of versions that were replaced or dropped; the owner of `versions` may call this after either."""
+        for version_id, weights in list(self._weights.items()):
+            if version_id is not None and self._versions.get(version_id) is not weights.adapter:
+                weights.alive = False
+                self._batcher.pool.forget(weights.number)
+                del self._weights[version_id]
+
+    def _max_new_tokens(self, sample: Sample) -> int:
+        """Raises UserError if the request can never run."""
+        num_prompt, context = len(sample.prompt_T), self._base.max_context_length
+        if num_prompt == 0:
+            raise UserError("the prompt is empty; it needs at least one token")
+        if sample.prompt_T.min() < 0 or sample.prompt_T.max() >= self._base.vocab_size:
+            raise UserError(f"the prompt holds token ids outside the vocabulary [0, {self._base.vocab_size})")
+        # The last token is only ever returned: its keys and values need no room.
+        capacity = self._batcher.pool.max_blocks * self._batcher.block_size + 1
+        room = min(context, capacity) - num_prompt
+        max_tokens = sample.params.max_tokens
+        wanted = max(room, 1) if max_tokens is None else max_tokens
+        if wanted < 1 or sample.num_samples < 1:
+            raise UserError(f"max_tokens is {wanted} and num_samples {sample.num_samples}; both must be at least 1")
+        if wanted > room:
+            least = " (at least 1)" if max_tokens is None else ""
+            cache = f", of which the KV cache can hold {capacity}" if capacity < context else ""
+            raise UserError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({wanted}{least}) exceed the context length "
+                f"({context} tokens{cache})"
+            )
+        return wanted
+
+    def _capture(self, version_id: str | None) -> Weights:
+        self.collect()
+        weights = self._weights.get(version_id)
+        if weights is None:
+            adapter = None if version_id is None else self._versions.get(version_id)
+            if adapter is None:
+                raise NotFoundError(f"there are no weights called {version_id!r} to sample from")
+            weights = self._weights[version_id] = Weights(adapter, self._num_weights)
+            self._num_weights += 1
+        return weights
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        return Sequence(request, index, request.stop_rule(self._decode, self._base.eos_token_ids))
+
+    def _decode(self, token_ids: list[int]) -> str:
+        # The Rust tokenizer itself: transformers' decode costs ten times as much for a few tokens.
+        return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _run(self, step: Step) -> None:
+        if self._batcher.pool.num_blocks > self._cache.num_blocks:
+            self._cache.resize(self._batcher.pool.num_blocks)
+        self._cache.prepare(step.copies, step.fresh)
+
+        # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
+        spans = sorted(step.spans, key=lambda span: span.sequence.request.weights.number)
+        adapters = [span.sequence.request.weights.adapter for span in spans]
+        rows = [Rows(span.start, span.stop, span.sequence.blocks) for span in spans]
+        tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
+        plan = PagedPlan(self._cache, rows, self._base.device)
+        routing = Routing.of(adapters, [span.stop - span.start for span in spans])
+        hidden_TD = self._base.hidden(
+            torch.from_numpy(tokens_T).to(self._base.device, torch.int64), plan.positions_T, plan, routing
+        )
+        for span in spans:
+            self._batcher.advance(span)
+        self._sample(self._score(spans, hidden_TD), hidden_TD)
+
+    def _score(self, spans: Seq[Span], hidden_TD: Tensor) -> list[tuple[Span, int]]:
+        """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
+        complete, end = [], 0
+        for span in spans:
+            begin, end = end, end + span.stop - span.start
+            request = span.sequence.request
+            if request.num_scored < request.num_prompt and not score_prompt(
+                self._base, request, hidden_TD[begin:end], span.start
+            ):
+                self._settle(request, UserError(NOT_FINITE))
+            elif span.completes:
+                complete.append((span, end - 1))
+        return complete
+
+    def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
+        """The next token of every sequence whose known tokens are all computed, and of its siblings at the fork."""
+        if not spans:
+            return
+        adapters = [span.sequence.request.weights.adapter for span, _ in spans]
+        rows = torch.tensor([row for _, row in spans], device=hidden_TD.device)
+        if len(rows) < len(hidden_TD):
+            hidden_TD = hidden_TD.index_select(0, rows)
+        logits_BV = self._base.logits(hidden_TD, Routing.of(adapters, [1] * len(adapters)))
+        families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
+        sequences = [sequence for family in families for sequence in family]
+        if len(sequences) > len(spans):
+            sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
+            logits_BV = logits_BV.repeat_interleave(sizes, 0)
+        self._append(sequences, choose(logits_BV, _draws(sequences)))
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """The other answers of a request whose prompt was just computed, those that can run at once."""
+        request = leader.request
+        if leader.index or leader.num_generated or request.sample.num_samples == 1:
+            return []
+        children = [self._sequence(request, index) for index in range(1, request.sample.num_samples)]
+        self._requests[request.sample.request_id] += children
+        return self._batcher.fork(leader, children)
+
+    def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
+        topk_rows = _topk_rows(sequences, chosen.logprobs_BV)
+        token_ids, logprobs = chosen.token_ids_B.tolist(), chosen.logprobs_B.tolist()
+        for row, sequence in enumerate(sequences):
+            request = sequence.request
+            if request.sample.request_id not in self._requests:
+                continue  # a sibling failed in this very step
+            if np.isnan(logprobs[row]):
+                self._settle(request, UserError(NOT_FINITE))
+                continue
+            reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
+            if reason is None:
+                continue
+            self._batcher.remove([sequence])
+            self._requests[request.sample.request_id].remove(sequence)
+            result = request.finish(sequence.index, sequence.answer(reason))
+            if result is not None:
+                self._settle(request, result)
+
+    def _settle(self, request: Request, outcome: SampleResult | UserError) -> None:
+        request_id = request.sample.request_id
+        self._batcher.remove(self._requests.pop(request_id))
+        self._settled.append((request_id, outcome))
+
+
+def _draws(sequences: Seq[Sequence]) -> Draws:
+    params = [sequence.request.sample.params for sequence in sequences]
+    return Draws(
+        temperature_B=np.array([p.temperature for p in params], np.float32),
+        top_k_B=np.array([p.top_k for p in params], np.int64),
+        top_p_B=np.array([p.top_p for p in params], np.float64),
+        uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
+    )
+
+
+def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, tuple[list[int], list[float]]]:
+    """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
+    wanted = {row: s.request.sample.topk_sample_logprobs for row, s in enumerate(sequences)}
+    wanted = {row: k for row, k in wanted.items() if k > 0}
+    if not wanted:
+        return {}
+    rows = torch.tensor(list(wanted), device=logprobs_BV.device)
+    ids_Bk, values_Bk = top_rows(logprobs_BV[rows], max(wanted.values()))
+    pairs = zip(ids_Bk.tolist(), values_Bk.tolist(), strict=True)
+    return {row: (ids[:k], values[:k]) for (row, k), (ids, values) in zip(wanted.items(), pairs, strict=True)}

@@ -1,0 +1,163 @@
+"""Choosing next tokens: temperature, top-k, top-p and the randomness, for a whole batch of rows at once.
+
+Letters: B rows, V vocabulary, W candidates kept by truncation, C pieces of a row and S entries of a piece.
+
+The reported logprob is log softmax(logits / temperature) over the FULL vocabulary: truncation chooses among
+tokens but does not change their logprobs, so log p_tau(i) - log p_tau(j) = (log p_1(i) - log p_1(j)) / tau
+holds exactly and ratios against a trainer's logprobs are right. Temperature 0 takes the likeliest token and
+reports its logprob at temperature 1. top-k is applied before top-p, and top-p counts mass within what top-k
+left.
+
+Randomness is a function of (seed, index of the sample, position in the answer) alone: one uniform number per
+token inverts the row's cumulative distribution. A request thus gives the same tokens in any company; what
+remains is the rounding of the logits, which can differ between batch shapes by about 1e-6 and flips a token
+about as rarely.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+CANDIDATES = 128  # top-p first looks among so many of the likeliest tokens; a full sort costs 20 times as much
+PIECE = 64  # inverting a distribution first picks a piece of so many entries, then an entry
+
+
+def uniform(seed: int, index: int, position: int) -> float:
+    """A number in [0, 1) for one token of one sample: 53 bits of a hash of its coordinates."""
+    digest = hashlib.blake2b(f"{seed},{index},{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How to draw each row's token. temperature 0: the likeliest; top_k < 1 and top_p >= 1: no truncation."""
+
+    temperature_B: npt.NDArray[np.float32]
+    top_k_B: npt.NDArray[np.int64]
+    top_p_B: npt.NDArray[np.float64]
+    uniform_B: npt.NDArray[np.float64]
+
+
+class Chosen(NamedTuple):
+    """A row whose logits hold NaN or +inf has logprob NaN, and its token means nothing."""
+
+    token_ids_B: Tensor  # int64
+    logprobs_B: Tensor  # float32
+    logprobs_BV: Tensor  # float32, at the row's temperature
+
+
+def choose(logits_BV: Tensor, draws: Draws) -> Chosen:
+    device = logits_BV.device
+    greedy_B = draws.temperature_B == 0
+    scale_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
+    scaled_BV = logits_BV.float()
+    if np.any(scale_B != 1):
+        # Relative to the row's maximum, so that a tiny temperature sends the others to -inf and nothing to NaN.
+        scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+        scaled_BV = scaled_BV / torch.from_numpy(scale_B).to(device)[:, None]
+    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
+
+    if greedy_B.all():
+        token_ids_B = logits_BV.argmax(-1)
+    else:
+        uniform_B = torch.from_numpy(draws.uniform_B).to(device)
+        token_ids_B = _draw(logprobs_BV, draws, greedy_B, uniform_B)
+        if greedy_B.any():
+            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(device), logits_BV.argmax(-1), token_ids_B)
+    logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
+    # A NaN anywhere in a row makes the whole row NaN, whichever token the garbage chose.
+    logprobs_B = torch.where(logprobs_BV[:, 0].isnan(), torch.nan, logprobs_B)
+    return Chosen(token_ids_B, logprobs_B, logprobs_BV)
+
+
+def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens of each row as (ids int64 [B, k'], logprobs [B, k']), k' = min(k, V), best first."""
+    values_Bk, ids_Bk = logprobs_BV.topk(min(k, logprobs_BV.shape[1]), dim=-1)
+    return ids_Bk, values_Bk
+
+
+def _draw(logprobs_BV: Tensor, draws: Draws, greedy_B: npt.NDArray[np.bool_], uniform_B: Tensor) -> Tensor:
+    num_vocab = logprobs_BV.shape[1]
+    has_k_B = (draws.top_k_B > 0) & (draws.top_k_B < num_vocab)
+    cut_B = (has_k_B | (draws.top_p_B < 1)) & ~greedy_B
+    if not cut_B.any():
+        return invert(logprobs_BV.exp(), uniform_B)
+    token_ids_B = torch.zeros(len(logprobs_BV), dtype=torch.int64, device=logprobs_BV.device)
+    whole = np.flatnonzero(~cut_B & ~greedy_B)
+    if len(whole):
+        rows = torch.from_numpy(whole).to(logprobs_BV.device)
+        token_ids_B[rows] = invert(logprobs_BV[rows].exp(), uniform_B[rows])
+    cut = np.flatnonzero(cut_B)
+    top_k = np.where(has_k_B[cut], draws.top_k_B[cut], num_vocab)
+    rows = torch.from_numpy(cut).to(logprobs_BV.device)
+    token_ids_B[rows] = _draw_truncated(logprobs_BV[rows], top_k, draws.top_p_B[cut], uniform_B[rows])
+    return token_ids_B
+
+
+def _draw_truncated(
+    logprobs_BV: Tensor, top_k_B: npt.NDArray[np.int64], top_p_B: npt.NDArray[np.float64], uniform_B: Tensor
+) -> Tensor:
+    """Look among the CANDIDATES likeliest first; rows that keep more than those are sorted whole."""
+    num_vocab, device = logprobs_BV.shape[1], logprobs_BV.device
+    top_p = torch.from_numpy(top_p_B).to(device)
+    width = min(CANDIDATES, num_vocab)
+    logprobs_BW, ids_BW = logprobs_BV.topk(width, dim=-1)
+    weights_BW = logprobs_BW.double().exp()
+    fits_B = torch.from_numpy(top_k_B <= width).to(device)
+    fits_B = fits_B | (torch.from_numpy(top_k_B == num_vocab).to(device) & (weights_BW.sum(-1) >= top_p))
+    token_ids_B = _draw_sorted(weights_BW, ids_BW, torch.from_numpy(top_k_B).to(device), top_p, uniform_B)
+    rest = torch.nonzero(~fits_B)[:, 0]
+    if len(rest):
+        logprobs_RV, ids_RV = logprobs_BV[rest].sort(dim=-1, descending=True, stable=True)
+        top_k_R = torch.from_numpy(top_k_B).to(device)[rest]
+        token_ids_B[rest] = _draw_sorted(
+            logprobs_RV.double().exp(), ids_RV, top_k_R, top_p[rest], uniform_B[rest]
+        )
+    return token_ids_B
+
+
+def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
+    """Draw from rows of descending probabilities: the top k, and of those the fewest that hold top_p of the mass."""
+    rank_W = torch.arange(weights_BW.shape[1], device=weights_BW.device)
+    weights_BW = weights_BW * (rank_W < top_k_B[:, None])
+    before_BW = weights_BW.cumsum(-1) - weights_BW
+    # Without top-k the mass is 1 by definition, also where only the likeliest candidates are at hand.
+    mass_B = torch.where(top_k_B <= weights_BW.shape[1], weights_BW.sum(-1), 1.0)
+    keep_BW = before_BW < (top_p_B * mass_B)[:, None]
+    keep_BW[:, 0] = True
+    picked_B = invert(weights_BW * keep_BW, uniform_B)
+    return ids_BW.gather(1, picked_B[:, None])[:, 0]
+
+
+def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The index at which each row's cumulative weight first exceeds uniform * total; never one of weight zero.
+
+    In two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a large
+    vocabulary keeps its probability: a float32 cumulative sum cannot tell apart steps below 6e-8.
+    """
+    num_rows, num_vocab = weights_BV.shape
+    if num_vocab % PIECE:
+        weights_BV = torch.nn.functional.pad(weights_BV, (0, PIECE - num_vocab % PIECE))
+    weights_BCS = weights_BV.view(num_rows, -1, PIECE)
+    piece_B, fraction_B = _first_above(weights_BCS.sum(-1).double().cumsum(-1), uniform_B)
+    weights_BS = weights_BCS[torch.arange(num_rows, device=weights_BV.device), piece_B].double()
+    entry_B, _ = _first_above(weights_BS.cumsum(-1), fraction_B)
+    return (piece_B * PIECE + entry_B).clamp(max=num_vocab - 1)
+
+
+def _first_above(sums_BC: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """The first column whose sum exceeds uniform * total, and where in that column's own share the number fell."""
+    total_B = sums_BC[:, -1]
+    # nextafter keeps the target below the total, so a column of weight zero at the end is never reached.
+    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    index_B = (sums_BC <= target_B[:, None]).sum(-1).clamp(max=sums_BC.shape[1] - 1)
+    high_B = sums_BC.gather(1, index_B[:, None])[:, 0]
+    low_B = torch.where(index_B > 0, sums_BC.gather(1, (index_B - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    return index_B, ((target_B - low_B) / (high_B - low_B)).clamp(0.0, 1.0)

@@ -1,0 +1,145 @@
+"""What the local sampler remembers of a request and of each answer that is being generated for it.
+
+A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request
+runs. A `Sequence` is one of its answers: prompt and generated tokens, and which cache blocks hold the first
+`num_cached` of them. The rest, `num_pending` tokens, go through the model next: many for a prompt, one while
+decoding, many again after a preemption, which drops the blocks and keeps the tokens. No tensors, no model.
+
+Letters: T tokens, k entries of a top-k row.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from tinsmith.backends.torch.lora import Adapter
+from tinsmith.ops import Sample, SampledSequence, SampleResult, TopK
+from tinsmith.samplers.blocks import chain_key, root_key
+from tinsmith.samplers.stops import Decode, StopRule
+
+EMPTY_LOGPROB = -99999.0  # the wire's mark, with token 0, of an empty top-k cell
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """One set of weights that requests run on: the base model or an immutable adapter.
+
+    `number` is never used twice; it orders the rows of a step and is the namespace of the cache blocks. A replaced
+    or dropped version is no longer `alive`: its requests run on, but their blocks are not kept for others.
+    """
+
+    adapter: Adapter | None
+    number: int
+    alive: bool = True
+
+
+class Request:
+    def __init__(self, sample: Sample, weights: Weights, number: int, max_new_tokens: int) -> None:
+        self.sample = sample
+        self.weights = weights
+        self.number = number
+        self.max_new_tokens = max_new_tokens
+        self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
+        self.prompt_cache_hit_tokens: int | None = None
+        self._done: dict[int, SampledSequence] = {}
+
+        num_prompt, k = len(sample.prompt_T), sample.topk_prompt_logprobs
+        self.scores_prompt = num_prompt > 1 and (sample.prompt_logprobs or k > 0)
+        self.num_scored = 0 if self.scores_prompt else num_prompt
+        self.prompt_logprobs_T = np.full(num_prompt, np.nan, np.float32) if sample.prompt_logprobs else None
+        self.topk_prompt = _empty_topk(num_prompt, k) if k else None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.sample.prompt_T)
+
+    def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
+        params = self.sample.params
+        tokens = frozenset(params.stop_tokens) | (eos_token_ids if params.stop_eos else frozenset())
+        return StopRule(decode, strings=params.stop_strings, tokens=tokens)
+
+    def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
+        """The request's result, with its last answer."""
+        self._done[index] = answer
+        if len(self._done) < self.sample.num_samples:
+            return None
+        return SampleResult(
+            request_id=self.sample.request_id,
+            sequences=tuple(self._done[i] for i in range(self.sample.num_samples)),
+            prompt_logprobs_T=self.prompt_logprobs_T,
+            topk_prompt=self.topk_prompt,
+            prompt_cache_hit_tokens=self.prompt_cache_hit_tokens or 0,
+        )
+
+
+class Sequence:
+    """Answer `index` of a request. `order` says who is older; the youngest is preempted first."""
+
+    def __init__(self, request: Request, index: int, stop: StopRule) -> None:
+        self.request = request
+        self.index = index
+        self.order = (request.number, index)
+        self.stop = stop
+        self.length = request.num_prompt
+        self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)
+        self.tokens_T[: self.length] = request.sample.prompt_T
+        self.num_cached = 0
+        self.blocks: list[int] = []
+        self._keys: list[bytes] = [root_key(request.weights.number)]
+        self._logprobs: list[float] = []
+        self._topk: list[tuple[Seq[int], Seq[float]]] = []
+
+    @property
+    def num_pending(self) -> int:
+        return self.length - self.num_cached
+
+    @property
+    def num_generated(self) -> int:
+        return self.length - self.request.num_prompt
+
+    @property
+    def may_reuse_blocks(self) -> bool:
+        """Prompt logprobs come out of computing the prompt, so a request that still needs them skips nothing."""
+        return self.request.num_scored >= self.request.num_prompt
+
+    def key(self, block_index: int, block_size: int) -> bytes:
+        """The prefix key of a block that is full of known tokens."""
+        while len(self._keys) < block_index + 2:
+            start = (len(self._keys) - 1) * block_size
+            tokens = self.tokens_T[start : start + block_size]
+            self._keys.append(chain_key(self._keys[-1], tokens.tobytes()))
+        return self._keys[block_index + 1]
+
+    def append(self, token: int, logprob: float, topk: tuple[Seq[int], Seq[float]] | None) -> str | None:
+        """Add a generated token; 'stop' or 'length' if it is the last."""
+        if self.length == len(self.tokens_T):
+            self.tokens_T = np.concatenate([self.tokens_T, np.empty(self.length, np.int32)])
+        self.tokens_T[self.length] = token
+        self.length += 1
+        self._logprobs.append(logprob)
+        if topk is not None:
+            self._topk.append(topk)
+        if self.stop.push(token):
+            return "stop"
+        return "length" if self.num_generated >= self.request.max_new_tokens else None
+
+    def answer(self, stop_reason: str) -> SampledSequence:
+        topk = _empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None
+        for row, (ids_k, logprobs_k) in enumerate(self._topk):
+            assert topk is not None
+            topk.token_ids_Tk[row, : len(ids_k)] = ids_k
+            topk.logprobs_Tk[row, : len(ids_k)] = logprobs_k
+        return SampledSequence(
+            tokens_T=self.tokens_T[self.request.num_prompt : self.length].copy(),
+            logprobs_T=np.array(self._logprobs, np.float32),
+            stop_reason=stop_reason,
+            topk=topk,
+        )
+
+
+def _empty_topk(num_rows: int, k: int) -> TopK:
+    return TopK(np.zeros((num_rows, k), np.int32), np.full((num_rows, k), EMPTY_LOGPROB, np.float32))
