@@ -1,7 +1,7 @@
 """What is checked before a request is stored: pure functions that raise UserError or return nothing.
 
-Every message names the field, its value and what would be right. A pass is checked by `losses.check_pass`, next to
-the table of losses; here is everything else. Nothing is guessed, clamped or corrected for the client.
+Every message names the field, its value and what would be right. A pass is checked by `losses.check_pass`,
+next to the table of losses; here is everything else. Nothing is guessed, clamped or corrected for the client.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def _check_prompt(sample: Sample, shape: ModelShape) -> None:
     if sample.prompt_T.max() >= shape.vocab_size:
         position = int(sample.prompt_T.argmax())
         raise UserError(
-            f"prompt token {position} is {sample.prompt_T[position]}; token ids of {shape.name!r} lie between 0 and "
-            f"{shape.vocab_size - 1}"
+            f"prompt token {position} is {sample.prompt_T[position]}; token ids of {shape.name!r} lie "
+            f"between 0 and {shape.vocab_size - 1}"
         )
     if prompt + (max_tokens or 1) > context:
         wanted = f"max_tokens {max_tokens}" if max_tokens else "one generated token"
@@ -63,7 +63,7 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
     for text in params.stop_strings:
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             raise UserError(
-                f"sampling_params.stop has a string of {len(text)} characters; it must have 1 to {MAX_STOP_LENGTH}"
+                f"sampling_params.stop has a string of {len(text)} characters; use 1 to {MAX_STOP_LENGTH}"
             )
     for token in params.stop_tokens:
         _check_integer("sampling_params.stop token", token, 0, shape.vocab_size - 1)

@@ -150,3 +150,13 @@ def read_object(body: bytes) -> Fields:
     if not isinstance(value, dict):
         raise UserError(f"the body must be a JSON object, not {show(value)}")
     return Fields(value)
+
+
+def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
+    """Metadata as the SDK reads it back: whatever is not a string becomes its JSON text."""
+    if metadata is None:
+        return None
+    return {
+        key: value if isinstance(value, str) else orjson.dumps(value).decode()
+        for key, value in metadata.items()
+    }

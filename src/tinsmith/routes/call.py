@@ -1,0 +1,131 @@
+"""One authenticated request, what it may touch, and how a plain function becomes a route.
+
+A route is a synchronous function from a `Call` to a JSON object; `endpoint` does the rest in the same order
+for all: key, size of the body, content type, then decoding and the function itself on a worker thread (they
+may touch the database, whose writers wait for one another), then the answer. Errors leave as exceptions;
+`problems` maps them. Plain Starlette and orjson: no models are built and validated on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.bases import Bases
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.futures import Futures
+from tinsmith.models import Models
+from tinsmith.notify import Waiters
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sessions import Sessions
+from tinsmith.settings import Settings
+from tinsmith.tenants import LocalTenants, Tenants
+from tinsmith.wire import bodies
+from tinsmith.wire.fields import Fields, read_object, show
+
+T = TypeVar("T")
+
+JsonObject = dict[str, object]
+MAX_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Everything that routes may touch. `queue_state` says why a base model's queue does not move."""
+
+    settings: Settings
+    bases: Bases
+    sessions: Sessions
+    models: Models
+    sampling_sessions: SamplingSessions
+    checkpoints: Checkpoints
+    futures: Futures
+    waiters: Waiters
+    queue_state: Callable[[str], tuple[str, str | None]]
+    tenants: Tenants = LocalTenants()
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    services: Services
+    tenant_id: str
+    body: bytes
+    path: Mapping[str, str]
+    query: Mapping[str, str]
+
+    def fields(self) -> Fields:
+        return read_object(self.body)
+
+    def page(self, default_limit: int) -> tuple[int, int]:
+        """The query's limit and offset."""
+        limit = self._query_integer("limit", default_limit, MAX_PAGE)
+        return limit, self._query_integer("offset", 0, 2**31 - 1)
+
+    def _query_integer(self, name: str, default: int, high: int) -> int:
+        text = self.query.get(name)
+        if text is None:
+            return default
+        if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= high):
+            raise UserError(f"the query's {name} is {show(text)}; it must be an integer between 0 and {high}")
+        return int(text)
+
+
+Handler = Callable[[Call], JsonObject]
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
+    """The route of a function; `takes` is the content type of its body, None if it has none."""
+
+    async def respond(request: Request) -> Response:
+        services, tenant_id = authenticate(request)
+        body = b"" if takes is None else await read_body(request, takes)
+        encoding = request.headers.get("content-encoding")
+
+        def work() -> bytes:
+            decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
+            call = Call(services, tenant_id, decoded, request.path_params, request.query_params)
+            return orjson.dumps(handler(call))
+
+        return Response(await run(work), media_type=bodies.JSON_TYPE)
+
+    return respond
+
+
+def authenticate(request: Request) -> tuple[Services, str]:
+    services: Services = request.app.state.services
+    if "\x00" in request.url.path:
+        raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
+    return services, services.tenants.authenticate(request.headers.get("x-api-key"))
+
+
+async def read_body(request: Request, takes: str) -> bytes:
+    """The body as sent, refused as soon as it is known to be too large."""
+    services: Services = request.app.state.services
+    limit_bytes = services.settings.max_body_bytes
+    bodies.check_content_type(request.headers.get("content-type"), takes)
+    bodies.check_length(request.headers.get("content-length"), limit_bytes)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit_bytes:
+            raise bodies.too_large(limit_bytes)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def run(work: Callable[..., T], *args: object) -> T:
+    """Call `work` on a worker thread."""
+    return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+
+
+def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), status, headers, bodies.JSON_TYPE)

@@ -1,0 +1,137 @@
+"""Checkpoints and training runs: listing, facts, TTL, publishing, deletion."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from starlette.routing import Route
+
+from tinsmith.admission import check_ttl
+from tinsmith.checkpoints import Checkpoint, CheckpointRef, parse_path
+from tinsmith.models import Model
+from tinsmith.routes.call import Call, JsonObject, endpoint
+from tinsmith.routes.sessions import refuse_project_filter
+from tinsmith.wire.bodies import JSON_TYPE
+
+# A path's middle segment -> the type that the SDK shows.
+CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+RUN = "/training_runs/{run_id}"
+CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
+
+
+def list_training_runs(call: Call) -> JsonObject:
+    refuse_project_filter(call)
+    limit, offset = call.page(default_limit=20)
+    models, total = call.services.models.page(call.tenant_id, limit, offset)
+    return {
+        "training_runs": [_run(call, model) for model in models],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+def get_training_run(call: Call) -> JsonObject:
+    return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
+
+
+def list_run_checkpoints(call: Call) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, call.path["run_id"])
+    found = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
+    return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]}
+
+
+def list_checkpoints(call: Call) -> JsonObject:
+    refuse_project_filter(call)
+    limit, offset = call.page(default_limit=100)
+    found, total = call.services.checkpoints.page(call.tenant_id, limit, offset)
+    return {
+        "checkpoints": [_checkpoint(checkpoint) for checkpoint in found],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+def weights_info(call: Call) -> JsonObject:
+    found = call.services.checkpoints.get(call.tenant_id, parse_path(call.fields().text("tinker_path")))
+    return {
+        "base_model": found.base_model,
+        "is_lora": True,
+        "optimizer_config": {"type": found.optimizer_type},
+        "lora_rank": found.lora_rank,
+        "train_unembed": found.train_unembed,
+        "train_mlp": found.train_mlp,
+        "train_attn": found.train_attn,
+    }
+
+
+def delete(call: Call) -> JsonObject:
+    call.services.checkpoints.delete(call.tenant_id, _ref(call))
+    return {}
+
+
+def publish(call: Call) -> JsonObject:
+    call.services.checkpoints.set_public(call.tenant_id, _ref(call), True)
+    return {}
+
+
+def unpublish(call: Call) -> JsonObject:
+    call.services.checkpoints.set_public(call.tenant_id, _ref(call), False)
+    return {}
+
+
+def set_ttl(call: Call) -> JsonObject:
+    ttl_s = call.fields().integer_or("ttl_seconds", None)
+    check_ttl(ttl_s)
+    call.services.checkpoints.set_ttl(call.tenant_id, _ref(call), ttl_s)
+    return {}
+
+
+def _ref(call: Call) -> CheckpointRef:
+    return parse_path("tinker://{run_id}/{kind}/{name}".format(**call.path))
+
+
+def _run(call: Call, model: Model) -> JsonObject:
+    newest: dict[str, JsonObject] = {}
+    for checkpoint in call.services.checkpoints.of_run(call.tenant_id, model.model_id):  # newest first
+        newest.setdefault(checkpoint.kind, _checkpoint(checkpoint))
+    return {
+        "training_run_id": model.model_id,
+        "base_model": model.base_model,
+        "model_owner": model.tenant_id,
+        "is_lora": True,
+        "corrupted": model.state == "failed",
+        "lora_rank": model.lora_rank,
+        "last_request_time": _iso(model.last_request_at),
+        "last_checkpoint": newest.get("weights"),
+        "last_sampler_checkpoint": newest.get("sampler_weights"),
+        "user_metadata": model.user_metadata,
+    }
+
+
+def _checkpoint(checkpoint: Checkpoint) -> JsonObject:
+    return {
+        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+        "checkpoint_type": CHECKPOINT_TYPES[checkpoint.kind],
+        "time": _iso(checkpoint.created_at),
+        "tinker_path": checkpoint.ref.path,
+        "size_bytes": checkpoint.size_bytes,
+        "public": checkpoint.public,
+        "user_metadata": checkpoint.user_metadata,
+        "expires_at": None if checkpoint.expires_at is None else _iso(checkpoint.expires_at),
+    }
+
+
+def _iso(moment_s: float) -> str:
+    return datetime.fromtimestamp(moment_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+ROUTES = [
+    Route("/training_runs", endpoint(list_training_runs), methods=["GET"]),
+    Route(RUN, endpoint(get_training_run), methods=["GET"]),
+    Route(RUN + "/checkpoints", endpoint(list_run_checkpoints), methods=["GET"]),
+    Route(CHECKPOINT, endpoint(delete), methods=["DELETE"]),
+    Route(CHECKPOINT + "/publish", endpoint(publish), methods=["POST"]),
+    Route(CHECKPOINT + "/publish", endpoint(unpublish), methods=["DELETE"]),
+    Route(CHECKPOINT + "/ttl", endpoint(set_ttl, JSON_TYPE), methods=["PUT"]),
+    Route("/checkpoints", endpoint(list_checkpoints), methods=["GET"]),
+    Route("/weights_info", endpoint(weights_info, JSON_TYPE), methods=["POST"]),
+]

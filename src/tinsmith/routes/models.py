@@ -1,0 +1,136 @@
+"""Models: creation (fresh or from a checkpoint), information, unloading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.routing import Route
+
+from tinsmith.admission import check_lora, check_position
+from tinsmith.errors import UserError
+from tinsmith.futures import NewFuture
+from tinsmith.models import NewModel
+from tinsmith.ops import ModelShape
+from tinsmith.routes.call import Call, JsonObject, endpoint
+from tinsmith.routes.submission import owned_model
+from tinsmith.routes.weights import load_into_model, loadable
+from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import Fields, text_values
+from tinsmith.wire.weights import create_model_of, load_of
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+
+
+def create_model(call: Call) -> JsonObject:
+    fields = call.fields()
+
+    def plan(model_id: str, session_id: str) -> NewModel:
+        asked = create_model_of(fields)
+        call.services.bases.get(asked.base_model)
+        check_lora(asked.lora)
+        return NewModel(
+            model_id=model_id,
+            session_id=session_id,
+            tenant_id=call.tenant_id,
+            base_model=asked.base_model,
+            lora=asked.lora,
+            user_metadata=text_values(asked.user_metadata),
+        )
+
+    return _submit_creation(call, fields, "create_model", plan)
+
+
+def load_weights(call: Call) -> JsonObject:
+    """With a session, the load creates the model (its number 0); with a model, it is an operation of it."""
+    fields = call.fields()
+    if fields.has("model_id"):
+        return load_into_model(call)
+
+    def plan(model_id: str, session_id: str) -> NewModel:
+        asked = load_of(fields)
+        checkpoint = loadable(call, asked)
+        call.services.bases.get(checkpoint.base_model)
+        if asked.base_model not in (None, checkpoint.base_model):
+            raise UserError(
+                f"base_model is {asked.base_model!r}, but {asked.path!r} was trained on {checkpoint.base_model!r}"
+            )
+        return NewModel(
+            model_id=model_id,
+            session_id=session_id,
+            tenant_id=call.tenant_id,
+            base_model=checkpoint.base_model,
+            lora=checkpoint.lora,
+            user_metadata=text_values(asked.user_metadata),
+        )
+
+    return _submit_creation(call, fields, "load_model", plan)
+
+
+def _submit_creation(
+    call: Call, fields: Fields, kind: str, plan: Callable[[str, str], NewModel]
+) -> JsonObject:
+    services = call.services
+    session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
+    number = check_position("model_seq_id", fields.integer("model_seq_id"))
+    model_id = f"{session.session_id}:train:{number}"
+    refusal, base_model = None, fields.text_or("base_model", "", max_length=512)
+    try:
+        base_model = services.models.create(plan(model_id, session.session_id)).base_model
+    except UserError as error:
+        refusal = error
+    new = NewFuture(
+        request_id=f"{model_id}:0",
+        tenant_id=call.tenant_id,
+        session_id=session.session_id,
+        base_model=base_model,
+        kind=kind,
+        body=call.body,
+        model_id=model_id,
+        seq_id=0,
+    )
+    return {"request_id": services.futures.submit(new, refusal), "model_id": model_id}
+
+
+def get_info(call: Call) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, call.fields().text("model_id"))
+    shape = call.services.bases.get(model.base_model)
+    return {
+        "type": "get_info",
+        "model_id": model.model_id,
+        "model_name": shape.name,
+        "model_data": {
+            "arch": shape.arch,
+            "model_name": shape.name,
+            "tokenizer_id": _tokenizer_id(shape, call.services.settings.host),
+        },
+        "is_lora": True,
+        "lora_rank": model.lora_rank,
+        "optimizer_config": {"type": model.optimizer_type},
+    }
+
+
+def _tokenizer_id(shape: ModelShape, host: str) -> str:
+    # Clients on this machine can load the very directory; others must know the name. The SDK cuts ids at ':'.
+    return shape.path if host in LOOPBACK_HOSTS and ":" not in shape.path else shape.name
+
+
+def unload_model(call: Call) -> JsonObject:
+    model = owned_model(call, call.fields().text("model_id"))
+    new = NewFuture(
+        request_id=f"{model.model_id}:unload",
+        tenant_id=call.tenant_id,
+        session_id=model.session_id,
+        base_model=model.base_model,
+        kind="unload_model",
+        body=call.body,
+        model_id=model.model_id,
+    )
+    return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}
+
+
+ROUTES = [
+    Route("/create_model", endpoint(create_model, JSON_TYPE), methods=["POST"]),
+    Route("/load_weights", endpoint(load_weights, JSON_TYPE), methods=["POST"]),
+    Route("/get_info", endpoint(get_info, JSON_TYPE), methods=["POST"]),
+    Route("/unload_model", endpoint(unload_model, JSON_TYPE), methods=["POST"]),
+]

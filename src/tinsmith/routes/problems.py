@@ -1,0 +1,67 @@
+"""Errors -> HTTP answers: the one place where it is decided.
+
+The body is always `{"detail": TEXT}` and never empty (the SDK takes an empty 400 for a proxy's noise and
+retries for minutes). What was raised on purpose says so itself; anything else is a 500 with an id under which
+the log has the rest. Nothing of a request's body or headers reaches the log.
+"""
+
+from __future__ import annotations
+
+import uuid
+from http import HTTPStatus
+
+import structlog
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import HTTPExceptionHandler
+
+from tinsmith.errors import TinsmithError, TooManyRequestsError
+from tinsmith.routes.call import answer
+
+log = structlog.get_logger()
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+def on_tinsmith_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, TinsmithError)
+    headers = {}
+    if isinstance(error, TooManyRequestsError):
+        headers = {"retry-after-ms": str(round(error.retry_after_s * 1000))}
+    return answer({"detail": str(error)}, error.status, headers)
+
+
+def on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses."""
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        detail = (
+            f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/)"
+        )
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        detail = f"{request.url.path[:200]!a} does not take {request.method}"
+    return answer({"detail": detail}, error.status_code, error.headers)
+
+
+def on_disconnect(_request: Request, _error: Exception) -> Response:
+    return answer({"detail": "the client went away before its body was complete"}, CLIENT_CLOSED_REQUEST)
+
+
+def on_unexpected(request: Request, error: Exception) -> Response:
+    error_id = uuid.uuid4().hex
+    log.error(
+        "unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error
+    )
+    return answer(
+        {"detail": f"the server failed on this request; its log has more under error_id={error_id}"}, 500
+    )
+
+
+HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
+    TinsmithError: on_tinsmith_error,
+    HTTPException: on_http_exception,
+    ClientDisconnect: on_disconnect,
+    Exception: on_unexpected,
+}

@@ -1,0 +1,67 @@
+"""What a client asks of the server itself: flags, health, capabilities, the owner of its key."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.routes.call import Call, JsonObject, answer, endpoint
+from tinsmith.wire.bodies import JSON_TYPE
+
+# The SDK's own defaults (types/client_config_response.py), except that bodies are compressed. A flag is on
+# only if this server has what it calls for.
+CLIENT_FLAGS: JsonObject = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": True,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+}
+DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+
+
+async def healthz(_request: Request) -> Response:
+    return answer({"status": "ok"})
+
+
+def client_config(_call: Call) -> JsonObject:
+    return CLIENT_FLAGS
+
+
+def dynamic_config(_call: Call) -> JsonObject:
+    return DYNAMIC_FLAGS
+
+
+def get_server_capabilities(call: Call) -> JsonObject:
+    models = [
+        {
+            "model_name": shape.name,
+            "max_context_length": shape.max_context_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        for shape in call.services.bases
+    ]
+    return {"supported_models": models}
+
+
+def apikey_me(call: Call) -> JsonObject:
+    details = {"org_details": {"name": call.tenant_id}, "user_details": {"email": ""}}
+    return {"key_id": 0, "name": call.tenant_id, "details": details}
+
+
+def telemetry(_call: Call) -> JsonObject:
+    # Dropped unread: a client's report of a failed request contains its headers, the key among them.
+    return {"status": "accepted"}
+
+
+ROUTES = [
+    Route("/healthz", healthz, methods=["GET"]),
+    Route("/client/config", endpoint(client_config, JSON_TYPE), methods=["POST"]),
+    Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE), methods=["POST"]),
+    Route("/get_server_capabilities", endpoint(get_server_capabilities), methods=["GET"]),
+    Route("/auth/apikey/me", endpoint(apikey_me), methods=["GET"]),
+    Route("/telemetry", endpoint(telemetry, JSON_TYPE), methods=["POST"]),
+]

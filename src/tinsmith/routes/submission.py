@@ -1,0 +1,72 @@
+"""How a request becomes a future, whatever it asks for.
+
+What cannot be attributed (no such model, an ended session, no sequence number) is an HTTP error. Everything
+else is stored, valid or not: an invalid request is a future that is refused at birth, so that its number
+counts as used and the client reads the reason where it waits for the result. The request_id is made of the
+model and the number: a request that is sent twice finds the future that it made before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tinsmith.admission import check_seq_id
+from tinsmith.errors import GoneError, UserError
+from tinsmith.futures import NewFuture
+from tinsmith.models import Model
+from tinsmith.routes.call import Call, JsonObject
+from tinsmith.wire.fields import Fields
+
+Judge = Callable[[Model, str], int]
+"""Checks a request for (model, request_id); answers its tokens, or raises UserError."""
+
+
+def submit_operation(call: Call, kind: str, model_id: str, seq_id: int, judge: Judge) -> JsonObject:
+    """Store one operation on a model."""
+    check_seq_id(seq_id, first=1)
+    model = owned_model(call, model_id)
+    request_id = f"{model.model_id}:{seq_id}"
+    num_tokens, refusal = 0, None
+    try:
+        require_usable(model)
+        num_tokens = judge(model, request_id)
+    except UserError as error:
+        refusal = error
+    new = NewFuture(
+        request_id=request_id,
+        tenant_id=call.tenant_id,
+        session_id=model.session_id,
+        base_model=model.base_model,
+        kind=kind,
+        body=call.body,
+        num_tokens=num_tokens,
+        model_id=model.model_id,
+        seq_id=seq_id,
+    )
+    call.services.futures.submit(new, refusal)
+    return {"request_id": request_id, "model_id": model.model_id}
+
+
+def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> JsonObject:
+    """The same for a JSON body, which names its model and number itself."""
+    fields = call.fields()
+
+    def judge(model: Model, _request_id: str) -> int:
+        check(model, fields)
+        return 0
+
+    return submit_operation(call, kind, fields.text("model_id"), fields.integer("seq_id"), judge)
+
+
+def owned_model(call: Call, model_id: str) -> Model:
+    """The tenant's own model in a session that has not ended."""
+    model = call.services.models.get(call.tenant_id, model_id)
+    call.services.sessions.require_active(call.tenant_id, model.session_id)
+    return model
+
+
+def require_usable(model: Model) -> None:
+    if model.state in ("failed", "unloaded"):
+        raise GoneError(
+            f"model {model.model_id!r} is {model.state}" + (f": {model.reason}" if model.reason else "")
+        )
