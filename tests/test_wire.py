@@ -68,9 +68,7 @@ data_of_sdk = st.builds(
 )
 configs = st.one_of(
     st.none(),
-    st.dictionaries(
-        st.text(max_size=8), st.one_of(st.floats(allow_nan=False), st.text(max_size=8)), max_size=3
-    ),
+    st.dictionaries(st.text(max_size=8), st.one_of(st.floats(allow_nan=False), st.text(max_size=8)), max_size=3),
 )
 
 
@@ -205,9 +203,7 @@ finite_metrics = st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False)
 
 @given(st.lists(arrays(np.float32), max_size=6), finite_metrics)
 @settings(max_examples=150, deadline=None)
-def test_the_sdk_reads_back_every_logprob_and_metric(
-    logprobs: list[np.ndarray], metrics: dict[str, float]
-) -> None:
+def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray], metrics: dict[str, float]) -> None:
     body = training.write_pass_result(ops.PassResult(tuple(logprobs), metrics))
     read = response_conv.deserialize_forward_backward_output(body)
     assert read.metrics == metrics
@@ -238,9 +234,7 @@ def top_k(length: int, k: int) -> ops.TopK:
 @settings(max_examples=150, deadline=None)
 def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits: int) -> None:
     sequences = tuple(
-        ops.SampledSequence(
-            ids, logprobs, {"s": "stop", "l": "length"}[reason], top_k(len(ids), k) if k else None
-        )
+        ops.SampledSequence(ids, logprobs, {"s": "stop", "l": "length"}[reason], top_k(len(ids), k) if k else None)
         for ids, logprobs, reason in drawn
     )
     prompt_logprobs = np.linspace(-1, 0, prompt, dtype=np.float32)
@@ -249,9 +243,7 @@ def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits:
     result = ops.SampleResult("r", sequences, prompt_logprobs, topk_prompt, hits)
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.prompt_cache_hit_tokens == hits
-    assert [sequence.stop_reason for sequence in read.sequences] == [
-        sequence.stop_reason for sequence in sequences
-    ]
+    assert [sequence.stop_reason for sequence in read.sequences] == [sequence.stop_reason for sequence in sequences]
     for got, sent in zip(read.sequences, sequences, strict=True):
         np.testing.assert_array_equal(got.tokens_np, sent.tokens_T)
         np.testing.assert_array_equal(got.logprobs_np, sent.logprobs_T)
@@ -371,11 +363,7 @@ def test_an_unknown_field_that_asks_for_nothing_is_accepted() -> None:
 
 
 json_values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**63), 2**63)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
@@ -399,9 +387,7 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 def test_an_optim_step_of_the_sdk_keeps_every_parameter() -> None:
-    params = AdamParams(
-        learning_rate=1e-3, beta1=0.5, beta2=0.6, eps=1e-8, weight_decay=0.1, grad_clip_norm=2.0
-    )
+    params = AdamParams(learning_rate=1e-3, beta1=0.5, beta2=0.6, eps=1e-8, weight_decay=0.1, grad_clip_norm=2.0)
     request = OptimStepRequest(optim_params=params, model_id="m", seq_id=1)
     read = training.read_optim_step(orjson.dumps(request.model_dump(mode="json", exclude_none=True)), "r")
     assert read == ops.OptimStep("r", "m", ops.AdamParams(1e-3, 0.5, 0.6, 1e-8, 0.1, 2.0))

@@ -62,9 +62,7 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
         raise UserError(f"sampling_params.stop has {count} entries; at most {MAX_STOPS} are allowed")
     for text in params.stop_strings:
         if not 0 < len(text) <= MAX_STOP_LENGTH:
-            raise UserError(
-                f"sampling_params.stop has a string of {len(text)} characters; use 1 to {MAX_STOP_LENGTH}"
-            )
+            raise UserError(f"sampling_params.stop has a string of {len(text)} characters; use 1 to {MAX_STOP_LENGTH}")
     for token in params.stop_tokens:
         _check_integer("sampling_params.stop token", token, 0, shape.vocab_size - 1)
 

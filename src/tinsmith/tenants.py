@@ -31,9 +31,7 @@ class LocalTenants:
 def check_form(key: str | None) -> str:
     """The key, if it could be one."""
     if not key:
-        raise NotAuthenticatedError(
-            "the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'"
-        )
+        raise NotAuthenticatedError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
     if not key.startswith(KEY_PREFIXES) or len(key) > MAX_KEY_LENGTH:
         raise NotAuthenticatedError("the header X-API-Key holds no key; a key starts with 'tml-'")
     return key

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import orjson
@@ -49,7 +49,7 @@ class Services:
     futures: Futures
     waiters: Waiters
     queue_state: Callable[[str], tuple[str, str | None]]
-    tenants: Tenants = LocalTenants()
+    tenants: Tenants = field(default_factory=LocalTenants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,9 +66,7 @@ def load_weights(call: Call) -> JsonObject:
     return _submit_creation(call, fields, "load_model", plan)
 
 
-def _submit_creation(
-    call: Call, fields: Fields, kind: str, plan: Callable[[str, str], NewModel]
-) -> JsonObject:
+def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
     services = call.services
     session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
     number = check_position("model_seq_id", fields.integer("model_seq_id"))

@@ -37,9 +37,7 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = (
-            f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/)"
-        )
+        detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/)"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.url.path[:200]!a} does not take {request.method}"
     return answer({"detail": detail}, error.status_code, error.headers)
@@ -51,12 +49,8 @@ def on_disconnect(_request: Request, _error: Exception) -> Response:
 
 def on_unexpected(request: Request, error: Exception) -> Response:
     error_id = uuid.uuid4().hex
-    log.error(
-        "unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error
-    )
-    return answer(
-        {"detail": f"the server failed on this request; its log has more under error_id={error_id}"}, 500
-    )
+    log.error("unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error)
+    return answer({"detail": f"the server failed on this request; its log has more under error_id={error_id}"}, 500)
 
 
 HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {

@@ -35,9 +35,7 @@ def finish(call: Call) -> JsonObject:
     fields = call.fields()
     reason = fields.fields_or("reason", Fields({})).text_or("type", "no reason given", max_length=64)
     detail = fields.text_or("detail", "")
-    call.services.sessions.finish(
-        call.tenant_id, call.path["session_id"], f"{reason}: {detail}" if detail else reason
-    )
+    call.services.sessions.finish(call.tenant_id, call.path["session_id"], f"{reason}: {detail}" if detail else reason)
     return {}
 
 

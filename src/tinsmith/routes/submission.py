@@ -67,6 +67,4 @@ def owned_model(call: Call, model_id: str) -> Model:
 
 def require_usable(model: Model) -> None:
     if model.state in ("failed", "unloaded"):
-        raise GoneError(
-            f"model {model.model_id!r} is {model.state}" + (f": {model.reason}" if model.reason else "")
-        )
+        raise GoneError(f"model {model.model_id!r} is {model.state}" + (f": {model.reason}" if model.reason else ""))

@@ -67,8 +67,7 @@ def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
         raise UserError(f"path {asked.path!r} is an export; load a 'weights' checkpoint")
     if asked.optimizer and checkpoint.kind != "weights":
         raise UserError(
-            f"path {asked.path!r} holds no optimizer state; load a 'weights' checkpoint, or load without the "
-            "optimizer"
+            f"path {asked.path!r} holds no optimizer state; load a 'weights' checkpoint, or load without the optimizer"
         )
     return checkpoint
 

@@ -41,9 +41,7 @@ def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
         return body
     if encoding == "zstd":
         return _decompress(body, limit_bytes)
-    raise UnsupportedMediaError(
-        f"the header Content-Encoding is {encoding[:32]!r}; send 'zstd' or no encoding at all"
-    )
+    raise UnsupportedMediaError(f"the header Content-Encoding is {encoding[:32]!r}; send 'zstd' or no encoding at all")
 
 
 def too_large(limit_bytes: int) -> TooLargeError:

@@ -119,9 +119,7 @@ class Fields:
             return None
         size = len(orjson.dumps(found.values))
         if size > MAX_METADATA_BYTES:
-            raise UserError(
-                f"{self.path(name)} is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept"
-            )
+            raise UserError(f"{self.path(name)} is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
         return dict(found.values)
 
     def text_metadata_or_none(self, name: str) -> dict[str, str] | None:
@@ -156,7 +154,4 @@ def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     """Metadata as the SDK reads it back: whatever is not a string becomes its JSON text."""
     if metadata is None:
         return None
-    return {
-        key: value if isinstance(value, str) else orjson.dumps(value).decode()
-        for key, value in metadata.items()
-    }
+    return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}

@@ -88,9 +88,7 @@ def token_ids(value: object, where: str) -> I32:
     if found.dtype.kind not in "iu" or found.ndim != 1:
         raise UserError(f"{where} must be a flat list of integers, which {show(value)} is not")
     if found.min() < 0 or found.max() > INT32_MAX:
-        raise UserError(
-            f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}"
-        )
+        raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
     return found.astype(np.int32)
 
 

@@ -89,9 +89,7 @@ def _tokens(chunks: Sequence[pb.Chunk], where: str) -> I32:
 
 
 def refuse_chunk(where: str, kind: object) -> UserError:
-    return NotSupportedError(
-        f"{where} is of type {show(kind)}; this server takes only 'encoded_text' (token ids)"
-    )
+    return NotSupportedError(f"{where} is of type {show(kind)}; this server takes only 'encoded_text' (token ids)")
 
 
 def _tensor(message: pb.Tensor, where: str) -> Array:
@@ -126,9 +124,7 @@ def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], where: str) -> Spar
 
 def _view(data: bytes, dtype: np.dtype[np.generic], where: str) -> np.ndarray:
     if len(data) % dtype.itemsize:
-        raise UserError(
-            f"{where} is {len(data)} bytes long, not a whole number of {dtype.itemsize}-byte values"
-        )
+        raise UserError(f"{where} is {len(data)} bytes long, not a whole number of {dtype.itemsize}-byte values")
     return np.frombuffer(data, dtype)
 
 

@@ -117,6 +117,4 @@ def _refuse_other_optimizers(fields: Fields) -> None:
     config = fields.fields_or("optimizer_config", None)
     kind = "adamw" if config is None else config.text_or("type", "adamw")
     if kind != "adamw":
-        raise NotSupportedError(
-            f"optimizer_config.type is {show(kind)}; this server trains with 'adamw' only"
-        )
+        raise NotSupportedError(f"optimizer_config.type is {show(kind)}; this server trains with 'adamw' only")
