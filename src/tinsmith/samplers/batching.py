@@ -99,7 +99,7 @@ class Batcher:
         sequence.num_cached = span.stop
 
     def fork(self, parent: Sequence, children: Seq[Sequence]) -> list[Sequence]:
-        """Children of a parent that has just computed its prompt share its blocks; those returned run at once.
+        """Children of a parent that has just computed its prompt share its blocks; those returned run now.
 
         The others wait, for want of room, and will find the prompt's full blocks by key.
         """
@@ -165,7 +165,7 @@ class Batcher:
         return True
 
     def _make_writable(self, sequence: Sequence, step: Step) -> bool:
-        """Give a decoding sequence a block of its own for its next token; False if it was preempted itself."""
+        """Give a decoding sequence its own block for the next token; False if it was itself preempted."""
         index = sequence.num_cached // self.block_size
         while True:
             has_block = index < len(sequence.blocks)

@@ -20,7 +20,7 @@ NULL_BLOCK = 0
 
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
-    """The key of a block whose predecessor has the key `parent` (for the first block: its namespace's root)."""
+    """The key of a block whose predecessor has the key `parent` (at first its namespace's root)."""
     return hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
 
 
@@ -106,7 +106,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, key: bytes, namespace: int) -> None:
-        """Let later prompts find a live, full block. The first block of a key wins; the other stays private."""
+        """Let later prompts find a live, full block. A key's first block wins; others stay private."""
         if key in self._by_key or block in self._key_of:
             return
         self._by_key[key] = block

@@ -1,11 +1,12 @@
 """The tensors of the paged key/value cache, and what a model's layers keep in them.
 
-`KVCache` holds blocks of `block_size` tokens for every layer; which block belongs to whom is the `BlockPool`'s
-affair, whose `num_blocks` the tensors follow. Nothing is allocated before the first `resize`. What a layer caches is
-learned by running one token through the model, because configurations do not say it for every family.
+`KVCache` holds blocks of `block_size` tokens for every layer; which block belongs to whom is the
+`BlockPool`'s affair, whose `num_blocks` the tensors follow. Nothing is allocated before the first `resize`.
+What a layer caches is learned by running one token through the model, because configurations do not say it
+for every family.
 
-Letters: T rows of a step, n sequences, C blocks of a table, K = C * S positions, S slots of a block, H query heads,
-G key heads, D head dim.
+Letters: T rows of a step, n sequences, C blocks of a table, K = C * S positions, S slots of a block, H query
+heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -79,7 +80,13 @@ class KVCache:
         for layer, shape in self._shapes.items():
             members.setdefault(shape, []).append(layer)
         for shape, layers in members.items():
-            size = (len(layers), num_blocks, self.block_size, shape.num_heads, shape.key_dim + shape.value_dim)
+            size = (
+                len(layers),
+                num_blocks,
+                self.block_size,
+                shape.num_heads,
+                shape.key_dim + shape.value_dim,
+            )
             store = torch.zeros(size, dtype=shape.dtype, device=self._device)
             if self.num_blocks:
                 store[:, : self.num_blocks] = self._stores[shape]
@@ -117,7 +124,8 @@ def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:
 
 
 def default_bytes(base: BaseModel, token_bytes: int) -> int:
-    """Room for one whole context but at least 512 MiB, and at most a quarter of memory (on CUDA: half of what is free).
+    """Room for one whole context but at least 512 MiB, and at most a quarter of memory (on CUDA: half of what
+    is free).
 
     It is a ceiling: a cache grows only as live sequences need it.
     """

@@ -6,10 +6,9 @@ captures the adapter that `versions` maps its version to when it is submitted, a
 whatever the owner does to the mapping; published adapters are immutable. Blocks cached for others die with
 the mapping's entry.
 
-A request that cannot run (no such version, no room for prompt + max_tokens) is settled by the next `step`.
-One whose logits are not finite ends alone: no kernel mixes rows of two sequences, and every block is zeroed
-before it is used. Called by the engine, in one thread, between training steps. Knows no SQL, no HTTP, no
-tenants.
+A request whose logits are not finite ends alone: no kernel mixes rows of two sequences, and every block is
+zeroed before it is used. Called by the engine, in one thread, between training steps. Knows no SQL, no HTTP,
+no tenants.
 
 Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
 """
@@ -80,17 +79,12 @@ class LocalSampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._settled)
+        return bool(self._requests)
 
     def submit(self, sample: Sample) -> None:
-        """Enqueue a request; if it cannot run, the next step settles it with a UserError that says why."""
-        try:
-            max_new_tokens = self._max_new_tokens(sample)
-            weights = self._capture(sample.version_id)
-        except UserError as error:
-            self._settled.append((sample.request_id, error))
-            return
-        request = Request(sample, weights, self._num_requests, max_new_tokens)
+        """Enqueue a request. Raises UserError, and keeps nothing of it, if it can never run."""
+        max_new_tokens = self._max_new_tokens(sample)
+        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
         self._batcher.add(self._requests[sample.request_id][0])
@@ -103,16 +97,16 @@ class LocalSampler:
         return sequences is not None
 
     def step(self) -> list[tuple[str, SampleResult | UserError]]:
+        self._settled = []
         self.collect()
         step = self._batcher.schedule()
         if step.spans:
             with torch.inference_mode():
                 self._run(step)
-        settled, self._settled = self._settled, []
-        return settled
+        return self._settled
 
     def collect(self) -> None:
-        """Let go of versions that were replaced or dropped; the owner of `versions` may call this after either."""
+        """Let go of versions that were replaced or dropped; their owner may call this after either."""
         for version_id, weights in list(self._weights.items()):
             if version_id is not None and self._versions.get(version_id) is not weights.adapter:
                 weights.alive = False
@@ -194,7 +188,7 @@ class LocalSampler:
         return complete
 
     def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
-        """The next token of every sequence whose known tokens are all computed, and of its siblings at the fork."""
+        """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
         if not spans:
             return
         adapters = [span.sequence.request.weights.adapter for span, _ in spans]

@@ -1,13 +1,13 @@
 """Attention over the paged cache: a step's rows, each against its own sequence's blocks.
 
-`PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into the
-cache and then attends, in as few kernel calls as the step allows: all decoding rows of similar context length
-together, fresh prompts of similar length together without reading the cache, and chunks that continue a prompt
-together. Every sequence has a batch row of its own in those calls, and padding is its own last row or the null
-block, so a NaN stays with its sequence.
+`PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into
+the cache and then attends, in as few kernel calls as the step allows: all decoding rows of similar context
+length together, fresh prompts of similar length together without reading the cache, and chunks that continue
+a prompt together. Every sequence has a batch row of its own in those calls, and padding is its own last row
+or the null block, so a NaN stays with its sequence.
 
-Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached positions
-padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim.
+Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached
+positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Rows(NamedTuple):
 
 @dataclass(slots=True)
 class _Group:
-    """Sequences that share a kernel call. `rows_nL` None: the step's rows in their order, one per sequence."""
+    """Sequences that share a kernel call. `rows_nL` None: the step's rows in their order, one per
+    sequence.
+    """
 
     num: int
     num_rows: int  # L
@@ -162,7 +164,8 @@ class PagedPlan:
 def _buckets(start_N: I64, size_N: I64) -> list[I64]:
     """Indices of sequences that share a kernel call: of one kind, and of similar length."""
     keys_N = start_N + size_N
-    # Decoding rows (one row, something cached), fresh prompts, and continued prompts by the magnitude of their size.
+    # Decoding rows (one row, something cached), fresh prompts, and continued prompts by the magnitude of
+    # their size.
     kind_N = np.where(start_N == 0, 0, np.where(size_N == 1, 1, 1 + np.ceil(np.log2(size_N)).astype(np.int64)))
     buckets = []
     for kind in np.unique(kind_N):

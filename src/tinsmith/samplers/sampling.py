@@ -59,7 +59,7 @@ def choose(logits_BV: Tensor, draws: Draws) -> Chosen:
     scale_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
     scaled_BV = logits_BV.float()
     if np.any(scale_B != 1):
-        # Relative to the row's maximum, so that a tiny temperature sends the others to -inf and nothing to NaN.
+        # Relative to the row's maximum, so that a tiny temperature sends others to -inf and none to NaN.
         scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
         scaled_BV = scaled_BV / torch.from_numpy(scale_B).to(device)[:, None]
     logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
@@ -78,7 +78,7 @@ def choose(logits_BV: Tensor, draws: Draws) -> Chosen:
 
 
 def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each row as (ids int64 [B, k'], logprobs [B, k']), k' = min(k, V), best first."""
+    """The likeliest tokens of each row, best first: (ids int64, logprobs), [B, min(k, V)] each."""
     values_Bk, ids_Bk = logprobs_BV.topk(min(k, logprobs_BV.shape[1]), dim=-1)
     return ids_Bk, values_Bk
 
@@ -117,14 +117,12 @@ def _draw_truncated(
     if len(rest):
         logprobs_RV, ids_RV = logprobs_BV[rest].sort(dim=-1, descending=True, stable=True)
         top_k_R = torch.from_numpy(top_k_B).to(device)[rest]
-        token_ids_B[rest] = _draw_sorted(
-            logprobs_RV.double().exp(), ids_RV, top_k_R, top_p[rest], uniform_B[rest]
-        )
+        token_ids_B[rest] = _draw_sorted(logprobs_RV.double().exp(), ids_RV, top_k_R, top_p[rest], uniform_B[rest])
     return token_ids_B
 
 
 def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: Tensor, uniform_B: Tensor) -> Tensor:
-    """Draw from rows of descending probabilities: the top k, and of those the fewest that hold top_p of the mass."""
+    """Draw from rows of descending weights: the top k, and of those the fewest that hold top_p of the mass."""
     rank_W = torch.arange(weights_BW.shape[1], device=weights_BW.device)
     weights_BW = weights_BW * (rank_W < top_k_B[:, None])
     before_BW = weights_BW.cumsum(-1) - weights_BW
@@ -137,10 +135,10 @@ def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: T
 
 
 def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """The index at which each row's cumulative weight first exceeds uniform * total; never one of weight zero.
+    """The index where each row's cumulative weight first exceeds uniform * total; never of weight zero.
 
-    In two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a large
-    vocabulary keeps its probability: a float32 cumulative sum cannot tell apart steps below 6e-8.
+    In two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a
+    large vocabulary keeps its probability: a float32 cumulative sum cannot tell apart steps below 6e-8.
     """
     num_rows, num_vocab = weights_BV.shape
     if num_vocab % PIECE:
@@ -153,7 +151,7 @@ def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _first_above(sums_BC: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column whose sum exceeds uniform * total, and where in that column's own share the number fell."""
+    """The first column whose sum exceeds uniform * total, and where in its own share the number fell."""
     total_B = sums_BC[:, -1]
     # nextafter keeps the target below the total, so a column of weight zero at the end is never reached.
     target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))

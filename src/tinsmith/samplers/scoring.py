@@ -25,7 +25,7 @@ SCORED_NUMBERS = 2**22
 
 
 def score_prompt(base: BaseModel, request: Request, hidden_TD: Tensor, start: int) -> bool:
-    """Fill in what the hidden states of prompt tokens start.. predict. False if some logits are not finite."""
+    """Fill in what hidden states of prompt tokens start.. predict. False if some logits are not finite."""
     stop = min(start + len(hidden_TD), request.num_prompt - 1)
     chunk = max(SCORED_NUMBERS // base.vocab_size, 1)
     cuts = [*range(start, stop, chunk), stop]

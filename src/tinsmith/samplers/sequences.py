@@ -28,8 +28,8 @@ EMPTY_LOGPROB = -99999.0  # the wire's mark, with token 0, of an empty top-k cel
 class Weights:
     """One set of weights that requests run on: the base model or an immutable adapter.
 
-    `number` is never used twice; it orders the rows of a step and is the namespace of the cache blocks. A replaced
-    or dropped version is no longer `alive`: its requests run on, but their blocks are not kept for others.
+    `number` is never used twice; it orders the rows of a step and is the namespace of the cache blocks. A
+    replaced or dropped version is no longer `alive`: its requests run on, but nobody reuses their blocks.
     """
 
     adapter: Adapter | None
@@ -103,7 +103,7 @@ class Sequence:
 
     @property
     def may_reuse_blocks(self) -> bool:
-        """Prompt logprobs come out of computing the prompt, so a request that still needs them skips nothing."""
+        """Prompt logprobs come from computing the prompt: a request that still needs them skips nothing."""
         return self.request.num_scored >= self.request.num_prompt
 
     def key(self, block_index: int, block_size: int) -> bytes:
