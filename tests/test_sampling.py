@@ -1,0 +1,212 @@
+"""Choosing tokens, against numpy in float64 and against the distributions themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith.samplers.sampling import Chosen, Draws, choose, invert, top_rows, uniform
+
+
+def _draws(
+    num: int,
+    temperature: float = 1.0,
+    top_k: int = -1,
+    top_p: float = 1.0,
+    uniforms: np.ndarray | None = None,
+) -> Draws:
+    return Draws(
+        temperature_B=np.full(num, temperature, np.float32),
+        top_k_B=np.full(num, top_k),
+        top_p_B=np.full(num, top_p),
+        uniform_B=np.random.default_rng(0).random(num) if uniforms is None else uniforms,
+    )
+
+
+def _logits(num_rows: int, num_vocab: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return torch.randn(num_rows, num_vocab, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def _log_softmax(logits: torch.Tensor, temperature: float = 1.0) -> np.ndarray:
+    x = logits.double().numpy() / temperature
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def _frequencies(logits_V: torch.Tensor, num: int, **params: float) -> np.ndarray:
+    """How often each token is drawn from `num` evenly spread uniforms: within 1/num of its probability."""
+    grid = (np.arange(num) + 0.5) / num
+    counts = np.zeros(len(logits_V))
+    for part in np.array_split(grid, max(num * len(logits_V) // 4_000_000, 1)):
+        rows = logits_V.expand(len(part), -1)
+        chosen = choose(rows, _draws(len(part), uniforms=part, **params))
+        counts += np.bincount(chosen.token_ids_B.numpy(), minlength=len(logits_V))
+    return counts / num
+
+
+def _truncated(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
+    """By definition: the top k, then of those the fewest with at least top_p of their mass."""
+    order = np.argsort(-probs_V, kind="stable")
+    order = order[:top_k] if top_k > 0 else order
+    mass = probs_V[order] / probs_V[order].sum()
+    size = int(np.searchsorted(np.cumsum(mass), top_p - 1e-12) + 1) if top_p < 1 else len(order)
+    kept = np.zeros_like(probs_V)
+    kept[order[:size]] = probs_V[order[:size]]
+    return kept / kept.sum()
+
+
+def test_the_logprob_is_that_of_the_full_vocabulary_at_the_sampling_temperature():
+    for temperature in (0.3, 1.0, 2.5):
+        logits = _logits(32, 500)
+        chosen = choose(logits, _draws(32, temperature=temperature, top_k=5, top_p=0.8))
+        expected = _log_softmax(logits, temperature)[np.arange(32), chosen.token_ids_B.numpy()]
+        np.testing.assert_allclose(chosen.logprobs_B.numpy(), expected, atol=2e-5)
+
+
+def test_at_temperature_one_logprobs_are_bitwise_those_of_log_softmax():
+    logits = _logits(8, 300)
+    assert torch.equal(choose(logits, _draws(8)).logprobs_BV, torch.log_softmax(logits, -1))
+
+
+def test_differences_of_logprobs_scale_with_the_inverse_temperature():
+    logits = _logits(4, 100)
+    at_one = choose(logits, _draws(4)).logprobs_BV.double()
+    at_tau = choose(logits, _draws(4, temperature=0.7)).logprobs_BV.double()
+    torch.testing.assert_close(
+        at_tau - at_tau[:, :1], (at_one - at_one[:, :1]) / np.float32(0.7), atol=5e-5, rtol=1e-6
+    )
+
+
+def test_temperature_zero_takes_the_likeliest_token_and_reports_it_at_temperature_one():
+    logits = _logits(16, 700)
+    chosen = choose(logits, _draws(16, temperature=0.0, top_p=0.5))
+    assert torch.equal(chosen.token_ids_B, logits.argmax(-1))
+    np.testing.assert_allclose(chosen.logprobs_B.numpy(), _log_softmax(logits).max(-1), atol=2e-5)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45])
+def test_a_tiny_temperature_is_greedy_and_finite(temperature: float):
+    logits = _logits(16, 700)
+    chosen = choose(logits, _draws(16, temperature=temperature))
+    assert torch.equal(chosen.token_ids_B, logits.argmax(-1))
+    assert torch.isfinite(chosen.logprobs_B).all()
+
+
+@pytest.mark.parametrize("num_vocab", [7, 64, 300, 1000])
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_tokens_come_as_often_as_their_probability_says(num_vocab: int, temperature: float):
+    logits = _logits(1, num_vocab)[0]
+    frequencies = _frequencies(logits, 4_000, temperature=temperature)
+    np.testing.assert_allclose(frequencies, np.exp(_log_softmax(logits, temperature)), atol=1.01 / 4_000)
+
+
+@pytest.mark.parametrize("num_vocab", [50, 400])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(1, 1.0), (5, 1.0), (200, 1.0), (-1, 0.5), (-1, 0.999), (10, 0.7), (200, 0.9), (-1, 1e-6)]
+)
+def test_truncation_keeps_exactly_the_tokens_that_it_should(num_vocab: int, top_k: int, top_p: float):
+    for scale in (0.1, 3.0):
+        logits = _logits(1, num_vocab, scale=scale)[0]
+        expected = _truncated(np.exp(_log_softmax(logits)), top_k, top_p)
+        frequencies = _frequencies(logits, 4_000, top_k=top_k, top_p=top_p)
+        np.testing.assert_allclose(frequencies, expected, atol=1.01 / 4_000)
+        assert not frequencies[expected == 0].any()
+
+
+def test_hashed_uniforms_give_the_right_frequencies_by_chi_square():
+    logits = _logits(1, 40, scale=1.5)[0]
+    num = 40_000
+    uniforms = np.array([uniform(seed, 0, 3) for seed in range(num)])
+    chosen = choose(logits.expand(num, -1), _draws(num, uniforms=uniforms))
+    counts = np.bincount(chosen.token_ids_B.numpy(), minlength=40)
+    expected = np.exp(_log_softmax(logits)) * num
+    big = expected >= 5
+    chi_square = ((counts - expected) ** 2 / expected)[big].sum()
+    # 39 degrees of freedom: 99.99 % of draws stay below 82.
+    assert chi_square < 82
+
+
+def test_uniforms_of_neighbouring_coordinates_do_not_resemble_each_other():
+    grid = np.array([[uniform(seed, index, 5) for index in range(50)] for seed in range(50)])
+    assert len(np.unique(grid)) == grid.size
+    assert ((grid >= 0) & (grid < 1)).all()
+    assert abs(np.corrcoef(grid[:, :-1].ravel(), grid[:, 1:].ravel())[0, 1]) < 0.1
+    assert abs(np.corrcoef(grid[:-1].ravel(), grid[1:].ravel())[0, 1]) < 0.1
+
+
+def test_each_row_is_drawn_as_it_would_be_alone_whatever_the_others_ask_for():
+    logits = _logits(24, 333)
+    rng = np.random.default_rng(1)
+    draws = Draws(
+        temperature_B=rng.choice([0.0, 0.5, 1.0], 24).astype(np.float32),
+        top_k_B=rng.choice([-1, 3, 200], 24),
+        top_p_B=rng.choice([1.0, 0.6], 24),
+        uniform_B=rng.random(24),
+    )
+    together = choose(logits, draws)
+    for row in range(24):
+        own = slice(row, row + 1)
+        alone = choose(
+            logits[own],
+            Draws(draws.temperature_B[own], draws.top_k_B[own], draws.top_p_B[own], draws.uniform_B[own]),
+        )
+        assert alone.token_ids_B[0] == together.token_ids_B[row]
+        torch.testing.assert_close(alone.logprobs_B[0], together.logprobs_B[row], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"temperature": 0.5, "top_k": 3}])
+def test_a_row_that_is_not_finite_says_so_and_leaves_its_neighbours_alone(poison: float, params: dict[str, float]):
+    clean = _logits(5, 90)
+    dirty = clean.clone()
+    dirty[2, 17] = poison
+    expected, chosen = _choose_pair(clean, dirty, params)
+    assert chosen.logprobs_B[2].isnan()
+    assert 0 <= chosen.token_ids_B[2] < 90
+    others = [0, 1, 3, 4]
+    assert torch.equal(chosen.token_ids_B[others], expected.token_ids_B[others])
+    assert torch.equal(chosen.logprobs_B[others], expected.logprobs_B[others])
+
+
+def _choose_pair(clean: torch.Tensor, dirty: torch.Tensor, params: dict[str, float]) -> tuple[Chosen, Chosen]:
+    return choose(clean, _draws(len(clean), **params)), choose(dirty, _draws(len(dirty), **params))
+
+
+def test_a_logit_of_minus_infinity_is_a_token_that_never_comes():
+    logits = _logits(1, 100)[0]
+    logits[::2] = -torch.inf
+    frequencies = _frequencies(logits, 5_000)
+    assert not frequencies[::2].any()
+    np.testing.assert_allclose(frequencies, np.exp(_log_softmax(logits)), atol=1.01 / 5_000)
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.0, 1e-30, 0.25, 1.0, 7.0]), min_size=1, max_size=200).filter(any),
+    point=st.floats(0, 1, exclude_max=True),
+)
+def test_inversion_never_picks_weight_zero_and_agrees_with_the_definition(weights: list[float], point: float):
+    picked = int(invert(torch.tensor([weights]), torch.tensor([point], dtype=torch.float64))[0])
+    assert weights[picked] > 0
+    sums = np.cumsum(np.array(weights, np.float32), dtype=np.float64)
+    below = sums[picked - 1] if picked else 0.0
+    slack = 1e-6 * sums[-1]
+    assert below - slack <= point * sums[-1] <= sums[picked] + slack
+
+
+def test_a_vocabulary_of_rare_tokens_keeps_its_tail():
+    weights = torch.full((1, 2**18), 2.0**-40)
+    weights[0, 0] = 1.0
+    points = 1 - (np.arange(1, 200) / 200) * 2.0**-22
+    picked = invert(weights.expand(len(points), -1), torch.from_numpy(points)).numpy()
+    assert len(np.unique(picked)) > 190
+
+
+def test_top_rows_are_sorted_and_no_wider_than_the_vocabulary():
+    logprobs = torch.log_softmax(_logits(3, 10), -1)
+    ids, values = top_rows(logprobs, 20)
+    assert ids.shape == values.shape == (3, 10)
+    assert torch.equal(values, logprobs.sort(descending=True).values)
+    assert torch.equal(logprobs.gather(1, ids), values)
