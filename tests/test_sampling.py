@@ -75,9 +75,7 @@ def test_differences_of_logprobs_scale_with_the_inverse_temperature():
     logits = _logits(4, 100)
     at_one = choose(logits, _draws(4)).logprobs_BV.double()
     at_tau = choose(logits, _draws(4, temperature=0.7)).logprobs_BV.double()
-    torch.testing.assert_close(
-        at_tau - at_tau[:, :1], (at_one - at_one[:, :1]) / np.float32(0.7), atol=5e-5, rtol=1e-6
-    )
+    torch.testing.assert_close(at_tau - at_tau[:, :1], (at_one - at_one[:, :1]) / np.float32(0.7), atol=5e-5, rtol=1e-6)
 
 
 def test_temperature_zero_takes_the_likeliest_token_and_reports_it_at_temperature_one():

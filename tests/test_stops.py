@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+import tiny_models
 from tinsmith.samplers.stops import Decode, StopRule
 
 BYTES = tiny_models.tokenizer()
