@@ -1,4 +1,6 @@
-"""Tiny random-weight models with a tokenizer, written to a directory as Hugging Face would: for tests only."""
+"""Tiny random-weight models with a tokenizer, written to a directory as Hugging Face would: for tests
+only.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens(["<|endoftext|>"] + [f"<|special_{i}|>" for i in range(VOCAB - 257)])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<|endoftext|>", clean_up_tokenization_spaces=False
+    )
 
 
 def make(directory: Path, arch: str = "qwen3", *, seed: int = 0, std: float = 0.15, **overrides: object) -> ModelShape:

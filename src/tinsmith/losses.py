@@ -1,8 +1,9 @@
 """The losses that a pass may name, and whether a pass can be computed at all.
 
-The table is the contract of docs/losses.md: inputs, configuration keys, defaults. The server calls `check_pass`
-at admission and the backend before it runs, so that nothing malformed ever reaches a device; every refusal names
-the datum, the field, the value and what would be right. The formulas are the backend's. numpy only, no I/O.
+The table is the contract of docs/losses.md: inputs, configuration keys, defaults. The server calls
+`check_pass` at admission and the backend before it runs, so that nothing malformed ever reaches a device;
+every refusal names the datum, the field, the value and what would be right. The formulas are the backend's.
+numpy only, no I/O.
 
 Shape letters: N positions of one datum, K targets per position.
 """
@@ -164,9 +165,7 @@ def _check_csr(where: str, array: SparseRows) -> None:
     if len(col) != num_values:
         raise UserError(f"{where} has {len(col)} col_indices for {num_values} values; there must be as many")
     if num_values and not 0 <= col.min() <= col.max() < num_cols:
-        raise UserError(
-            f"{where}.col_indices reach from {col.min()} to {col.max()}; they must lie in [0, {num_cols})"
-        )
+        raise UserError(f"{where}.col_indices reach from {col.min()} to {col.max()}; they must lie in [0, {num_cols})")
     cells = np.repeat(np.arange(num_rows), np.diff(crow)) * num_cols + col
     if len(np.unique(cells)) != num_values:
         raise UserError(f"{where} lists a cell twice; each may have one value")
@@ -220,7 +219,7 @@ def _values_fine(array: npt.NDArray[np.generic], low: int | None, high: int | No
     if low is not None and high is not None:
         return bool(low <= array.min() and array.max() < high)
     if array.dtype == np.int64:
-        return bool(-EXACT_INTEGER <= array.min() and array.max() <= EXACT_INTEGER)
+        return bool(array.min() >= -EXACT_INTEGER and array.max() <= EXACT_INTEGER)
     return bool(np.isfinite(array).all())
 
 

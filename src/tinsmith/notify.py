@@ -101,6 +101,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self.closed = False
 
     @contextlib.contextmanager
     def watch(self, request_id: str) -> Iterator[asyncio.Event]:
@@ -124,6 +125,11 @@ class Waiters:
     def wake_all(self) -> None:
         """Have every waiter look again: the cover for lost wake-ups."""
         self.settled(list(self._events))
+
+    def close(self) -> None:
+        """The server is stopping: whoever waits must answer now."""
+        self.closed = True
+        self.wake_all()
 
     def __len__(self) -> int:
         return sum(len(watchers) for watchers in self._events.values())

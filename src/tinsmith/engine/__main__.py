@@ -83,7 +83,11 @@ def open_nouns(database: Database, settings: Settings) -> Nouns:
 def _options(settings: Settings) -> dict[str, str]:
     if settings.backend == "fake":
         return {}
-    return {"device": settings.device, "dtype": settings.dtype, "threads": str(settings.engine_threads)}
+    if settings.engine_threads:
+        import torch
+
+        torch.set_num_threads(settings.engine_threads)
+    return {"device": settings.device, "dtype": settings.dtype}
 
 
 def _watch_parent(stopping: threading.Event) -> None:

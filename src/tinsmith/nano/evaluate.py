@@ -82,7 +82,7 @@ def answers(
             top_k=0 if sample else None,
             max_new_tokens=MAX_NEW_TOKENS,
         )
-        texts += [_cut(tokenizer.decode(row)) for row in generated[:, width:].tolist()]
+        texts += [_cut(str(tokenizer.decode(row))) for row in generated[:, width:].tolist()]
     return texts
 
 

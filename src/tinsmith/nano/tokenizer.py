@@ -50,7 +50,7 @@ def train_tokenizer(seed: int, num_documents: int = _NUM_DOCUMENTS) -> Tokenizer
     )
     rng = random.Random(f"tokenizer/{seed}")
     reserved = re.compile("|".join(map(re.escape, (*CONTROL_TOKENS, *MARKUP_TOKENS))))
-    texts = []
+    texts: list[str] = []
     for _ in range(num_documents):
         # Segments apart, as they are encoded; reserved tokens are not for merging.
         for text, _ in document(rng):

@@ -11,7 +11,7 @@ import math
 import pathlib
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from tokenizers import Tokenizer
@@ -32,7 +32,7 @@ class Recipe:
     learning_rate: float = 2e-3
     warmup_steps: int = 200
     weight_decay: float = 0.05
-    shape: Shape = Shape()
+    shape: Shape = field(default_factory=Shape)
     hidden: int = 256
     layers: int = 4
     intermediate: int = 640
@@ -122,7 +122,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: pathlib.Path) -> No
         do_sample=True,
         temperature=1.0,
     )
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
     config_path = out / "config.json"
     config = json.loads(config_path.read_text(encoding="utf-8"))
     config["dtype"] = "float32"

@@ -41,7 +41,7 @@ async def _wait(services: Services, tenant_id: str, request_id: str) -> Outcome 
         while True:
             woken.clear()
             outcome = await run(services.futures.outcome, tenant_id, request_id)
-            if outcome is not None:
+            if outcome is not None or services.waiters.closed:
                 return outcome
             try:
                 async with asyncio.timeout_at(deadline):

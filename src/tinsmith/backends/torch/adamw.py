@@ -1,10 +1,10 @@
 """What training changes about an adapter, and AdamW over many adapters in one call.
 
-A `Trained` is an adapter with its accumulated gradient, its moments and its step count, each one flat float32 buffer
-(see lora.Layout). `step_adamw` honours every parameter of every request, judges each adapter alone, and leaves one
-whose gradient is not finite as it was, without its gradient. A step without a gradient is a step with a gradient of
-zero: moments decay, what they still hold moves the weights, the step counts. Equal to torch.optim.AdamW after
-clip_grad_norm_. Knows no request and no file.
+A `Trained` is an adapter with its accumulated gradient, its moments and its step count, each one flat float32
+buffer (see lora.Layout). `step_adamw` honours every parameter of every request, judges each adapter alone,
+and leaves one whose gradient is not finite as it was, without its gradient. A step without a gradient is a
+step with a gradient of zero: moments decay, what they still hold moves the weights, the step counts. Equal to
+torch.optim.AdamW after clip_grad_norm_. Knows no request and no file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Attention over rows that belong to different sequences: what a model's layers call instead of their own kernel.
+"""Attention over rows that belong to different sequences: what a model's layers call instead of their own
+kernel.
 
-`register` teaches transformers one attention function, which hands the rows of every layer to the `AttentionPlan`
-of the call in progress. Training uses `PackedCausal`; a sampler brings a plan with its own cache. No plan may mix
-rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the sequences may be two tenants'.
+`register` teaches transformers one attention function, which hands the rows of every layer to the
+`AttentionPlan` of the call in progress. Training uses `PackedCausal`; a sampler brings a plan with its own
+cache. No plan may mix rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the
+sequences may be two tenants'.
 
 Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L.
 """
@@ -24,7 +26,14 @@ ATTENTION_NAME = "tinsmith"
 PLAN_KEY = "tinsmith_plan"
 
 _UNDERSTOOD = frozenset(
-    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
+    {
+        "position_ids",
+        "use_cache",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "is_causal",
+    }
 )
 """Keywords that a layer passes on and that do not change what a causal plan computes."""
 
@@ -47,7 +56,8 @@ class AttentionPlan(Protocol):
     ) -> Tensor:
         """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window).
 
-        `softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum.
+        `softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's
+        sum.
         """
         ...
 
@@ -55,8 +65,8 @@ class AttentionPlan(Protocol):
 class PackedCausal:
     """Whole sequences one after the other in one row, each causal within itself.
 
-    Sequences of similar length share one batched kernel call, padded on the right with rows of their own, whose
-    results and gradients are dropped.
+    Sequences of similar length share one batched kernel call, padded on the right with rows of their own,
+    whose results and gradients are dropped.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
@@ -104,7 +114,9 @@ class PackedCausal:
 
 
 class _Group(NamedTuple):
-    """Sequences that share a kernel call. `rows` None: rows start.. are n sequences of L already side by side."""
+    """Sequences that share a kernel call. `rows` None: rows start.. are n sequences of L already side by
+    side.
+    """
 
     count: int
     length: int
@@ -163,16 +175,18 @@ def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
 
 
 class _Pad(torch.autograd.Function):
-    """Rows to padded cells; the cells that pad get no gradient, so backward is a plain scatter of the others."""
+    """Rows to padded cells; the cells that pad get no gradient, so backward is a plain scatter of the
+    others.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, rows: Tensor, kept: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, x: Tensor, rows: Tensor, kept: Tensor) -> Tensor:
         ctx.rows, ctx.kept, ctx.num_rows = rows, kept, x.shape[0]
         return x.index_select(0, rows)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         full = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
         return full.index_copy_(0, ctx.rows[ctx.kept], grad.index_select(0, ctx.kept)), None, None
 
@@ -181,13 +195,13 @@ class _Unpad(torch.autograd.Function):
     """Padded cells to rows: the inverse of `_Pad`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, kept: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, x: Tensor, kept: Tensor) -> Tensor:
         ctx.kept, ctx.num_cells = kept, x.shape[0]
         return x.index_select(0, kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         full = grad.new_zeros(ctx.num_cells, *grad.shape[1:])
         return full.index_copy_(0, ctx.kept, grad), None
 
@@ -196,13 +210,13 @@ class _Select(torch.autograd.Function):
     """A permutation of rows; its backward copies where autograd's own would add atomically."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:  # noqa: ANN001
+    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
         ctx.order = order
         return x.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
 
 
@@ -238,7 +252,9 @@ def _plain_attention(
 
 
 def register() -> None:
-    """Make the name `tinsmith` an attention implementation. It has no mask function: masks are the plan's affair."""
+    """Make the name `tinsmith` an attention implementation. It has no mask function: masks are the plan's
+    affair.
+    """
     AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 

@@ -1,8 +1,8 @@
 """`TorchBackend`: the Backend protocol over one base model in this process.
 
-Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A version
-is a copy that nobody writes to; publishing again puts another object in its place, so whoever holds the old one
-keeps it. Called from one thread. Knows no SQL and no HTTP.
+Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A
+version is a copy that nobody writes to; publishing again puts another object in its place, so whoever holds
+the old one keeps it. Called from one thread. Knows no SQL and no HTTP.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_RANK = 256
 class TorchBackend:
     """Options come as text from settings.
 
-    `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk` bounds
-    logits: at most that many rows of the vocabulary exist at once.
+    `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk`
+    bounds logits: at most that many rows of the vocabulary exist at once.
     """
 
     def __init__(
@@ -120,9 +120,7 @@ class TorchBackend:
         groups = {target.group for target in targets}
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
         layout = Layout.of(saved.rank, targets)
-        self._versions[version_id] = self._adapter(
-            spec, layout, files.fill(layout, saved.pairs, self._base.device)
-        )
+        self._versions[version_id] = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
 
     def save_version(self, version_id: str, directory: Path) -> None:
         if version_id not in self._versions:

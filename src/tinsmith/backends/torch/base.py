@@ -1,9 +1,11 @@
-"""One frozen base model, shared by training and sampling, with every adaptable linear swapped for a MultiLoRALinear.
+"""One frozen base model, shared by training and sampling, with every adaptable linear swapped for a
+MultiLoRALinear.
 
-Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model can be
-served from packed rows: at load a few tokens go through it under its own attention and under ours, alone and beside
-other rows, and any difference refuses the model. Every later call runs packed rows [1, T] without a cache; what a
-row may see is the plan's affair. Weights never ask for gradients. Knows no loss, optimizer, tenant or request.
+Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model
+can be served from packed rows: at load a few tokens go through it under its own attention and under ours,
+alone and beside other rows, and any difference refuses the model. Every later call runs packed rows [1, T]
+without a cache; what a row may see is the plan's affair. Weights never ask for gradients. Knows no loss,
+optimizer, tenant or request.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """
@@ -30,7 +32,9 @@ from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
 
 NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
-"""Last names of linears that choose experts: training them on part of the batch would move everyone's routing."""
+"""Last names of linears that choose experts: training them on part of the batch would move everyone's
+routing.
+"""
 
 
 class BaseModel:
@@ -130,7 +134,10 @@ class BaseModel:
         reference = self.model(input_ids=second[None], use_cache=False).logits[0].float()
         self.model.set_attn_implementation(ATTENTION_NAME)
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        for logits, how in ((ours[1], "under packed attention"), (ours[0][len(first) :], "beside another sequence")):
+        for logits, how in (
+            (ours[1], "under packed attention"),
+            (ours[0][len(first) :], "beside another sequence"),
+        ):
             error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
             if not error < tolerance:
                 raise SettingsError(
@@ -161,12 +168,16 @@ def _swap_linears(model: PreTrainedModel, decoder: nn.Module, switchboard: Switc
 
 
 def _refuse_shared_rope(config: PreTrainedConfig) -> None:
-    """These kinds of RoPE look at the longest sequence in the batch, so one tenant would change another's numbers."""
+    """These kinds of RoPE look at the longest sequence in the batch, so one tenant would change another's
+    numbers.
+    """
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
     for kind in ("dynamic", "longrope"):
         if kind in kinds:
-            raise SettingsError(f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared")
+            raise SettingsError(
+                f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared"
+            )
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

@@ -1,8 +1,9 @@
 """Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
 
-An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang read
-them; `optimizer.safetensors` beside it makes training continue bit for bit. A gradient that has accumulated but not
-been stepped is not saved. Files are fsynced one by one; making the directory appear at once is the caller's affair.
+An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang
+read them; `optimizer.safetensors` beside it makes training continue bit for bit. A gradient that has
+accumulated but not been stepped is not saved. Files are fsynced one by one; making the directory appear at
+once is the caller's affair.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class AdapterFile:
 
 
 def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path) -> None:
-    """`module_names` are the paths of all modules of the base model: target_modules must select ours exactly."""
+    """`module_names` are the paths of all modules of the base model: target_modules must select ours
+    exactly.
+    """
     tensors = {}
     for name, (a_rI, b_Or) in adapter.weights.items():
         tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.cpu().clone()
@@ -130,7 +133,10 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
     for moment in ("exp_avg", "exp_avg_sq"):
         try:
             pairs = {
-                target.name: (tensors[f"{target.name}.lora_A.{moment}"], tensors[f"{target.name}.lora_B.{moment}"])
+                target.name: (
+                    tensors[f"{target.name}.lora_A.{moment}"],
+                    tensors[f"{target.name}.lora_B.{moment}"],
+                )
                 for target in layout.targets
             }
         except KeyError as error:

@@ -1,10 +1,12 @@
 """From hidden states to log probabilities and back, a chunk of rows at a time.
 
-Logits of all rows never exist at once: a chunk's are made, read, turned into the gradient of the hidden states in
-place and dropped. Every pair's log probability is returned; only rows with a pair of non-zero weight are
-differentiated. The unembedding's adapters are served and trained here. Knows formulas only by `OBJECTIVES`.
+Logits of all rows never exist at once: a chunk's are made, read, turned into the gradient of the hidden
+states in place and dropped. Every pair's log probability is returned; only rows with a pair of non-zero
+weight are differentiated. The unembedding's adapters are served and trained here. Knows formulas only by
+`OBJECTIVES`.
 
-Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V vocabulary.
+Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
-from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.backends.torch.packing import COLUMNS, MicroBatch
 from tinsmith.ops import I64
 
@@ -98,7 +100,12 @@ class Head:
 
     @staticmethod
     def _slope(
-        objective: Objective, chunk: _Chunk, start: int, stop: int, logprob_p: Tensor, columns: Mapping[str, Tensor]
+        objective: Objective,
+        chunk: _Chunk,
+        start: int,
+        stop: int,
+        logprob_p: Tensor,
+        columns: Mapping[str, Tensor],
     ) -> Tensor:
         pairs = chunk.pairs_p[start:stop]
         old, weight, low, high, log_ratio = (
@@ -108,7 +115,11 @@ class Head:
         return OBJECTIVES[objective.loss_fn](x, objective.config).slope_P
 
     def _log_ratios(
-        self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective], columns: Mapping[str, Tensor]
+        self,
+        batch: MicroBatch,
+        hidden_TD: Tensor,
+        objectives: Sequence[Objective],
+        columns: Mapping[str, Tensor],
     ) -> Tensor:
         """[P] gspo's mean log ratio of the pair's sequence; elsewhere 0.
 
@@ -150,9 +161,7 @@ class Head:
 def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:
     bounds = np.searchsorted(rows_C, [segment.start for segment in routing.segments] + [routing.num_rows])
     lengths = np.diff(bounds).tolist()
-    present = [
-        (segment.adapter, length) for segment, length in zip(routing.segments, lengths, strict=True) if length
-    ]
+    present = [(segment.adapter, length) for segment, length in zip(routing.segments, lengths, strict=True) if length]
     return Routing.of([adapter for adapter, _ in present], [length for _, length in present])
 
 

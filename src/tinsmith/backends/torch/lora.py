@@ -1,12 +1,13 @@
 """Many LoRA adapters over one frozen linear: rows of a packed batch, each segment with its own adapter.
 
-Owns: an adapter's weights (one flat float32 buffer with a view per matrix, so that the optimizer, a publish and a
-clone are a few calls whatever the number of layers), the routing of rows to adapters, and the linear that applies
-it. A row only ever meets its own segment's adapter, so what is not finite in one never reaches another. Gradients
-of A and B are added straight into the adapter's own float32 buffers during backward; nothing is a leaf of autograd.
-Knows no loss, no optimizer, no file and no tenant.
+Owns: an adapter's weights (one flat float32 buffer with a view per matrix, so that the optimizer, a publish
+and a clone are a few calls whatever the number of layers), the routing of rows to adapters, and the linear
+that applies it. A row only ever meets its own segment's adapter, so what is not finite in one never reaches
+another. Gradients of A and B are added straight into the adapter's own float32 buffers during backward;
+nothing is a leaf of autograd. Knows no loss, no optimizer, no file and no tenant.
 
-Shapes: T rows of a packed batch, n rows of a segment, I inputs, O outputs, r rank, P all numbers of an adapter.
+Shapes: T rows of a packed batch, n rows of a segment, I inputs, O outputs, r rank, P all numbers of an
+adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.autograd.function import once_differentiable
 from tinsmith.ops import LORA_ALPHA, LoraSpec
 
 ALIGN = 16
-"""Every matrix starts at a multiple of this many numbers: 64 bytes, which vector units and tensor cores like."""
+"""Every matrix starts at a multiple of this many numbers: 64 bytes, which vector units and tensor cores
+like.
+"""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -70,8 +73,8 @@ class Adapter:
     """One adapter's weights. Published versions are never written to again; see `clone`.
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
-    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `gradients` is None
-    but during a training step, when it maps a name to the float32 buffers that backward adds to.
+    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `gradients` is
+    None but during a training step, when it maps a name to the float32 buffers that backward adds to.
     """
 
     __slots__ = ("compute", "compute_P", "flat_P", "gradients", "layout", "scale", "spec", "weights")
@@ -105,8 +108,8 @@ def layout_for(spec: LoraSpec, targets: Iterable[Target]) -> Layout:
 def initialise(layout: Layout, seed: int, device: torch.device) -> Tensor:
     """A fresh flat buffer: A uniform within 1/sqrt(I), which is PEFT's kaiming_uniform(a=sqrt(5)); B zero.
 
-    Each matrix has its own stream, keyed by seed and name, drawn on the CPU: neither the order of creation, nor
-    the device, nor which groups are trained changes a matrix that is there.
+    Each matrix has its own stream, keyed by seed and name, drawn on the CPU: neither the order of creation,
+    nor the device, nor which groups are trained changes a matrix that is there.
     """
     flat_P = torch.zeros(layout.numel)
     for target, (a_rI, _) in zip(layout.targets, layout.views(flat_P).values(), strict=True):
@@ -229,9 +232,17 @@ class MultiLoRALinear(nn.Module):
         return y_TO, inner
 
     def backward_rows(
-        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Segment], inner: Sequence[Tensor], *, need_input: bool
+        self,
+        grad_TO: Tensor,
+        x_TI: Tensor,
+        work: Sequence[Segment],
+        inner: Sequence[Tensor],
+        *,
+        need_input: bool,
     ) -> Tensor | None:
-        """The gradient of x, if needed; adds those of A and B to their adapters' buffers where these exist."""
+        """The gradient of x, if needed; adds those of A and B to their adapters' buffers where these
+        exist.
+        """
         grad_TI = grad_TO @ self.weight if need_input else None
         for (start, stop, adapter), u_nr in zip(work, inner, strict=True):
             assert adapter is not None
@@ -247,8 +258,8 @@ class MultiLoRALinear(nn.Module):
         return grad_TI
 
     def _grad_anchor(self, x: Tensor) -> Tensor:
-        # The embeddings are frozen, so the first layer's input asks for no gradient and autograd would not record
-        # this call; an empty input that asks for one makes it, without computing the gradient of x.
+        # The embeddings are frozen, so the first layer's input asks for no gradient and autograd would not
+        # record this call; an empty input that asks for one makes it, without computing the gradient of x.
         if self._anchor is None or self._anchor.device != x.device:
             self._anchor = torch.zeros(0, device=x.device, requires_grad=True)
         return self._anchor
@@ -256,7 +267,7 @@ class MultiLoRALinear(nn.Module):
 
 class _LoRALinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Segment]) -> Tensor:  # noqa: ANN001
+    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Segment]) -> Tensor:
         x_TI = x.reshape(-1, module.in_features)
         y_TO, ctx.inner = module.forward_rows(x_TI, work)
         ctx.save_for_backward(x)
@@ -265,7 +276,7 @@ class _LoRALinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:  # noqa: ANN001
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (x,) = ctx.saved_tensors
         grad_x = ctx.module.backward_rows(
             grad.reshape(-1, ctx.module.out_features),

@@ -1,9 +1,9 @@
 """The formulas of the losses that `tinsmith.losses` admits: value and slope, token by token.
 
-Every loss is a sum over tokens, and all but one see a token alone, so each is written as two columns: the loss and
-its derivative with respect to that token's log probability. Written out, the derivative lets a chunk of logits be
-turned into gradients while it is still there. gspo's one look at the whole sequence, the mean log ratio, is
-computed beforehand and is a constant to the derivative (docs/losses.md). Everything is float32.
+Every loss is a sum over tokens, and all but one see a token alone, so each is written as two columns: the
+loss and its derivative with respect to that token's log probability. Written out, the derivative lets a chunk
+of logits be turned into gradients while it is still there. gspo's one look at the whole sequence, the mean
+log ratio, is computed beforehand and is a constant to the derivative (docs/losses.md). Everything is float32.
 
 Shapes: P pairs of (position, target).
 """
@@ -85,7 +85,9 @@ def stable_reinforce(x: Columns, config: Mapping[str, float]) -> Terms:
 def sequence_log_ratios(
     logprob_P: Tensor, old_logprob_P: Tensor, counted_P: Tensor, example_P: Tensor, num_examples: int
 ) -> Tensor:
-    """[P] For each pair, the mean log ratio over the counted pairs of its example; 0 where none is counted."""
+    """[P] For each pair, the mean log ratio over the counted pairs of its example; 0 where none is
+    counted.
+    """
     away_P = torch.where(counted_P, logprob_P - old_logprob_P, 0.0)
     sums = torch.zeros(num_examples, device=away_P.device).index_add_(0, example_P, away_P)
     counts = torch.zeros_like(sums).index_add_(0, example_P, counted_P.float())
@@ -97,9 +99,7 @@ def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> Terms:
     free_P = ratio_P * x.weight_P
     bound_P = torch.clamp(ratio_P, x.low_P, x.high_P) * x.weight_P
     clipped_P = bound_P < free_P
-    return Terms(
-        -torch.minimum(free_P, bound_P), torch.where(clipped_P, 0.0, -free_P), ratio_P, clipped_P.float()
-    )
+    return Terms(-torch.minimum(free_P, bound_P), torch.where(clipped_P, 0.0, -free_P), ratio_P, clipped_P.float())
 
 
 OBJECTIVES: Mapping[str, Callable[[Columns, Mapping[str, float]], Terms]] = {

@@ -1,7 +1,8 @@
-"""What a pass reports besides log probabilities: its loss, and figures that tell how far the policy has moved.
+"""What a pass reports besides log probabilities: its loss, and figures that tell how far the policy has
+moved.
 
-Computed on the host from the log probabilities that the client gets, with the formulas that the gradient used, and
-summed in float64. Every key has one ':', whose right side tells the SDK how to combine chunks.
+Computed on the host from the log probabilities that the client gets, with the formulas that the gradient
+used, and summed in float64. Every key has one ':', whose right side tells the SDK how to combine chunks.
 
 Shapes: P pairs of all data of one pass.
 """
@@ -32,9 +33,7 @@ def measure(
         sizes = torch.tensor([len(example.targets_P) for example in examples])
         example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
         counted_P = columns["ratio_mask"] != 0
-        log_ratio_P = sequence_log_ratios(
-            logprob_P, columns["old_logprob"], counted_P, example_P, len(examples)
-        )
+        log_ratio_P = sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(examples))
     x = Columns(
         *(
             column[active_P]

@@ -1,10 +1,12 @@
 """Passes of many tenants to packed batches: which sequences run together, and every array they need.
 
-A `Sequence` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's rows
-are one segment and each pass's pairs one run, and cuts the list into micro-batches of a token budget; a sequence is
-never cut and nothing is padded. numpy only up to the tensors that a device needs; knows no model and no formula.
+An `Example` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's
+rows are one segment and each pass's pairs one run, and cuts the list into micro-batches of a token budget; a
+sequence is never cut and nothing is padded. numpy only up to the tensors that a device needs; knows no model
+and no formula.
 
-Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K targets.
+Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K
+targets.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """One packed training step over the passes of many tenants.
 
-All or nothing: gradients of a step gather in buffers of their own and join the adapters' accumulated gradients only
-when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight (forward-only, or all
-weights zero) run without autograd. A pass that is malformed fails alone. Knows no optimizer and no file.
+All or nothing: gradients of a step gather in buffers of their own and join the adapters' accumulated
+gradients only when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight
+(forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
+optimizer and no file.
 """
 
 from __future__ import annotations

@@ -1,0 +1,191 @@
+"""The web application on a fresh SQLite file, without a process, a socket or an engine: tests settle by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+from httpx import Response
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from tinsmith.app import Services, create_app
+from tinsmith.bases import Bases
+from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.db import Database
+from tinsmith.errors import NotAuthenticatedError, TinsmithError
+from tinsmith.futures import Futures, Settlement
+from tinsmith.models import Models, set_state
+from tinsmith.notify import Waiters
+from tinsmith.ops import LoraSpec, ModelShape, Pending
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sessions import Sessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+from tinsmith.wire import tinker_public_pb2 as pb
+
+BASE = "local/tiny"
+SHAPES = (
+    ModelShape(name=BASE, path="/models/tiny", vocab_size=50, max_context_length=16, arch="Tiny"),
+    ModelShape(name="local/other", path="/models/other", vocab_size=50, max_context_length=16, arch="Tiny"),
+)
+MAX_BODY_BYTES = 100_000
+ALICE, BOB = "tml-alice", "tml-bob"
+
+
+class TwoTenants:
+    """Tells alice from bob by their keys."""
+
+    def authenticate(self, key: str | None) -> str:
+        if key not in (ALICE, BOB):
+            raise NotAuthenticatedError()
+        return key.removeprefix("tml-")
+
+
+@dataclass(frozen=True, slots=True)
+class Harness:
+    app: Starlette
+    services: Services
+    client: TestClient
+    woken: list[str] = field(default_factory=list)
+    queue: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+
+    def post(self, path: str, body: object, key: str = ALICE) -> Response:
+        return self.client.post(f"/api/v1/{path}", json=body, headers={"X-API-Key": key})  # type: ignore[return-value]
+
+    def get(self, path: str, key: str = ALICE) -> Response:
+        return self.client.get(f"/api/v1/{path}", headers={"X-API-Key": key})  # type: ignore[return-value]
+
+    def send(self, method: str, path: str, body: object = None, key: str = ALICE) -> Response:
+        headers = {"X-API-Key": key}
+        return self.client.request(method, f"/api/v1/{path}", json=body, headers=headers)  # type: ignore[return-value]
+
+    def ok(self, path: str, body: object, key: str = ALICE) -> dict:
+        answer = self.post(path, body, key)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def session(self, key: str = ALICE) -> str:
+        return self.ok("create_session", {"tags": [], "sdk_version": "0.38.0"}, key)["session_id"]
+
+    def model(self, session_id: str | None = None, number: int = 0, key: str = ALICE, **changes: object) -> str:
+        """A model that the engine has made."""
+        session_id = session_id or self.session(key)
+        body = {"session_id": session_id, "model_seq_id": number, "base_model": BASE, **changes}
+        future = self.ok("create_model", body, key)
+        self.settle(future["request_id"], b'{"type":"create_model"}')
+        with self.services.models._db.write() as connection:
+            connection.execute(set_state(future["model_id"], "ready"))
+        return future["model_id"]
+
+    def sampler(self, session_id: str | None = None, number: int = 0, key: str = ALICE) -> str:
+        session_id = session_id or self.session(key)
+        body = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": BASE}
+        return self.ok("create_sampling_session", body, key)["sampling_session_id"]
+
+    def checkpoint(self, model_id: str, kind: str = "weights", name: str = "one", **changes: object) -> str:
+        """A checkpoint as the engine leaves it, without files."""
+        model = self.services.models.find(model_id)
+        assert model is not None
+        facts = {"base_model": BASE, "lora": LoraSpec(model.lora_rank), **changes}
+        new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, **facts)  # type: ignore[arg-type]
+        with self.services.models._db.write() as connection:
+            for statement in completion(new, f"no-such-{name}", 7):
+                connection.execute(statement)
+        return new.ref.path
+
+    def settle(self, request_id: str, body: bytes = b"{}", result_type: str = "json") -> None:
+        self._settle(Settlement(request_id, body=body, result_type=result_type))
+
+    def fail(self, request_id: str, error: TinsmithError) -> None:
+        self._settle(Settlement(request_id, error=error))
+
+    def _settle(self, settlement: Settlement) -> None:
+        self.services.futures.settle([settlement], {})
+        self.services.waiters.settled([settlement.request_id])
+
+    def pending(self) -> list[Pending]:
+        """What the engines would find, of all base models."""
+        return [row for shape in SHAPES for row in self.services.futures.incoming(shape.name, 0)]
+
+    def kinds(self) -> dict[str, str]:
+        return {row.request_id: row.kind for row in self.pending()}
+
+    def stored_body(self, request_id: str) -> bytes:
+        return self.services.futures.bodies([request_id])[request_id]
+
+    def result(self, request_id: str, key: str = ALICE) -> dict:
+        answer = self.post("retrieve_future", {"request_id": request_id}, key)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) -> Harness:
+    database = Database(f"sqlite:///{directory / 'test.db'}")
+    database.migrate()
+    woken: list[str] = []
+    queue: dict[str, tuple[str, str | None]] = {}
+    plain: dict[str, Callable] = {} if local else {"tenants": TwoTenants()}
+    services = Services(
+        settings=Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s),
+        bases=Bases(SHAPES),
+        sessions=Sessions(database),
+        models=Models(database),
+        sampling_sessions=SamplingSessions(database),
+        checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
+        futures=Futures(database, woken.append),
+        waiters=Waiters(),
+        queue_state=lambda base_model: queue.get(base_model, ("active", None)),
+        **plain,  # type: ignore[arg-type]
+    )
+    app = create_app(services)
+    client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
+    return Harness(app, services, client, woken, queue)
+
+
+def close(harness: Harness) -> None:
+    harness.client.close()
+    harness.services.models._db.close()
+
+
+def pass_bytes(
+    model_id: str, seq_id: int, tokens: tuple[int, ...] = (1, 2, 3), *, loss_fn: str = "cross_entropy", **more: object
+) -> bytes:
+    """A forward_backward request of one datum."""
+    import numpy as np
+
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn=loss_fn, **more)  # type: ignore[arg-type]
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+    for name, values, dtype in (
+        ("target_tokens", np.array(tokens, "<i8"), pb.DTYPE_INT64),
+        ("weights", np.ones(len(tokens), "<f4"), pb.DTYPE_FLOAT32),
+    ):
+        datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=values.tobytes(), dtype=dtype))
+    return message.SerializeToString()
+
+
+def send_pass(
+    harness: Harness, body: bytes, *, path: str = "forward_backward", key: str = ALICE, **headers: str
+) -> Response:
+    sent = {"X-API-Key": key, "Content-Type": "application/x-protobuf"}
+    sent |= {name.replace("_", "-"): value for name, value in headers.items()}
+    return harness.client.post(f"/api/v1/{path}", content=body, headers=sent)  # type: ignore[return-value]
+
+
+def sample_request(sampling_session_id: str, seq_id: int = 0, **changes: object) -> dict[str, object]:
+    body: dict[str, object] = {
+        "sampling_session_id": sampling_session_id,
+        "seq_id": seq_id,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 3},
+        "type": "sample",
+    }
+    return body | changes
+
+
+def json_bytes(value: object) -> bytes:
+    return orjson.dumps(value)

@@ -1,0 +1,160 @@
+"""What is refused before it is stored, and with which words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith import admission
+from tinsmith.errors import NotAuthenticatedError, UserError
+from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams
+from tinsmith.tenants import LOCAL_TENANT, LocalTenants
+
+SHAPE = ModelShape(name="local/tiny", path="/x", vocab_size=50, max_context_length=16, arch="Tiny")
+
+
+def sample(*, tokens: list[int] | None = None, num_samples: int = 1, k: int = 0, **params: object) -> Sample:
+    return Sample(
+        request_id="r",
+        version_id=None,
+        prompt_T=np.array([1, 2, 3] if tokens is None else tokens, np.int32),
+        num_samples=num_samples,
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        topk_prompt_logprobs=k,
+    )
+
+
+@pytest.mark.parametrize(
+    "good",
+    [
+        sample(),
+        sample(tokens=[49], max_tokens=15),
+        sample(tokens=list(range(15)), max_tokens=1),
+        sample(tokens=list(range(15))),
+        sample(num_samples=admission.MAX_NUM_SAMPLES),
+        sample(temperature=0.0, top_p=1.0, top_k=1, seed=-5),
+        sample(stop_strings=("x",) * 64, stop_tokens=(0, 49)),
+        sample(k=50),
+    ],
+)
+def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
+    admission.check_sample(good, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (sample(tokens=[]), "prompt is empty"),
+        (sample(tokens=[0, 50]), "prompt token 1 is 50"),
+        (sample(tokens=[1] * 10, max_tokens=7), "prompt of 10 tokens and max_tokens 7 exceed the context of 16"),
+        (sample(tokens=[1] * 16), "prompt of 16 tokens and one generated token exceed the context of 16"),
+        (sample(max_tokens=0), "max_tokens is 0"),
+        (sample(max_tokens=-3), "max_tokens is -3"),
+        (sample(num_samples=0), "num_samples is 0"),
+        (sample(num_samples=admission.MAX_NUM_SAMPLES + 1), "num_samples is 1025"),
+        (sample(temperature=-0.1), "temperature is -0.1"),
+        (sample(temperature=math.inf), "temperature is inf"),
+        (sample(temperature=math.nan), "temperature is nan"),
+        (sample(top_p=0.0), "top_p is 0.0"),
+        (sample(top_p=1.01), "top_p is 1.01"),
+        (sample(top_p=math.nan), "top_p is nan"),
+        (sample(top_k=0), "top_k is 0; it must lie between 1 and 2147483647; -1 turns it off"),
+        (sample(top_k=-2), "top_k is -2"),
+        (sample(stop_strings=("",)), "a string of 0 characters"),
+        (sample(stop_strings=("x" * 257,)), "a string of 257 characters"),
+        (sample(stop_strings=("x",) * 65), "65 entries"),
+        (sample(stop_tokens=(1,) * 65), "65 entries"),
+        (sample(stop_tokens=(50,)), "stop token is 50"),
+        (sample(stop_tokens=(-1,)), "stop token is -1"),
+        (sample(k=51), "topk_prompt_logprobs is 51"),
+        (sample(k=-1), "topk_prompt_logprobs is -1"),
+        (replace(sample(), topk_sample_logprobs=51), "topk_sample_logprobs is 51"),
+    ],
+)
+def test_a_sample_beyond_its_limits_is_refused_with_the_reason(bad: Sample, words: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        admission.check_sample(bad, SHAPE)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("learning_rate", -1e-9),
+        ("learning_rate", math.nan),
+        ("learning_rate", math.inf),
+        ("beta1", 1.0),
+        ("beta1", -0.1),
+        ("beta2", math.nan),
+        ("eps", 0.0),
+        ("eps", -1.0),
+        ("eps", math.inf),
+        ("weight_decay", -0.1),
+        ("grad_clip_norm", math.nan),
+    ],
+)
+def test_an_adam_parameter_out_of_range_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=rf"adam_params\.{name} is "):
+        admission.check_adam(replace(AdamParams(), **{name: value}))
+
+
+def test_the_default_and_the_extreme_adam_parameters_are_admitted() -> None:
+    admission.check_adam(AdamParams())
+    admission.check_adam(AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0))
+
+
+@given(st.floats(), st.floats(), st.floats())
+def test_admitted_adam_parameters_are_finite(learning_rate: float, beta1: float, eps: float) -> None:
+    params = AdamParams(learning_rate=learning_rate, beta1=beta1, eps=eps)
+    try:
+        admission.check_adam(params)
+    except UserError:
+        return
+    assert math.isfinite(learning_rate) and learning_rate >= 0
+    assert 0 <= beta1 < 1
+    assert 0 < eps < math.inf
+
+
+@pytest.mark.parametrize("rank", [0, -1, 257])
+def test_a_rank_out_of_range_is_refused(rank: int) -> None:
+    with pytest.raises(UserError, match=f"rank is {rank}; it must lie between 1 and 256"):
+        admission.check_lora(LoraSpec(rank))
+
+
+def test_an_adapter_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(UserError, match="trains nothing"):
+        admission.check_lora(LoraSpec(8, None, False, False, False))
+    admission.check_lora(LoraSpec(256, None, False, False, True))
+
+
+def test_a_ttl_lies_between_an_hour_and_ten_years() -> None:
+    for good in (None, 3600, 315_360_000):
+        admission.check_ttl(good)
+    for bad in (0, 3599, -1, 315_360_001):
+        with pytest.raises(UserError, match=f"ttl_seconds is {bad}"):
+            admission.check_ttl(bad)
+
+
+def test_a_number_that_cannot_be_a_seq_id_is_refused() -> None:
+    assert admission.check_seq_id(1, first=1) == 1
+    for bad, first in ((0, 1), (-1, 0), (2**63, 1)):
+        with pytest.raises(UserError, match=f"seq_id is {bad}"):
+            admission.check_seq_id(bad, first=first)
+
+
+@pytest.mark.parametrize("key", ["tml-abc", "eyJhbGciOi"])
+def test_any_well_formed_key_is_the_local_tenant(key: str) -> None:
+    assert LocalTenants().authenticate(key) == LOCAL_TENANT
+
+
+@pytest.mark.parametrize("key", [None, "", "sk-abc", " tml-abc", "tml-" + "x" * 9000])
+def test_a_missing_or_malformed_key_is_refused_without_repeating_it(key: str | None) -> None:
+    with pytest.raises(NotAuthenticatedError) as refusal:
+        LocalTenants().authenticate(key)
+    assert "tml-" in str(refusal.value)
+    assert "abc" not in str(refusal.value)
