@@ -1,0 +1,545 @@
+"""The local sampler on tiny random models, against transformers' own forward and against itself alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tiny_models
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter, Routing, Segment, initialise, layout_for
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.ops import LoraSpec, Sample, SampleResult, SamplingParams
+from tinsmith.samplers import scoring
+from tinsmith.samplers.local import LocalSampler, SamplerOptions
+
+ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
+GREEDY = SamplingParams(max_tokens=10, temperature=0.0, stop_eos=False)
+HOT = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=7)
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {arch: tmp_path_factory.mktemp(arch) for arch in ARCHS}
+
+
+@pytest.fixture(scope="module")
+def bases(model_dirs: dict[str, Path]) -> dict[str, BaseModel]:
+    return {
+        arch: BaseModel.load(tiny_models.make(path, arch), device="cpu", dtype="float32")
+        for arch, path in model_dirs.items()
+    }
+
+
+@pytest.fixture
+def base(bases: dict[str, BaseModel]) -> BaseModel:
+    return bases["qwen3"]
+
+
+def _adapter(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bool = True) -> Adapter:
+    spec = LoraSpec(rank=rank, seed=seed, train_unembed=train_unembed)
+    layout = layout_for(spec, base.adaptable())
+    adapter = Adapter(spec, layout, initialise(layout, seed, base.device), base.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b_Or in adapter.weights.values():
+        b_Or.normal_(0, 0.05, generator=generator)
+    adapter.refresh()
+    return adapter
+
+
+def _reference(path: Path, adapter: Adapter | None = None) -> PreTrainedModel:
+    """transformers' own model, with the adapter added into its weights."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
+        module = model.get_submodule(name)
+        # A new parameter, so that a tied embedding stays as it was.
+        module.weight = torch.nn.Parameter(module.weight.detach() + adapter.scale * b_Or @ a_rI)
+    return model
+
+
+def _reference_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """[T, V], row t of the token after t."""
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+    return torch.log_softmax(logits.double() / temperature, -1)
+
+
+def _prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(0, 256, length).astype(np.int32)
+
+
+def _sample(
+    request_id: str,
+    prompt: np.ndarray,
+    params: SamplingParams = HOT,
+    *,
+    version_id: str | None = None,
+    num_samples: int = 1,
+    **options: int | bool,
+) -> Sample:
+    return Sample(request_id, version_id, prompt, num_samples, params, **options)
+
+
+def _run(sampler: LocalSampler, *samples: Sample) -> dict[str, SampleResult]:
+    for sample in samples:
+        sampler.submit(sample)
+    return _finish(sampler)
+
+
+def _finish(sampler: LocalSampler, max_steps: int = 3000) -> dict[str, SampleResult]:
+    outcomes: dict[str, SampleResult] = {}
+    for _ in range(max_steps):
+        if not sampler.has_work:
+            assert sampler._batcher.pool.num_live == 0
+            return outcomes
+        for request_id, outcome in sampler.step():
+            assert request_id not in outcomes
+            outcomes[request_id] = outcome
+    raise AssertionError("the sampler does not finish")
+
+
+def _alone(base: BaseModel, sample: Sample, versions: Mapping[str, Adapter] | None = None) -> SampleResult:
+    return _run(LocalSampler(base, versions or {}), sample)[sample.request_id]
+
+
+def _assert_same(result: SampleResult, expected: SampleResult, atol: float = 2e-5) -> None:
+    assert len(result.sequences) == len(expected.sequences)
+    for ours, theirs in zip(result.sequences, expected.sequences, strict=True):
+        assert ours.tokens_T.tolist() == theirs.tokens_T.tolist()
+        assert ours.stop_reason == theirs.stop_reason
+        np.testing.assert_allclose(ours.logprobs_T, theirs.logprobs_T, atol=atol)
+        assert (ours.topk is None) == (theirs.topk is None)
+        if ours.topk is not None:
+            np.testing.assert_allclose(ours.topk.logprobs_Tk, theirs.topk.logprobs_Tk, atol=atol)
+    if expected.prompt_logprobs_T is not None:
+        np.testing.assert_allclose(result.prompt_logprobs_T, expected.prompt_logprobs_T, atol=atol)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("adapted", [False, True])
+def test_greedy_answers_and_their_logprobs_are_those_of_transformers(
+    bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool
+):
+    adapter = _adapter(bases[arch], 5) if adapted else None
+    model = _reference(model_dirs[arch], adapter)
+    sampler = LocalSampler(
+        bases[arch],
+        {"v": adapter} if adapter else {},
+        options=SamplerOptions(block_size=4, max_tokens_per_step=9),
+    )
+    prompts = {f"{length}": _prompt(length) for length in (1, 4, 7, 30, 31)}
+    samples = [
+        _sample(name, prompt, GREEDY, version_id="v" if adapter else None, prompt_logprobs=len(prompt) % 2 == 1)
+        for name, prompt in prompts.items()
+    ]
+    for name, result in _run(sampler, *samples).items():
+        prompt, answer = prompts[name], result.sequences[0]
+        logprobs = _reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]))
+        own = logprobs[len(prompt) - 1 : -1]
+        assert answer.tokens_T.tolist() == own.argmax(-1).tolist()
+        np.testing.assert_allclose(answer.logprobs_T, own.max(-1).values, atol=1e-4)
+        if result.prompt_logprobs_T is not None:
+            expected = logprobs[np.arange(len(prompt) - 1), prompt[1:].astype(np.int64)]
+            np.testing.assert_allclose(result.prompt_logprobs_T[1:], expected, atol=1e-4)
+            assert np.isnan(result.prompt_logprobs_T[0])
+
+
+def test_greedy_answers_equal_generate(base: BaseModel, model_dirs: dict[str, Path]):
+    prompt = _prompt(17)
+    model = _reference(model_dirs["qwen3"])
+    tokens = torch.from_numpy(prompt.astype(np.int64))[None]
+    generated = model.generate(
+        tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, pad_token_id=0
+    )
+    result = _alone(base, _sample("a", prompt, replace(GREEDY, max_tokens=20, stop_eos=True)))
+    assert result.sequences[0].tokens_T.tolist() == generated[0, 17:].tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+def test_sampled_logprobs_are_of_the_whole_distribution_at_the_temperature(
+    base: BaseModel, model_dirs: dict[str, Path], temperature: float
+):
+    prompt = _prompt(9)
+    params = replace(HOT, temperature=temperature, top_k=20, top_p=0.9)
+    answer = _alone(base, _sample("a", prompt, params, topk_sample_logprobs=5)).sequences[0]
+    logprobs = _reference_logprobs(
+        _reference(model_dirs["qwen3"]), np.concatenate([prompt, answer.tokens_T]), temperature
+    )[8:-1]
+    expected = logprobs[np.arange(12), answer.tokens_T.astype(np.int64)]
+    np.testing.assert_allclose(answer.logprobs_T, expected, atol=1e-4)
+    assert answer.topk is not None
+    np.testing.assert_allclose(answer.topk.logprobs_Tk, logprobs.topk(5).values, atol=1e-4)
+    assert answer.topk.token_ids_Tk.tolist() == logprobs.topk(5).indices.tolist()
+
+
+def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
+    adapter, prompt = _adapter(base, 3), _prompt(20)
+    answer = _alone(base, _sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
+    tokens = torch.from_numpy(np.concatenate([prompt, answer.tokens_T]).astype(np.int64))
+    routing = Routing([Segment(0, len(tokens), adapter)])
+    with torch.no_grad():
+        hidden = base.hidden(tokens, torch.arange(len(tokens)), PackedCausal([len(tokens)]), routing)
+        logprobs = torch.log_softmax(base.logits(hidden, routing), -1)[19:-1]
+    expected = logprobs.gather(1, tokens[20:, None])[:, 0]
+    np.testing.assert_allclose(answer.logprobs_T, expected, atol=1e-5)
+
+
+def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> list[Sample]:
+    """Requests of all kinds; several share the beginning of their prompts."""
+    samples = []
+    for number in range(num):
+        prompt = np.concatenate([_prompt(int(rng.integers(1, 20))), _prompt(int(rng.integers(1, 12)), number)])
+        params = SamplingParams(
+            max_tokens=int(rng.integers(1, 12)),
+            seed=int(rng.integers(1000)),
+            temperature=float(rng.choice([0.0, 0.7, 1.0])),
+            top_k=int(rng.choice([-1, 5])),
+            top_p=float(rng.choice([1.0, 0.8])),
+        )
+        samples.append(
+            _sample(
+                str(number),
+                prompt,
+                params,
+                version_id=versions[rng.integers(len(versions))],
+                num_samples=int(rng.integers(1, 4)),
+                prompt_logprobs=bool(rng.integers(2)),
+                topk_sample_logprobs=int(rng.choice([0, 3])),
+            )
+        )
+    return samples
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str, BaseModel], arch: str):
+    base = bases[arch]
+    versions = {f"v{seed}": _adapter(base, seed, rank=seed, train_unembed=seed != 2) for seed in (1, 2, 8, 16)}
+    samples = _crowd(np.random.default_rng(0), 24, [None, *versions])
+    together = _run(LocalSampler(base, versions), *samples)
+    for sample in samples:
+        _assert_same(together[sample.request_id], _alone(base, sample, versions))
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    block_size=st.sampled_from([1, 4, 16]),
+    max_tokens=st.sampled_from([3, 17, 512]),
+    max_sequences=st.sampled_from([1, 3, 64]),
+    num_blocks=st.sampled_from([None, 60]),
+)
+def test_neither_company_nor_chunks_nor_memory_change_an_answer(
+    bases: dict[str, BaseModel], seed: int, block_size: int, max_tokens: int, max_sequences: int, num_blocks: int | None
+):
+    base, rng = bases["qwen3"], np.random.default_rng(seed)
+    versions = {"v1": _adapter(base, 1), "v2": _adapter(base, 2)}
+    token_bytes = LocalSampler(base, {})._cache.token_bytes
+    options = SamplerOptions(
+        block_size=block_size,
+        max_sequences=max_sequences,
+        max_tokens_per_step=max_tokens,
+        kv_cache_bytes=num_blocks and num_blocks * token_bytes,  # 60 tokens: less than two of the crowd
+    )
+    sampler = LocalSampler(base, versions, options=options)
+    samples, results = _crowd(rng, 8, [None, "v1", "v2"]), {}
+    for sample in samples:
+        sampler.submit(sample)
+        for _ in range(rng.integers(0, 3)):
+            results.update(sampler.step())
+    results.update(_finish(sampler))
+    for sample in samples:
+        _assert_same(results[sample.request_id], _alone(base, sample, versions))
+
+
+def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseModel):
+    sampler, prompt = LocalSampler(base, {}), _prompt(6)
+    results = _run(
+        sampler, *(_sample(str(i), prompt, replace(HOT, seed=seed)) for i, seed in enumerate([1, 1, 2, None, None]))
+    )
+    tokens = [results[str(i)].sequences[0].tokens_T.tolist() for i in range(5)]
+    assert tokens[0] == tokens[1]
+    assert len({tuple(row) for row in tokens[1:]}) == 4
+
+
+def test_samples_differ_and_the_first_is_the_only_one_of_a_smaller_request(base: BaseModel):
+    many = _alone(base, _sample("a", _prompt(6), num_samples=8))
+    assert len({tuple(sequence.tokens_T.tolist()) for sequence in many.sequences}) == 8
+    _assert_same(_alone(base, _sample("a", _prompt(6))), replace(many, sequences=many.sequences[:1]))
+    few_at_once = LocalSampler(base, {}, options=SamplerOptions(max_sequences=3, block_size=4))
+    _assert_same(_run(few_at_once, _sample("a", _prompt(6), num_samples=8))["a"], many)
+
+
+def _free_run(base: BaseModel, **changes: float) -> np.ndarray:
+    params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
+    return _alone(base, _sample("a", _prompt(5), params)).sequences[0].tokens_T
+
+
+def _stopped(base: BaseModel, **changes: object) -> SampleResult:
+    params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
+    return _alone(base, _sample("a", _prompt(5), params))
+
+
+def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(base: BaseModel):
+    free = _free_run(base)
+    text = base.tokenizer.decode(free)
+    start = next(i for i in range(8, 50) if "\ufffd" not in text[i : i + 3] and text.index(text[i : i + 3]) == i)
+    stop = text[start : start + 3]
+    answer = _stopped(base, stop_strings=("never there", stop)).sequences[0]
+    assert answer.stop_reason == "stop"
+    assert answer.tokens_T.tolist() == free[: len(answer.tokens_T)].tolist()
+    assert stop in base.tokenizer.decode(answer.tokens_T)
+    assert stop not in base.tokenizer.decode(answer.tokens_T[:-1])
+
+
+def test_a_stop_token_ends_the_answer_and_is_part_of_it(base: BaseModel):
+    free = _free_run(base).tolist()
+    token = free[20]
+    answer = _stopped(base, stop_tokens=(token,)).sequences[0]
+    assert answer.tokens_T.tolist() == free[: free.index(token) + 1]
+    assert answer.stop_reason == "stop"
+
+
+def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(base: BaseModel):
+    runs = {seed: _free_run(base, seed=seed, temperature=3.0).tolist() for seed in range(12)}
+    seed = next(seed for seed, run in runs.items() if tiny_models.EOS in run[:-1])
+    free = runs[seed]
+    assert len(free) == 60, "stop_eos=False goes on after the end of text"
+    expected = free[: free.index(tiny_models.EOS) + 1]
+    for changes in ({}, {"stop_strings": ("never there",)}, {"stop_tokens": (299,)}):
+        answer = _stopped(base, seed=seed, temperature=3.0, stop_eos=True, **changes).sequences[0]
+        if 299 in expected and "stop_tokens" in changes:
+            continue
+        assert answer.tokens_T.tolist() == expected
+        assert answer.stop_reason == "stop"
+
+
+def test_an_answer_that_stops_on_its_last_allowed_token_stopped(base: BaseModel):
+    free = _free_run(base, max_tokens=6)
+    assert _stopped(base, max_tokens=6).sequences[0].stop_reason == "length"
+    first = free.tolist().index(free[-1]) + 1
+    answer = _stopped(base, max_tokens=first, stop_tokens=(int(free[-1]),)).sequences[0]
+    assert (len(answer.tokens_T), answer.stop_reason) == (first, "stop")
+
+
+def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
+    base: BaseModel, model_dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(scoring, "SCORED_NUMBERS", 5 * base.vocab_size)
+    rows: list[int] = []
+    logits = base.logits
+
+    def counting(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        rows.append(len(hidden_TD))
+        return logits(hidden_TD, routing)
+
+    monkeypatch.setattr(base, "logits", counting)
+    prompt = _prompt(50)
+    sampler = LocalSampler(base, {}, options=SamplerOptions(max_tokens_per_step=23))
+    sample = _sample("a", prompt, replace(HOT, max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=4)
+    result = _run(sampler, sample)["a"]
+    assert sum(rows) == 49 + 1
+    assert max(rows) == 5
+
+    logprobs = _reference_logprobs(_reference(model_dirs["qwen3"]), prompt)
+    assert result.prompt_logprobs_T is not None
+    assert result.prompt_logprobs_T.dtype == np.float32
+    assert np.isnan(result.prompt_logprobs_T[0])
+    np.testing.assert_allclose(
+        result.prompt_logprobs_T[1:], logprobs[np.arange(49), prompt[1:].astype(np.int64)], atol=1e-4
+    )
+    assert result.topk_prompt is not None
+    assert result.topk_prompt.token_ids_Tk.shape == (50, 4)
+    assert result.topk_prompt.token_ids_Tk[0].tolist() == [0] * 4
+    assert result.topk_prompt.logprobs_Tk[0].tolist() == [-99999.0] * 4
+    np.testing.assert_allclose(result.topk_prompt.logprobs_Tk[1:], logprobs[:-1].topk(4).values, atol=1e-4)
+    assert result.topk_prompt.token_ids_Tk[1:].tolist() == logprobs[:-1].topk(4).indices.tolist()
+
+
+def test_a_prompt_of_one_token_has_the_logprobs_of_nothing(base: BaseModel):
+    result = _alone(base, _sample("a", _prompt(1), HOT, prompt_logprobs=True, topk_prompt_logprobs=2))
+    assert result.prompt_logprobs_T is not None
+    assert np.isnan(result.prompt_logprobs_T).tolist() == [True]
+    assert result.topk_prompt is not None
+    assert result.topk_prompt.token_ids_Tk.tolist() == [[0, 0]]
+
+
+def test_a_prompt_that_was_seen_is_not_computed_again_and_answers_the_same(base: BaseModel):
+    sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
+    prompt = _prompt(30)
+    first = _run(sampler, _sample("a", prompt, prompt_logprobs=True))["a"]
+    again = _run(sampler, _sample("b", prompt))["b"]
+    scored = _run(sampler, _sample("c", prompt, prompt_logprobs=True))["c"]
+    turn = np.concatenate([prompt, first.sequences[0].tokens_T, _prompt(3)])
+    second_turn = _run(sampler, _sample("d", turn))["d"]
+    hits = [r.prompt_cache_hit_tokens for r in (first, again, scored, second_turn)]
+    assert hits == [0, 28, 0, 40]
+    _assert_same(again, replace(first, prompt_logprobs_T=None))
+    _assert_same(scored, first)
+    _assert_same(second_turn, _alone(base, _sample("d", turn)))
+
+
+def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
+    old, new = _adapter(base, 1), _adapter(base, 2)
+    versions = {"v": old}
+    sampler = LocalSampler(base, versions, options=SamplerOptions(block_size=4))
+    sample = _sample("a", _prompt(14), version_id="v")
+    sampler.submit(sample)
+    sampler.step()
+    sampler.submit(replace(sample, request_id="waiting"))
+    versions["v"] = new
+    sampler.submit(replace(sample, request_id="new"))
+    sampler.step()
+    del versions["v"]
+    results = _finish(sampler)
+    for request_id, adapter in (("a", old), ("waiting", old), ("new", new)):
+        _assert_same(results[request_id], _alone(base, sample, {"v": adapter}))
+    assert results["new"].prompt_cache_hit_tokens == 0
+    assert results["a"].sequences[0].tokens_T.tolist() != results["new"].sequences[0].tokens_T.tolist()
+    sampler.collect()
+    assert sampler._batcher.pool.num_cached == 0
+    with pytest.raises(NotFoundError, match="'v'"):
+        sampler.submit(sample)
+    assert not sampler.has_work
+
+
+def _poisoned(base: BaseModel, value: float) -> Adapter:
+    adapter = _adapter(base, 9)
+    adapter.flat_P.fill_(value)
+    adapter.refresh()
+    return adapter
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e30])
+@pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
+def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[str, BaseModel], arch: str, value: float):
+    base = bases[arch]
+    versions = {"good": _adapter(base, 1), "bad": _poisoned(base, value)}
+    # 20 blocks: the poisoned blocks are handed on to the others.
+    options = SamplerOptions(
+        block_size=4, kv_cache_bytes=80 * LocalSampler(base, {})._cache.token_bytes, max_tokens_per_step=16
+    )
+    sampler = LocalSampler(base, versions, options=options)
+    samples = [
+        _sample(
+            f"{version_id}{i}",
+            _prompt(6 + i, seed=i),
+            version_id=version_id,
+            num_samples=1 + i % 2,
+            prompt_logprobs=i == 3,
+        )
+        for i in range(5)
+        for version_id in ("good", "bad", None)
+    ]
+    results = _run(sampler, *samples)
+    for sample in samples:
+        outcome = results[sample.request_id]
+        if sample.version_id == "bad":
+            assert isinstance(outcome, UserError)
+            assert "not finite" in str(outcome)
+        else:
+            _assert_same(outcome, _alone(base, sample, versions))
+
+
+def test_an_answer_runs_to_the_end_of_the_context_if_nothing_else_is_said(base: BaseModel):
+    params = SamplingParams(stop_eos=False, seed=1)
+    answer = _alone(base, _sample("a", _prompt(250), params)).sequences[0]
+    assert (len(answer.tokens_T), answer.stop_reason) == (6, "length")
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "words"),
+    [(250, 7, ["250", "7", "256"]), (256, 1, ["256", "1"]), (256, None, ["256"]), (300, None, ["300", "256"])],
+)
+def test_a_request_beyond_the_context_is_refused_with_its_numbers(
+    base: BaseModel, length: int, max_tokens: int | None, words: list[str]
+):
+    sampler = LocalSampler(base, {})
+    with pytest.raises(UserError) as error:
+        sampler.submit(_sample("a", _prompt(length), SamplingParams(max_tokens=max_tokens)))
+    assert all(word in str(error.value) for word in words)
+    assert not sampler.has_work
+
+
+def test_a_request_that_the_cache_can_never_hold_is_refused_and_the_largest_that_it_can_is_not(base: BaseModel):
+    token_bytes = LocalSampler(base, {})._cache.token_bytes
+    options = SamplerOptions(block_size=8, kv_cache_bytes=40 * token_bytes + 5)
+    sampler = LocalSampler(base, {}, options=options)
+    with pytest.raises(UserError, match=r"prompt \(30 tokens\) \+ max_tokens \(12\).*256.*can hold 41"):
+        sampler.submit(_sample("a", _prompt(30), replace(HOT, max_tokens=12)))
+    fits = _run(sampler, _sample("b", _prompt(30), replace(HOT, max_tokens=11)), _sample("c", _prompt(35, 1)[:29]))
+    assert len(fits["b"].sequences[0].tokens_T) == 11
+    _assert_same(fits["c"], _alone(base, _sample("c", _prompt(35, 1)[:29])))
+
+
+@pytest.mark.parametrize("prompt", [[], [5, 300], [-1]])
+def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(base: BaseModel, prompt: list[int]):
+    with pytest.raises(UserError):
+        LocalSampler(base, {}).submit(_sample("a", np.array(prompt, np.int32)))
+
+
+def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: BaseModel):
+    sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4, max_sequences=4))
+    kept = _sample("kept", _prompt(9))
+    sampler.submit(kept)
+    sampler.step()
+    held = sampler._batcher.pool.num_live
+    sampler.submit(_sample("running", _prompt(20), num_samples=3))
+    sampler.submit(_sample("waiting", _prompt(21, 1), num_samples=3))
+    for _ in range(2):
+        sampler.step()
+    assert sampler._batcher.pool.num_live > held + 4
+    assert sampler.cancel("running")
+    assert sampler.cancel("waiting")
+    assert sampler._batcher.pool.num_live == held
+    assert not sampler.cancel("running")
+    assert not sampler.cancel("unknown")
+    results = _finish(sampler)
+    assert list(results) == ["kept"]
+    _assert_same(results["kept"], _alone(base, kept))
+    assert not sampler.cancel("kept")
+
+
+def test_nothing_is_allocated_before_there_is_work_and_memory_follows_the_work(base: BaseModel):
+    sampler = LocalSampler(base, {})
+    assert sampler._cache.num_blocks == 0
+    assert sampler.step() == []
+    for turn in range(30):
+        _run(sampler, _sample(str(turn), _prompt(100, turn)))
+    assert sampler._cache.num_blocks <= 65
+
+
+def test_a_bfloat16_base_scores_its_own_samples_as_it_drew_them(
+    model_dirs: dict[str, Path], bases: dict[str, BaseModel]
+):
+    base = BaseModel.load(bases["qwen3"].shape, device="cpu", dtype="bfloat16")
+    versions = {"v": _adapter(base, 4)}
+    for version_id in (None, "v"):
+        drawn = _alone(base, _sample("a", _prompt(20), version_id=version_id), versions).sequences[0]
+        whole = np.concatenate([_prompt(20), drawn.tokens_T])
+        scored = _alone(base, _sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
+        assert scored.prompt_logprobs_T is not None
+        np.testing.assert_allclose(scored.prompt_logprobs_T[20:], drawn.logprobs_T, atol=0.15)
+
+
+def test_a_failing_step_leaves_a_sampler_that_can_go_on(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
+    sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
+    sampler.submit(_sample("a", _prompt(12), num_samples=2))
+    sampler.step()
+    hidden: Callable[..., torch.Tensor] = base.hidden
+    with monkeypatch.context() as patch:
+        patch.setattr(base, "hidden", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            sampler.step()
+    assert base.hidden == hidden
+    assert sampler.cancel("a")
+    assert sampler._batcher.pool.num_live == 0
+    _assert_same(_run(sampler, _sample("b", _prompt(12)))["b"], _alone(base, _sample("b", _prompt(12))))
