@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,9 +124,20 @@ class Harness:
         return answer.json()
 
 
+@functools.cache
+def migrated_file() -> bytes:
+    """An empty database; the migrations themselves take longer than most tests."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "test.db"
+        database = Database(f"sqlite:///{path}")
+        database.migrate()
+        database.close()
+        return path.read_bytes()
+
+
 def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) -> Harness:
+    (directory / "test.db").write_bytes(migrated_file())
     database = Database(f"sqlite:///{directory / 'test.db'}")
-    database.migrate()
     woken: list[str] = []
     queue: dict[str, tuple[str, str | None]] = {}
     plain: dict[str, Callable] = {} if local else {"tenants": TwoTenants()}

@@ -71,7 +71,7 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
     number = check_position("model_seq_id", fields.integer("model_seq_id"))
     model_id = f"{session.session_id}:train:{number}"
-    refusal, base_model = None, fields.text_or("base_model", "", max_length=512)
+    refusal, base_model = None, ""  # a refused model waits in no queue
     try:
         base_model = services.models.create(plan(model_id, session.session_id)).base_model
     except UserError as error:

@@ -1,0 +1,264 @@
+"""Service and session routes, authentication, and how errors look from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinker.types import (
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    CreateSessionResponse,
+    GetServerCapabilitiesResponse,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionHeartbeatResponse,
+)
+
+from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
+from tinsmith.routes import API
+from tinsmith.routes.unsupported import FEATURES
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield made
+    close(made)
+
+
+def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
+    config = ClientConfigResponse.model_validate(harness.ok("client/config", {"sdk_version": "0.38.0"}))
+    assert config.proto_compress_fwdbwd
+    assert config.parallel_fwdbwd_chunks
+    assert not config.pjwt_auth_enabled
+    assert not config.sample_use_retrieve_futures
+    assert not config.sample_join_sampling_session
+    assert not config.custom_loss_server_side
+    dynamic = ClientDynamicConfigResponse.model_validate(harness.ok("client/dynamic_config", {}))
+    assert not dynamic.sample_cancel_enabled
+
+
+def test_capabilities_list_every_served_model(harness: Harness) -> None:
+    found = GetServerCapabilitiesResponse.model_validate(harness.get("get_server_capabilities").json())
+    assert [model.model_name for model in found.supported_models] == [BASE, "local/other"]
+    assert found.supported_models[0].max_context_length == 16
+    assert found.supported_models[0].trainable and found.supported_models[0].sampleable
+
+
+def test_health_needs_no_key(harness: Harness) -> None:
+    answer = harness.client.get("/api/v1/healthz")
+    assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_the_key_tells_who_is_asking(harness: Harness) -> None:
+    assert harness.get("auth/apikey/me", BOB).json()["name"] == "bob"
+
+
+def test_telemetry_is_accepted_and_dropped(harness: Harness) -> None:
+    body = {"events": [{"event": "GENERIC_EVENT"}], "platform": "x", "sdk_version": "x", "session_id": "s"}
+    assert harness.ok("telemetry", body) == {"status": "accepted"}
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-carol"}, {"Authorization": "Bearer tml-alice"}])
+def test_every_other_path_refuses_a_stranger(harness: Harness, headers: dict[str, str]) -> None:
+    for route in API.routes:
+        if route.path == "/healthz":  # type: ignore[attr-defined]
+            continue
+        path = route.path.format(  # type: ignore[attr-defined]
+            session_id="s", run_id="r", kind="weights", name="n", sampling_session_id="x"
+        )
+        for method in route.methods - {"HEAD"}:  # type: ignore[attr-defined]
+            answer = harness.client.request(method, f"/api/v1{path}", json={}, headers=headers)
+            assert answer.status_code == 401, (method, path)
+            assert answer.json()["detail"]
+
+
+def test_a_server_without_keys_takes_any_well_formed_key(tmp_path: Path) -> None:
+    harness = make_harness(tmp_path, local=True)
+    try:
+        assert harness.get("auth/apikey/me", "tml-anything").json()["name"] == "local"
+        refusal = harness.get("auth/apikey/me", "sk-anything")
+        assert refusal.status_code == 401
+        assert "tml-" in refusal.json()["detail"]
+    finally:
+        close(harness)
+
+
+def test_a_server_without_keys_does_not_answer_to_a_foreign_name(tmp_path: Path) -> None:
+    harness = make_harness(tmp_path, local=True)
+    try:
+        for host, status in (("evil.example", 400), ("localhost:8000", 200), ("[::1]:8000", 200), ("127.0.0.1", 200)):
+            answer = harness.client.get("/api/v1/healthz", headers={"Host": host})
+            assert answer.status_code == status, host
+            assert answer.content
+    finally:
+        close(harness)
+
+
+def test_a_session_keeps_what_it_was_opened_with(harness: Harness) -> None:
+    body = {
+        "tags": ["a"],
+        "user_metadata": {"team": "x", "size": 3},
+        "sdk_version": "0.38.0",
+        "display_name": "mine",
+        "type": "create_session",
+    }
+    session_id = CreateSessionResponse.model_validate(harness.ok("create_session", body)).session_id
+    model_id = harness.model(session_id)
+    sampler_id = harness.sampler(session_id)
+    found = GetSessionResponse.model_validate(harness.get(f"sessions/{session_id}").json())
+    assert found.training_run_ids == [model_id]
+    assert found.sampler_ids == [sampler_id]
+    assert found.user_metadata == {"team": "x", "size": "3"}
+    assert found.display_name == "mine"
+    stored = harness.services.sessions.get("alice", session_id)
+    assert (list(stored.tags), stored.sdk_version) == (["a"], "0.38.0")
+
+
+def test_a_heartbeat_moves_the_clock_of_the_session(harness: Harness) -> None:
+    session_id = harness.session()
+    before = harness.services.sessions.get("alice", session_id).last_heartbeat_at
+    SessionHeartbeatResponse.model_validate(harness.ok("session_heartbeat", {"session_id": session_id}))
+    assert harness.services.sessions.get("alice", session_id).last_heartbeat_at > before
+
+
+def test_a_heartbeat_of_a_closed_session_is_410_with_the_reason(harness: Harness) -> None:
+    session_id = harness.session()
+    assert harness.services.sessions.close(session_id, "no heartbeat for 300 s")
+    answer = harness.post("session_heartbeat", {"session_id": session_id})
+    assert answer.status_code == 410
+    assert "no heartbeat for 300 s" in answer.json()["detail"]
+
+
+def test_the_first_farewell_counts(harness: Harness) -> None:
+    session_id = harness.session()
+    for reason in ("success", "errored"):
+        harness.ok(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": None})
+    assert harness.services.sessions.get("alice", session_id).reason == "finished: success"
+
+
+def test_sessions_are_listed_newest_first_in_pages(harness: Harness) -> None:
+    sessions = [harness.session() for _ in range(3)]
+    harness.session(BOB)
+    page = ListSessionsResponse.model_validate(harness.get("sessions?limit=2&offset=0&access_scope=owned").json())
+    assert page.sessions == [sessions[2], sessions[1]]
+    assert harness.get("sessions?offset=2").json()["sessions"] == [sessions[0]]
+
+
+def test_a_project_can_be_set_and_not_yet_filtered_by(harness: Harness) -> None:
+    session_id = harness.session()
+    assert harness.send("PUT", f"sessions/{session_id}/project", {"project_id": "p"}).status_code == 200
+    assert harness.services.sessions.get("alice", session_id).project_id == "p"
+    for path in ("sessions", "training_runs", "checkpoints"):
+        assert harness.get(f"{path}?project_id=p").status_code == 501
+
+
+def test_another_tenants_session_is_unknown(harness: Harness) -> None:
+    session_id = harness.session()
+    answers = [
+        harness.get(f"sessions/{session_id}", BOB),
+        harness.post("session_heartbeat", {"session_id": session_id}, BOB),
+        harness.post(f"sessions/{session_id}/finish", {}, BOB),
+        harness.send("PUT", f"sessions/{session_id}/project", {"project_id": "p"}, BOB),
+        harness.post("create_model", {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}, BOB),
+        harness.post(
+            "create_sampling_session",
+            {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE},
+            BOB,
+        ),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * len(answers)
+    assert harness.services.sessions.get("alice", session_id).state == "active"
+
+
+@pytest.mark.parametrize(
+    ("query", "words"),
+    [("limit=-1", "limit is '-1'"), ("limit=x", "limit is 'x'"), ("limit=1001", "1001"), ("offset=1e9", "offset")],
+)
+def test_a_wrong_page_is_a_400_that_says_so(harness: Harness, query: str, words: str) -> None:
+    answer = harness.get(f"sessions?{query}")
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"tags": "a"}, "tags is 'a'"),
+        ({"tags": [1]}, "tags is 1"),
+        ({"tags": ["x"] * 101}, "at most 100"),
+        ({"tags": [], "user_metadata": []}, "user_metadata is []"),
+        ({"tags": [], "display_name": 3}, "display_name is 3"),
+        ({"tags": [], "project_id": "p" * 129}, "project_id"),
+    ],
+)
+def test_a_wrong_session_is_a_400_that_names_the_field(harness: Harness, body: object, words: str) -> None:
+    answer = harness.post("create_session", body)
+    assert answer.status_code == 400
+    assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(("method", "path", "feature"), FEATURES)
+def test_what_is_not_built_yet_is_501_by_name(harness: Harness, method: str, path: str, feature: str) -> None:
+    filled = path.format(session_id="s", run_id="s:train:0", kind="weights", name="n").removeprefix("/")
+    answer = harness.send(method, filled, {})
+    assert answer.status_code == 501
+    assert feature in answer.json()["detail"]
+    assert answer.json()["detail"].endswith("not supported yet")
+
+
+def test_an_unknown_path_and_a_wrong_method_are_told_apart(harness: Harness) -> None:
+    unknown = harness.get("nothing_here")
+    assert unknown.status_code == 404
+    assert "/api/v1/nothing_here" in unknown.json()["detail"]
+    wrong = harness.get("create_session")
+    assert wrong.status_code == 405
+    assert "does not take GET" in wrong.json()["detail"]
+
+
+def test_a_body_of_the_wrong_type_is_415(harness: Harness) -> None:
+    answer = harness.client.post("/api/v1/create_session", content=b"{}", headers={"X-API-Key": ALICE})
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"'])
+def test_a_body_that_is_no_object_is_a_400_with_words(harness: Harness, body: bytes) -> None:
+    headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
+    answer = harness.client.post("/api/v1/create_session", content=body, headers=headers)
+    assert answer.status_code == 400
+    assert "the body" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_413(harness: Harness, chunked: bool) -> None:
+    body = b"x" * (MAX_BODY_BYTES + 1)
+    headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
+    content = iter([body[:500], body[500:]]) if chunked else body
+    answer = harness.client.post("/api/v1/create_session", content=content, headers=headers)
+    assert answer.status_code == 413
+    assert str(MAX_BODY_BYTES) in answer.json()["detail"]
+
+
+def test_a_nul_in_a_path_is_404(harness: Harness) -> None:
+    assert harness.get("sessions/a%00b").status_code == 404
+
+
+def test_an_unexpected_error_is_a_500_that_tells_nothing(harness: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+    harness.services.models._db.engine.dispose()
+    broken = harness.services.sessions
+
+    def explode(*_: object) -> None:
+        raise RuntimeError("the secret is tml-alice")
+
+    broken.list_ids = explode  # type: ignore[method-assign, assignment]
+    answer = harness.get("sessions")
+    assert answer.status_code == 500
+    detail = answer.json()["detail"]
+    assert "secret" not in detail
+    error_id = detail.rpartition("error_id=")[2]
+    assert len(error_id) == 32
+    logged = capsys.readouterr()
+    assert error_id in logged.out + logged.err
