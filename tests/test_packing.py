@@ -129,11 +129,11 @@ def test_nan_in_one_sequence_stays_there(
 def test_sequences_of_one_length_share_one_kernel_call_without_a_copy() -> None:
     plan = PackedCausal([8] * 5)
     (group,) = plan._groups
-    assert group.count == 5 and group.rows is None
+    assert group.num_sequences == 5 and group.rows is None
 
 
 @given(LENGTHS)
 def test_padding_stays_within_its_bound(lengths: list[int]) -> None:
     for group in PackedCausal(lengths)._groups:
-        real = group.count * group.length if group.kept is None else len(group.kept)
-        assert real >= group.count * min(group.length, group.length - max(16, 0.25 * group.length))
+        real = group.num_sequences * group.length if group.kept is None else len(group.kept)
+        assert real >= group.num_sequences * min(group.length, group.length - max(16, 0.25 * group.length))

@@ -131,10 +131,7 @@ def test_values_and_gradients_equal_float64(shape: ModelShape, loss_fn: str) -> 
     backend, oracle, rng = TorchBackend(shape, device="cpu"), Reference(shape.path), np.random.default_rng(0)
     backend.create_model("m", LoraSpec(4, seed=9))
     warm(backend, "m")
-    if loss_fn == "cross_entropy":
-        data = [sft(rng, n) for n in (9, 1, 17)]
-    else:
-        data = [rl(rng, n, oracle) for n in (9, 3, 17)]
+    data = [sft(rng, n) if loss_fn == "cross_entropy" else rl(rng, n, oracle) for n in (9, 1, 17)]
     check_against_reference(backend, oracle, "m", data, loss_fn)
 
 

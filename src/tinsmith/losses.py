@@ -103,7 +103,7 @@ def dense(array: Array) -> F32 | I64:
     """A sparse array with its zeros written out; a dense one as it is."""
     if not isinstance(array, SparseRows):
         return array
-    full = np.zeros(array.shape, array.values.dtype)
+    full: F32 | I64 = np.zeros(array.shape, array.values.dtype)  # type: ignore[assignment]
     rows = np.repeat(np.arange(array.shape[0]), np.diff(array.crow_indices))
     full[rows, array.col_indices] = array.values
     return full

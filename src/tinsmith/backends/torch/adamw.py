@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from tinsmith.backends.torch.lora import Adapter
 from tinsmith.errors import NonFiniteGradientError, UserError
@@ -94,14 +95,14 @@ def _step_together(group: Sequence[Trained], params: AdamParams) -> None:
             trained.moments = (torch.zeros_like(flat_P), torch.zeros_like(flat_P))
             trained.step = trained.step.to(flat_P.device)
     moments = [trained.moments for trained in group if trained.moments is not None]
-    torch._foreach_add_([trained.step for trained in group], 1.0)
-    torch._fused_adamw_(
+    adamw(
         [trained.adapter.flat_P for trained in group],
-        [trained.gradient_P for trained in group],
+        [trained.gradient_P for trained in group if trained.gradient_P is not None],
         [first for first, _ in moments],
         [second for _, second in moments],
         [],
         [trained.step for trained in group],
+        fused=True,
         lr=params.learning_rate,
         beta1=params.beta1,
         beta2=params.beta2,

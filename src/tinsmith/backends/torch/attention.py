@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class _Group(NamedTuple):
     side.
     """
 
-    count: int
+    num_sequences: int
     length: int
     start: int
     rows: Tensor | None  # [n * L] source row of each padded cell
@@ -155,7 +155,7 @@ def _grouped(lengths: Sequence[int], device: torch.device) -> list[_Group]:
 
 def _own_rows(group: _Group, device: torch.device) -> Tensor:
     if group.rows is None:
-        return torch.arange(group.start, group.start + group.count * group.length, device=device)
+        return torch.arange(group.start, group.start + group.num_sequences * group.length, device=device)
     assert group.kept is not None
     return group.rows[group.kept]
 
@@ -163,10 +163,10 @@ def _own_rows(group: _Group, device: torch.device) -> Tensor:
 def _padded(x_THD: Tensor, group: _Group) -> Tensor:
     """[n, H, L, D]"""
     if group.rows is None:
-        rows = x_THD[group.start : group.start + group.count * group.length]
+        rows = x_THD[group.start : group.start + group.num_sequences * group.length]
     else:
         rows = _Pad.apply(x_THD, group.rows, group.kept)
-    return rows.view(group.count, group.length, *x_THD.shape[1:]).transpose(1, 2)
+    return rows.view(group.num_sequences, group.length, *x_THD.shape[1:]).transpose(1, 2)
 
 
 def _unpadded(out_nHLD: Tensor, group: _Group) -> Tensor:
@@ -186,7 +186,7 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         full = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
         return full.index_copy_(0, ctx.rows[ctx.kept], grad.index_select(0, ctx.kept)), None, None
 
@@ -201,7 +201,7 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         full = grad.new_zeros(ctx.num_cells, *grad.shape[1:])
         return full.index_copy_(0, ctx.kept, grad), None
 
@@ -216,7 +216,7 @@ class _Select(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
 
 
@@ -267,22 +267,32 @@ def _dispatch(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """transformers' calling convention: [1, H, T, D] in, [1, T, H, D] out."""
-    plan = kwargs.pop(PLAN_KEY, None)
+    plan = cast("AttentionPlan | None", kwargs.pop(PLAN_KEY, None))
     if plan is None or attention_mask is not None:
         raise SettingsError(f"{type(module).__name__} does not hand on the attention plan or builds its own mask")
-    options = _options(module, kwargs)
+    options = _options(module, query, kwargs)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return plan.attend(module.layer_idx, *rows, **options)[None], None
+    return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
 
 
-def _options(module: nn.Module, kwargs: dict[str, object]) -> dict[str, object]:
+class _Options(TypedDict):
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
+
+
+def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> _Options:
     scale = kwargs.pop("scaling", None)
-    options = {
-        "scale": module.head_dim**-0.5 if scale is None else scale,
-        "window": kwargs.pop("sliding_window", None),
-        "softcap": kwargs.pop("softcap", None),
-        "sinks_H": kwargs.pop("s_aux", None),
-    }
+    options = cast(
+        _Options,
+        {
+            "scale": query.shape[-1] ** -0.5 if scale is None else scale,
+            "window": kwargs.pop("sliding_window", None),
+            "softcap": kwargs.pop("softcap", None),
+            "sinks_H": kwargs.pop("s_aux", None),
+        },
+    )
     kwargs.pop("dropout", None)
     unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _UNDERSTOOD)
     if unknown:

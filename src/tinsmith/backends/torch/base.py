@@ -73,7 +73,7 @@ class BaseModel:
             shape.path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
         )
         tokenizer = AutoTokenizer.from_pretrained(shape.path)
-        base = cls(cast(PreTrainedModel, model.to(device)), tokenizer, shape)
+        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape)
         if shape.vocab_size > base.vocab_size:
             raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")
         base.check_servable()

@@ -12,6 +12,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -167,4 +168,4 @@ def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:
 
 def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
     starts = [0, *(np.flatnonzero(np.diff(pass_p)) + 1).tolist(), len(pass_p)]
-    return [(int(pass_p[start]), start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [(int(pass_p[start]), start, stop) for start, stop in pairwise(starts)]
