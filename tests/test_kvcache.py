@@ -296,6 +296,20 @@ def test_when_memory_runs_out_the_youngest_waits_and_everyone_finishes():
     assert shadow.batcher.pool.num_live == 0
 
 
+def test_nobody_overtakes_a_prompt_that_waits_for_memory():
+    shadow = _Shadow(_batcher(10, max_tokens=64))
+    weights = Weights(None, 0)
+    shadow.submit(_request([1] * 20, number=0, max_new=6, weights=weights))
+    shadow.step()
+    shadow.submit(_request([2] * 32, number=1, max_new=2, weights=weights))
+    shadow.submit(_request([3] * 2, number=2, max_new=2, weights=weights))
+    finished = []
+    while any(shadow.live.values()):
+        shadow.step()
+        finished += [order for order in shadow.answers if order not in finished]
+    assert finished == [(0, 0), (1, 0), (2, 0)]
+
+
 def test_least_recently_used_blocks_go_first_and_a_chain_goes_from_its_end():
     pool = BlockPool(max_blocks=4, initial_blocks=4)
     keys = [chain_key(root_key(0), bytes([i])) for i in range(4)]
