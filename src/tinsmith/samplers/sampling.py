@@ -9,9 +9,9 @@ reports its logprob at temperature 1. top-k is applied before top-p, and top-p c
 left.
 
 Randomness is a function of (seed, index of the sample, position in the answer) alone: one uniform number per
-token inverts the row's cumulative distribution. A request thus gives the same tokens in any company; what
-remains is the rounding of the logits, which can differ between batch shapes by about 1e-6 and flips a token
-about as rarely.
+token inverts the row's cumulative distribution. A request thus gives the same tokens in any company, up to the
+rounding of the logits, which differs between batch shapes: by some 1e-5 with a float32 base, which flips a token
+about once in 1e5; by some 1e-2 with a bfloat16 base, which flips one in a hundred or so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 CANDIDATES = 128  # top-p first looks among so many of the likeliest tokens; a full sort costs 20 times as much
 PIECE = 64  # inverting a distribution first picks a piece of so many entries, then an entry
+ALMOST_ONE = 1 - 2.0**-52  # times a total, it is below the total whatever the rounding
 
 
 def uniform(seed: int, index: int, position: int) -> float:
@@ -144,18 +145,18 @@ def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     if num_vocab % PIECE:
         weights_BV = torch.nn.functional.pad(weights_BV, (0, PIECE - num_vocab % PIECE))
     weights_BCS = weights_BV.view(num_rows, -1, PIECE)
-    piece_B, fraction_B = _first_above(weights_BCS.sum(-1).double().cumsum(-1), uniform_B)
-    weights_BS = weights_BCS[torch.arange(num_rows, device=weights_BV.device), piece_B].double()
-    entry_B, _ = _first_above(weights_BS.cumsum(-1), fraction_B)
-    return (piece_B * PIECE + entry_B).clamp(max=num_vocab - 1)
+    pieces_BC = weights_BCS.sum(-1).double()
+    sums_BC = pieces_BC.cumsum(-1)
+    target_B = uniform_B.clamp(max=ALMOST_ONE) * sums_BC[:, -1]
+    piece_B1 = _first_above(sums_BC, target_B)
+    weight_B = pieces_BC.gather(1, piece_B1)[:, 0]
+    fraction_B = (target_B - sums_BC.gather(1, piece_B1)[:, 0] + weight_B) / weight_B
+
+    sums_BS = weights_BCS.gather(1, piece_B1[:, :, None].expand(-1, -1, PIECE))[:, 0].double().cumsum(-1)
+    entry_B1 = _first_above(sums_BS, fraction_B.clamp(0.0, ALMOST_ONE) * sums_BS[:, -1])
+    return (piece_B1 * PIECE + entry_B1)[:, 0].clamp(max=num_vocab - 1)
 
 
-def _first_above(sums_BC: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column whose sum exceeds uniform * total, and where in its own share the number fell."""
-    total_B = sums_BC[:, -1]
-    # nextafter keeps the target below the total, so a column of weight zero at the end is never reached.
-    target_B = torch.minimum(uniform_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    index_B = (sums_BC <= target_B[:, None]).sum(-1).clamp(max=sums_BC.shape[1] - 1)
-    high_B = sums_BC.gather(1, index_B[:, None])[:, 0]
-    low_B = torch.where(index_B > 0, sums_BC.gather(1, (index_B - 1).clamp(min=0)[:, None])[:, 0], 0.0)
-    return index_B, ((target_B - low_B) / (high_B - low_B)).clamp(0.0, 1.0)
+def _first_above(sums_BC: Tensor, target_B: Tensor) -> Tensor:
+    """[B, 1]: the first column whose sum exceeds the target; some column if the sums are NaN."""
+    return (sums_BC <= target_B[:, None]).sum(-1, keepdim=True).clamp(max=sums_BC.shape[1] - 1)
