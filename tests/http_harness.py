@@ -109,11 +109,12 @@ class Harness:
         self.services.waiters.settled([settlement.request_id])
 
     def pending(self) -> list[Pending]:
-        """What the engines would find, of all base models."""
+        """What the engines would find, of all base models: what they are to do, and the refused, which they skip."""
         return [row for shape in SHAPES for row in self.services.futures.incoming(shape.name, 0)]
 
     def kinds(self) -> dict[str, str]:
-        return {row.request_id: row.kind for row in self.pending()}
+        """What the engines would work on: accepted requests and their kinds."""
+        return {row.request_id: row.kind for row in self.pending() if row.state == "pending"}
 
     def stored_body(self, request_id: str) -> bytes:
         return self.services.futures.bodies([request_id])[request_id]

@@ -14,6 +14,7 @@ from tinker.types.try_again_response import TryAgainResponse
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith.errors import EngineFailedError, UserError
+from tinsmith.futures import Outcome, Settlement
 
 
 @pytest.fixture
@@ -77,6 +78,7 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, hold_s=20)
     try:
         request_id = submitted(harness)
+        looks = count_looks(harness)
 
         async def poll_and_settle() -> tuple[httpx.Response, float]:
             transport = httpx.ASGITransport(app=harness.app)
@@ -91,8 +93,11 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
                 harness.services.waiters.wake_all()  # a hint without a settlement changes nothing
                 await asyncio.sleep(0.05)
                 assert not polling.done()
+                assert len(looks) == 2  # at first and after the hint, and not over and over
                 started = time.monotonic()
-                await asyncio.to_thread(harness.services.futures.settle, [_settlement(request_id)], {})
+                await asyncio.to_thread(
+                    harness.services.futures.settle, [Settlement(request_id, body=b'{"done":true}')], {}
+                )
                 harness.services.waiters.settled([request_id])
                 return await polling, time.monotonic() - started
 
@@ -103,10 +108,17 @@ def test_a_settlement_wakes_the_poll_that_waits_for_it(tmp_path: Path) -> None:
         close(harness)
 
 
-def _settlement(request_id: str):
-    from tinsmith.futures import Settlement
+def count_looks(harness: Harness) -> list[str]:
+    """The request_ids that are looked up from now on."""
+    looks: list[str] = []
+    outcome = harness.services.futures.outcome
 
-    return Settlement(request_id, body=b'{"done":true}')
+    def look(tenant_id: str, request_id: str) -> Outcome | None:
+        looks.append(request_id)
+        return outcome(tenant_id, request_id)
+
+    harness.services.futures.outcome = look  # type: ignore[method-assign]
+    return looks
 
 
 @pytest.mark.parametrize("request_id", ["no-such", "a\udcffb".encode("utf-8", "replace").decode()])

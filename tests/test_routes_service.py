@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -242,6 +244,34 @@ def test_a_body_over_the_limit_is_413(harness: Harness, chunked: bool) -> None:
     assert str(MAX_BODY_BYTES) in answer.json()["detail"]
 
 
+@pytest.mark.parametrize(("length", "most_reads"), [(str(MAX_BODY_BYTES + 1), 0), (None, MAX_BODY_BYTES // 1000 + 1)])
+def test_no_more_of_a_body_is_read_than_allowed(harness: Harness, length: str | None, most_reads: int) -> None:
+    reads = 0
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        nonlocal reads
+        reads += 1
+        assert reads < 10_000, "the server reads for ever"
+        return {"type": "http.request", "body": b" " * 1000, "more_body": True}
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    headers = {"host": "x", "x-api-key": ALICE, "content-type": "application/json"}
+    headers |= {"content-length": length} if length else {}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/api/v1/create_session",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }
+    asyncio.run(harness.app(scope, receive, send))  # type: ignore[arg-type]
+    assert sent[0]["status"] == 413
+    assert reads <= most_reads
+
+
 def test_a_nul_in_a_path_is_404(harness: Harness) -> None:
     assert harness.get("sessions/a%00b").status_code == 404
 
@@ -262,3 +292,14 @@ def test_an_unexpected_error_is_a_500_that_tells_nothing(harness: Harness, capsy
     assert len(error_id) == 32
     logged = capsys.readouterr()
     assert error_id in logged.out + logged.err
+
+
+def test_every_route_is_documented_and_nothing_else() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "wire.md").read_text()
+    documented = set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", text, re.MULTILINE))
+    served = {
+        f"{method} {route.path}"  # type: ignore[attr-defined]
+        for route in API.routes
+        for method in route.methods - {"HEAD"}  # type: ignore[attr-defined]
+    }
+    assert documented == served

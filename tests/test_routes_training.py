@@ -412,6 +412,9 @@ def test_a_load_into_a_model_needs_the_same_adapter(harness: Harness) -> None:
     assert harness.kinds() == {f"{model_id}:1": "load_weights"}
     reason = refused(harness, harness.ok("load_weights", body | {"seq_id": 2, "path": wrong}))
     assert "rank=16" in reason and "rank=8" in reason
+    foreign = harness.checkpoint(model_id, name="foreign", base_model="local/other")
+    reason = refused(harness, harness.ok("load_weights", body | {"seq_id": 3, "path": foreign}))
+    assert "'local/other'" in reason and f"{BASE!r}" in reason
 
 
 def test_ids_of_one_key_never_reach_anothers_queue(harness: Harness) -> None:
