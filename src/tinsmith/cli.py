@@ -12,7 +12,7 @@ from rich.table import Table
 
 from tinsmith import __version__
 from tinsmith.errors import SettingsError
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, load
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -56,7 +56,7 @@ def serve(
         "backend": backend,
         "log_level": log_level,
     }
-    _serve(Settings.model_validate({**Settings().model_dump(), **_without_none(given)}))
+    _serve(load(_without_none(given)))
 
 
 @app.command()
@@ -78,7 +78,7 @@ def doctor(model: Model = None, data_dir: DataDir = None) -> None:
     from tinsmith.doctor import examine
 
     given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
-    findings = examine(Settings.model_validate({**Settings().model_dump(), **given}))
+    findings = examine(load(given))
     table = Table("", "what", "finding", box=None, pad_edge=False)
     for finding in findings:
         table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, finding.detail)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -49,7 +50,13 @@ class Chat:
     tokenizer: PreTrainedTokenizerBase
 
     def prompt(self, example: Example) -> list[int]:
-        text = f"<|im_start|>user\n{example.prompt}<|im_end|>\n<|im_start|>assistant\n"
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": example.prompt}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
+        )
+        assert isinstance(text, str)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def answer(self, example: Example) -> list[int]:
@@ -61,6 +68,8 @@ class Chat:
 
 def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
     """Serve, train by SFT and by RL, show what changed. With `stay`, serve on until Ctrl-C."""
+    # A plain SIGTERM would end this process without stopping the server that it started.
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
         if data_dir is None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-demo-")))

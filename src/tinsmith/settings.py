@@ -6,17 +6,21 @@ Unknown keys are refused. Every field's docstring is its documentation (`docs/se
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from tinsmith.errors import SettingsError
+
 MEBIBYTE = 1024 * 1024
+PREFIX = "TINSMITH_"
 
 
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
-        env_prefix="TINSMITH_", frozen=True, extra="forbid", use_attribute_docstrings=True
+        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
     )
 
     host: str = "127.0.0.1"
@@ -77,3 +81,22 @@ class Settings(BaseSettings):
     @property
     def resolved_database_url(self) -> str:
         return self.database_url or f"sqlite:///{self.resolved_data_dir / 'tinsmith.db'}"
+
+
+def load(given: dict[str, object]) -> Settings:
+    """The settings of this process: `given` over the environment over the defaults. Raises SettingsError."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    if unknown:
+        raise SettingsError(f"the environment sets {', '.join(unknown)}, which is no setting; known: {sorted(known)}")
+    try:
+        return Settings.model_validate({**Settings().model_dump(), **given})
+    except ValidationError as error:
+        raise SettingsError(_in_words(error)) from None
+
+
+def _in_words(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc'])} is {problem['input']!r}: {problem['msg']}"
+        for problem in error.errors()
+    )

@@ -1,0 +1,80 @@
+"""The documents keep up with the code: every route, setting, flag and error has its place."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer.main
+from starlette.routing import Mount, Route
+
+from tinsmith.cli import app
+from tinsmith.losses import LOSSES
+from tinsmith.routes import API
+from tinsmith.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+# Every flag of every command. A new one belongs in docs/settings.md, and here on purpose.
+FLAGS = {
+    "serve": {
+        "--model",
+        "-m",
+        "--host",
+        "--port",
+        "--data-dir",
+        "--device",
+        "--dtype",
+        "--backend",
+        "--log-level",
+    },
+    "demo": {"--data-dir", "--stay"},
+    "doctor": {"--model", "-m", "--data-dir"},
+}
+
+
+def test_every_route_is_in_the_wire_reference() -> None:
+    for route in API.routes:
+        assert isinstance(route, Route | Mount)
+        path = re.sub(r"\{(\w+)(:\w+)?\}", r"{\1}", route.path).lstrip("/")
+        assert f"`{path}`" in DOCS["wire.md"] or f"{path}`" in DOCS["wire.md"], f"{path} is not in docs/wire.md"
+
+
+def test_every_setting_is_documented_with_its_own_words() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, f"{name} has no docstring"
+        assert f"`TINSMITH_{name.upper()}`" in DOCS["settings.md"], f"{name} is not in docs/settings.md"
+        assert " ".join(field.description.split()) in " ".join(DOCS["settings.md"].split()), f"{name} has changed"
+
+
+def test_the_flags_of_the_commands_are_the_documented_ones() -> None:
+    command = typer.main.get_command(app)
+    subcommands = command.commands  # type: ignore[attr-defined]
+    found = {
+        name: {flag for param in sub.params for flag in param.opts} - {"--help"} for name, sub in subcommands.items()
+    }
+    assert found == FLAGS
+    for name, flags in FLAGS.items():
+        for flag in flags - {"-m"}:
+            assert f"`{flag}`" in DOCS["settings.md"], f"{flag} of {name} is not in docs/settings.md"
+
+
+def test_every_loss_is_documented() -> None:
+    for name in LOSSES:
+        assert f"`{name}`" in DOCS["losses.md"], f"{name} is not in docs/losses.md"
+
+
+def test_the_readme_names_every_module() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in sorted((ROOT / "src" / "tinsmith").iterdir()):
+        if path.name.startswith("__"):
+            continue
+        name = f"{path.name}/" if path.is_dir() else path.name
+        assert name in readme, f"{name} is not in README.md"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name}: {target}"

@@ -1,0 +1,33 @@
+"""Settings: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.errors import SettingsError
+from tinsmith.settings import load
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load({}).port == 8000
+    monkeypatch.setenv("TINSMITH_PORT", "9000")
+    assert load({}).port == 9000
+    assert load({"port": 9001}).port == 9001
+
+
+def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_PROT", "9000")
+    with pytest.raises(SettingsError, match="TINSMITH_PROT"):
+        load({})
+
+
+@pytest.mark.parametrize(("name", "value"), [("port", 70000), ("hold_s", 31), ("max_body_bytes", 0), ("colour", 1)])
+def test_a_bad_value_is_refused_with_its_name(name: str, value: object) -> None:
+    with pytest.raises(SettingsError, match=name):
+        load({name: value})
+
+
+def test_settings_cannot_change() -> None:
+    settings = load({})
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1  # type: ignore[misc]
