@@ -80,6 +80,13 @@ def test_a_stop_far_behind_a_long_answer_is_still_found_and_no_window_grows():
     assert longest <= 24
 
 
+def test_a_split_character_is_found_wherever_the_window_is_cut():
+    for offset in range(60):
+        for text in ("\u4f60", "\U0001f600"):
+            tokens = _encode("x" * offset + text + "x" * 40)
+            assert _rule_hit(_byte_decode, tokens, (text,)) == offset + len(text.encode())
+
+
 def test_text_on_both_sides_of_undecodable_bytes_does_not_join_up():
     broken = [token for token in range(256) if _byte_decode([token]) == "\ufffd"][:1] * 40
     assert _rule_hit(_byte_decode, [*_encode("ab"), *broken, *_encode("cd")], ("abcd",)) is None
