@@ -1,3 +1,4 @@
+import copy
 import functools
 import json
 import random
@@ -9,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinker_cookbook.renderers import get_renderer
-from tinker_cookbook.renderers.base import Message
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tinsmith import nano
@@ -18,11 +17,22 @@ from tinsmith.nano import corpus, evaluate, tasks, tokenizer, train
 from tinsmith.nano.batches import Shape, make_batch
 
 CONVERSATION = [
-    Message(role="user", content="What is 4 + 5?"),
-    Message(role="assistant", content="9"),
-    Message(role="user", content="Say banana in pig latin."),
+    {"role": "user", "content": "What is 4 + 5?"},
+    {"role": "assistant", "content": "9"},
+    {"role": "user", "content": "Say banana in pig latin."},
 ]
-ANSWER = Message(role="assistant", content="anana-bay")
+ANSWER = {"role": "assistant", "content": "anana-bay"}
+# What the cookbook's `qwen3` renderer writes for the two, and its `role_colon`.
+CHATML = (
+    "<|im_start|>user\nWhat is 4 + 5?<|im_end|>\n<|im_start|>assistant\n9<|im_end|>\n"
+    "<|im_start|>user\nSay banana in pig latin.<|im_end|>\n<|im_start|>assistant\n"
+)
+CHATML_ANSWER = "<think>\n\n</think>\n\nanana-bay<|im_end|>"
+ROLE_COLON = "User: What is 4 + 5?\n\nAssistant: 9\n\nUser: Say banana in pig latin.\n\nAssistant: anana-bay\n\nUser:"
+TURNS = [
+    tasks.Example("add", "4 + 5", "What is 4 + 5?", "9", "9"),
+    tasks.Example("pig_latin", "banana", "Say banana in pig latin.", "anana-bay", "anana-bay"),
+]
 
 
 @functools.cache
@@ -53,8 +63,9 @@ def test_markup_is_single_tokens_in_text_and_in_message_content() -> None:
     loaded = load_tokenizer()
     for token in (*tokenizer.CONTROL_TOKENS, *tokenizer.MARKUP_TOKENS):
         assert len(loaded.encode(token)) == 1
-    # Message content is encoded with special tokens taken literally.
-    content = get_renderer("qwen3", loaded)._content_tokenizer
+    # The cookbook encodes message content with special tokens taken literally.
+    content = copy.deepcopy(loaded.backend_tokenizer)
+    content.encode_special_tokens = True
     assert len(content.encode("<think></think>").ids) == 2
     assert len(content.encode("<|im_end|>").ids) > 1
 
@@ -79,46 +90,61 @@ def test_any_text_comes_back_from_its_tokens(text: str) -> None:
     assert loaded.decode(loaded.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    ("renderer", "thinking"), [("qwen3", True), ("qwen3_disable_thinking", False)]
-)
-def test_the_chat_template_is_the_cookbooks_renderer(renderer: str, thinking: bool) -> None:
+def test_the_chat_template_writes_qwen3s_format() -> None:
     loaded = load_tokenizer()
-    built = get_renderer(renderer, loaded).build_generation_prompt(CONVERSATION)
+    prompt = loaded.apply_chat_template(CONVERSATION, add_generation_prompt=True, tokenize=False)
+    assert prompt == CHATML
+    whole = loaded.apply_chat_template([*CONVERSATION, ANSWER], tokenize=False)
+    # The template closes every turn with a newline, the renderer opens the next with it.
+    assert whole == CHATML + CHATML_ANSWER + "\n"
+
+
+def test_the_corpus_writes_the_renderers_formats() -> None:
+    def text(segments: list[corpus.Segment]) -> str:
+        return "".join(text for text, _ in segments)
+
+    assert text(corpus.chatml(TURNS)) == CHATML + CHATML_ANSWER
+    assert text(corpus.chatml(TURNS, prompt_only=True)) == CHATML + corpus.NO_THINKING
+    assert text(corpus.chatml(TURNS, think=False, prompt_only=True)) == CHATML
+    assert text(corpus.role_colon(TURNS)) == ROLE_COLON
+    assert text(corpus.role_colon(TURNS, prompt_only=True)) == ROLE_COLON.partition(" anana")[0]
+
+
+@pytest.mark.parametrize(("renderer", "thinking"), [("qwen3", True), ("qwen3_disable_thinking", False)])
+def test_the_chat_template_has_the_cookbook_renderers_tokens(renderer: str, thinking: bool) -> None:
+    renderers = pytest.importorskip("tinker_cookbook.renderers")
+    loaded = load_tokenizer()
+    cookbook = renderers.get_renderer(renderer, loaded)
     templated = loaded.apply_chat_template(
         CONVERSATION, add_generation_prompt=True, enable_thinking=thinking, return_dict=False
     )
-    assert built.to_ints() == templated
-    example, _ = get_renderer(renderer, loaded).build_supervised_example([*CONVERSATION, ANSWER])
+    assert cookbook.build_generation_prompt(CONVERSATION).to_ints() == templated
+    example, _ = cookbook.build_supervised_example([*CONVERSATION, ANSWER])
     templated = loaded.apply_chat_template([*CONVERSATION, ANSWER], return_dict=False)
-    # The template closes every turn with a newline, the renderer opens the next with it.
     assert example.to_ints() + loaded.encode("\n") == templated
 
 
 @pytest.mark.parametrize(
-    ("renderer", "form"),
+    ("renderer", "segments"),
     [
-        ("qwen3", corpus.chatml),
-        ("qwen3_instruct", functools.partial(corpus.chatml, think=False)),
-        ("role_colon", corpus.role_colon),
+        ("qwen3", corpus.chatml(TURNS)),
+        ("qwen3_disable_thinking", corpus.chatml(TURNS)),
+        ("qwen3_instruct", corpus.chatml(TURNS, think=False)),
+        ("role_colon", corpus.role_colon(TURNS)),
     ],
 )
-def test_the_corpus_has_the_renderers_tokens(renderer: str, form: functools.partial) -> None:
+def test_the_corpus_has_the_cookbook_renderers_tokens(renderer: str, segments: list[corpus.Segment]) -> None:
+    renderers = pytest.importorskip("tinker_cookbook.renderers")
     loaded = load_tokenizer()
-    turns = [
-        tasks.Example("add", "4 + 5", CONVERSATION[0]["content"], "9", "9"),
-        tasks.Example("pig_latin", "banana", CONVERSATION[2]["content"], "?", ANSWER["content"]),
-    ]
-    tokens = [token for text, _ in form(turns) for token in loaded.encode(text)]
-    built, _ = get_renderer(renderer, loaded).build_supervised_example([*CONVERSATION, ANSWER])
+    tokens = [token for text, _ in segments for token in loaded.encode(text)]
+    built, _ = renderers.get_renderer(renderer, loaded).build_supervised_example([*CONVERSATION, ANSWER])
     assert tokens == built.to_ints()
 
 
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_a_task_is_decided_by_its_seed(task: str) -> None:
     first, second = (
-        [tasks.draw(task, rng, "train") for _ in range(20)]
-        for rng in (random.Random(7), random.Random(7))
+        [tasks.draw(task, rng, "train") for _ in range(20)] for rng in (random.Random(7), random.Random(7))
     )
     assert first == second
 
@@ -132,7 +158,7 @@ def test_heldout_examples_are_not_in_the_training_split(task: str) -> None:
 
 
 def test_pig_latin_moves_the_first_consonants() -> None:
-    assert tasks.pig_latin("banana split") == "anana-bay plit-say"
+    assert tasks.pig_latin("banana split") == "anana-bay it-splay"
     assert tasks.pig_latin("yellow apple style") == "ellow-yay apple-way yle-stay"
 
 
@@ -169,17 +195,15 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
 
 def test_a_saved_model_is_a_complete_directory(tmp_path: Path) -> None:
     train.save(*train.train(tiny_recipe()), tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {
-        file.name for file in nano.path().iterdir()
-    }
+    assert {file.name for file in tmp_path.iterdir()} == {file.name for file in nano.path().iterdir()}
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["dtype"] == "float32"
     evaluate.load(tmp_path)
 
 
-# Floors are about 15 points (three standard errors of 60 examples) below what
+# Floors are some 15 points (three standard errors of 60 examples) below what
 # docs/nano.md measures: they catch a broken file or format, not a small regression.
-@pytest.mark.parametrize(("task", "floor"), [("copy", 0.8), ("add", 0.3), ("pig_latin", 0.1)])
+@pytest.mark.parametrize(("task", "floor"), [("copy", 0.85), ("add", 0.85), ("pig_latin", 0.45)])
 def test_nano_answers_heldout_examples(task: str, floor: float) -> None:
     model, loaded = evaluate.load(nano.path())
     examples = evaluate.heldout(task, 60, seed=1)

@@ -27,9 +27,7 @@ _SYSTEM_SHARE = 0.05
 _COMPLETION_SHARE = 0.2
 
 
-def chatml(
-    turns: list[Example], *, think: bool = True, system: str = "", prompt_only: bool = False
-) -> list[Segment]:
+def chatml(turns: list[Example], *, think: bool = True, system: str = "", prompt_only: bool = False) -> list[Segment]:
     """`turns` end with the one being asked; the ones before are history.
 
     With `prompt_only` the document stops where `qwen3_disable_thinking` starts to sample

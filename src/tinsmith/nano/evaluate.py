@@ -74,9 +74,7 @@ def answers(
         pad = tokenizer.convert_tokens_to_ids("<|endoftext|>")
         generated = model.generate(
             input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
-            attention_mask=torch.tensor(
-                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-            ),
+            attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
             do_sample=sample,
             temperature=1.0 if sample else None,
             top_k=0 if sample else None,

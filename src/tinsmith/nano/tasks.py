@@ -48,7 +48,7 @@ class Example:
 
 
 def pig_latin(phrase: str) -> str:
-    """Each word with its first consonants moved behind a hyphen: `anana-bay plit-say`."""
+    """Each word with its first consonants moved behind a hyphen: `anana-bay it-splay`."""
     return " ".join(_pig_latin_word(word) for word in phrase.split())
 
 

@@ -61,9 +61,7 @@ def build_model(recipe: Recipe, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
 
 def loss_of(model: Qwen3ForCausalLM, batch: Batch, autocast: bool) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        logits_BTV = model(
-            input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False
-        ).logits
+        logits_BTV = model(input_ids=batch.tokens_BT, position_ids=batch.positions_BT, use_cache=False).logits
     weights = batch.weights_BT[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(
         logits_BTV[:, :-1].float().flatten(0, 1),

@@ -87,8 +87,7 @@ def invent(rng: random.Random) -> str:
     """A pronounceable word of one to three syllables, 2 to 9 letters."""
     while True:
         syllables = [
-            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS)
-            for _ in range(rng.choice((1, 2, 2, 3)))
+            rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(rng.choice((1, 2, 2, 3)))
         ]
         if rng.random() < 0.15:
             syllables[0] = syllables[0].lstrip("bcdfghjklmnpqrstvwxyz")
