@@ -13,6 +13,7 @@ from torch import Tensor
 import tiny_models
 from float64_reference import Reference, loss
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.errors import NonFiniteGradientError, SettingsError, UserError
 from tinsmith.losses import LOSSES, dense
@@ -479,3 +480,29 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path) -> None:
     tiny_models.tokenizer().save_pretrained(tmp_path)
     with pytest.raises(SettingsError):
         TorchBackend(ModelShape("mamba", str(tmp_path), 300, 128, "MambaForCausalLM"), device="cpu")
+
+
+def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, calls = np.random.default_rng(18), []
+    attend = PackedCausal.attend
+
+    def spy(self: PackedCausal, layer: int, *rest: Tensor, **options: object) -> Tensor:
+        calls.append(layer)
+        return attend(self, layer, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackedCausal, "attend", spy)
+    data = [[sft(rng, n) for n in (20, 9)] for _ in range(2)]
+    gradients = []
+    for mode in ("off", "on", "auto"):
+        backend = TorchBackend(shape, device="cpu", recompute=mode)
+        for name in ("a", "b"):
+            backend.create_model(name, LoraSpec(4, seed=0))
+            warm(backend, name, ord(name))
+        calls.clear()
+        run(backend, fb("a", data[0]), fb("b", data[1]))
+        assert len(calls) == (4 if mode == "on" else 2)
+        gradients.append([g for n in "ab" if (g := backend._models[n].gradient_P) is not None])
+    for other in gradients[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(gradients[0], other, strict=True))
+    with pytest.raises(SettingsError, match="recompute is 'maybe'"):
+        TorchBackend(shape, device="cpu", recompute="maybe")

@@ -95,6 +95,10 @@ class PackedCausal:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
             if softcap is None and sinks_H is None:
                 mask_LL = self._window_mask(group.length, window, q_THD.device)
+                if mask_LL is not None:
+                    # With a mask, CUDA's fused kernels want as many key heads as query heads.
+                    repeat = q_nHLD.shape[1] // k_nGLD.shape[1]
+                    k_nGLD, v_nGLD = (x.repeat_interleave(repeat, 1) for x in (k_nGLD, v_nGLD))
                 out_nHLD = nn.functional.scaled_dot_product_attention(
                     q_nHLD, k_nGLD, v_nGLD, mask_LL, is_causal=mask_LL is None, scale=scale,
                     enable_gqa=q_nHLD.shape[1] != k_nGLD.shape[1],

@@ -28,6 +28,7 @@ from transformers import (
 
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
+from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
 
@@ -40,7 +41,9 @@ routing.
 class BaseModel:
     """Use `load`. `targets` maps a module's path to the linear that stands there."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, shape: ModelShape, recompute: str = "auto"
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.shape = shape
@@ -49,6 +52,8 @@ class BaseModel:
         self._switchboard = Switchboard()
         self._decoder = model.get_decoder()
         self.targets = _swap_linears(model, self._decoder, self._switchboard)
+        self.recompute = Recompute(recompute, self._switchboard)
+        self.recompute.wrap(self._decoder)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
@@ -60,7 +65,9 @@ class BaseModel:
         _refuse_shared_rope(text_config)
 
     @classmethod
-    def load(cls, shape: ModelShape, *, device: str = "auto", dtype: str = "auto") -> BaseModel:
+    def load(
+        cls, shape: ModelShape, *, device: str = "auto", dtype: str = "auto", recompute: str = "auto"
+    ) -> BaseModel:
         """Raises SettingsError if the model cannot be served exactly."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -73,7 +80,7 @@ class BaseModel:
             shape.path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
         )
         tokenizer = AutoTokenizer.from_pretrained(shape.path)
-        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape)
+        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute)
         if shape.vocab_size > base.vocab_size:
             raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")
         base.check_servable()

@@ -105,6 +105,7 @@ class Trainer:
         tokens_T = torch.from_numpy(batch.tokens_T).to(device)
         positions_T = torch.from_numpy(batch.positions_T).to(device)
         plan = PackedCausal(batch.lengths, device)
+        self._base.recompute.decide(len(tokens_T), device)
         with torch.set_grad_enabled(train):
             hidden_TD = self._base.hidden(tokens_T, positions_T, plan, batch.routing)
         if not train:

@@ -1,0 +1,79 @@
+"""Activations that are computed again in backward instead of being kept, when keeping them would not fit.
+
+A decoder layer keeps only its input and runs once more when its gradient is due: a third more compute for a small
+part of the memory. `RECOMPUTE_SHARE` of the memory that is free decides, micro-batch by micro-batch, unless the
+owner has chosen. The layer that runs again must meet the routing of its first run, which is why this is not
+transformers' own switch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.errors import SettingsError
+
+RECOMPUTE_SHARE = 0.4
+
+KEPT_PER_LINEAR = 2.0
+"""Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and
+Gemma2), the rest is for what backward needs while it runs. Fused experts are not counted.
+"""
+
+
+class Recompute:
+    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load."""
+
+    def __init__(self, mode: str, switchboard: Switchboard) -> None:
+        if mode not in ("auto", "on", "off"):
+            raise SettingsError(f"backend option recompute is {mode!r}; choose 'auto', 'on' or 'off'")
+        self._mode = mode
+        self._switchboard = switchboard
+        self._active = False
+        self._bytes_per_token = 0.0
+
+    def wrap(self, decoder: nn.Module) -> None:
+        for layer in decoder.modules():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = self._recomputing(layer.forward)
+        linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
+        self._bytes_per_token = KEPT_PER_LINEAR * sum(
+            (linear.in_features + linear.out_features) * linear.weight.element_size() for linear in linears
+        )
+
+    def decide(self, num_tokens: int, device: torch.device) -> None:
+        """Choose for the next forward."""
+        needed = num_tokens * self._bytes_per_token
+        self._active = self._mode == "on" or (self._mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+
+    def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*args: object, **kwargs: object) -> Tensor:
+            if not (self._active and torch.is_grad_enabled()):
+                return forward(*args, **kwargs)
+            routing = self._switchboard.routing
+
+            def again(*args: object, **kwargs: object) -> Tensor:
+                before, self._switchboard.routing = self._switchboard.routing, routing
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self._switchboard.routing = before
+
+            # The base draws nothing at random, so there is no generator state to keep.
+            return checkpoint(partial(again, **kwargs), *args, use_reentrant=False, preserve_rng_state=False)
+
+        return run
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
