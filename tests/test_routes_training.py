@@ -233,6 +233,13 @@ def test_an_unknown_model_is_404_for_every_operation(harness: Harness) -> None:
     assert harness.pending() == []
 
 
+@pytest.mark.parametrize("model_id", ["x" * 50_000, "a\x00b", ""])
+def test_an_id_that_cannot_be_is_404_in_few_words(harness: Harness, model_id: str) -> None:
+    answer = send_pass(harness, pass_bytes(model_id, 1))
+    assert answer.status_code == 404
+    assert len(answer.json()["detail"]) < 200
+
+
 def test_another_tenants_model_is_unknown(harness: Harness) -> None:
     model_id = harness.model()
     answers = [

@@ -386,6 +386,24 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         fields.read_object(body)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"x" * MIB: 1},
+        {"num_samples": "x" * MIB},
+        {"num_samples": [[0] * MIB]},
+        {"num_samples": {"a": {"b": ["x" * MIB] * 9}}},
+        {"sampling_params": {"stop": [0.5] * MIB}},
+        {"num_samples": "\u00e4\n\u4e00"},
+    ],
+)
+def test_a_message_repeats_little_of_what_was_sent(change: dict[str, object]) -> None:
+    with pytest.raises(UserError) as refusal:
+        sampling.read_sample(sample_body(**change), "r", None)
+    assert len(str(refusal.value)) < 500
+    assert str(refusal.value).isascii() and "\n" not in str(refusal.value)
+
+
 def test_an_optim_step_of_the_sdk_keeps_every_parameter() -> None:
     params = AdamParams(learning_rate=1e-3, beta1=0.5, beta2=0.6, eps=1e-8, weight_decay=0.1, grad_clip_norm=2.0)
     request = OptimStepRequest(optim_params=params, model_id="m", seq_id=1)

@@ -28,6 +28,6 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
         # Any key opens such a server, so no web page may reach it by pointing its own name at this machine.
         hosts = ["127.0.0.1", "localhost", "[::1]", services.settings.host]
         middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
-    app = Starlette(routes=[API], middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
+    app = Starlette(routes=API, middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
     app.state.services = services
     return app

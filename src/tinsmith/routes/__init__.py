@@ -6,7 +6,7 @@ share, `submission` is how a request becomes a future, `problems` is how an erro
 
 from __future__ import annotations
 
-from starlette.routing import Mount
+from starlette.routing import Route
 
 from tinsmith.routes import (
     checkpoints,
@@ -20,18 +20,12 @@ from tinsmith.routes import (
     weights,
 )
 
-# Routes are matched in order: those that a client calls all the time come first.
-API = Mount(
-    "/api/v1",
-    routes=[
-        *futures.ROUTES,
-        *sampling.ROUTES,
-        *training.ROUTES,
-        *weights.ROUTES,
-        *sessions.ROUTES,
-        *models.ROUTES,
-        *checkpoints.ROUTES,
-        *service.ROUTES,
-        *unsupported.ROUTES,
-    ],
-)
+PREFIX = "/api/v1"
+
+# Routes are matched in order, so those that a client calls all the time come first. A flat list, since a Mount would
+# have every request matched twice.
+API = [
+    Route(PREFIX + route.path, route.endpoint, methods=route.methods)
+    for noun in (futures, sampling, training, weights, sessions, models, checkpoints, service, unsupported)
+    for route in noun.ROUTES
+]

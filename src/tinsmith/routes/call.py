@@ -101,7 +101,7 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
 
 def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
-    if "\x00" in request.url.path:
+    if "\x00" in request.scope["path"]:
         raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
     return services, services.tenants.authenticate(request.headers.get("x-api-key"))
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinsmith.admission import check_seq_id
-from tinsmith.errors import GoneError, UserError
+from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject
-from tinsmith.wire.fields import Fields
+from tinsmith.wire.fields import Fields, show
+
+MAX_ID_LENGTH = 128
 
 Judge = Callable[[Model, str], int]
 """Checks a request for (model, request_id); answers its tokens, or raises UserError."""
@@ -60,6 +62,8 @@ def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields]
 
 def owned_model(call: Call, model_id: str) -> Model:
     """The tenant's own model in a session that has not ended."""
+    if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # from protobuf it comes unbounded
+        raise NotFoundError(f"model_id {show(model_id)} is unknown")
     model = call.services.models.get(call.tenant_id, model_id)
     call.services.sessions.require_active(call.tenant_id, model.session_id)
     return model

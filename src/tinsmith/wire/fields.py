@@ -7,6 +7,7 @@ out what is None). JSON's true is never taken for a 1.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,8 +25,10 @@ SHOWN = 80  # characters of an offending value that a message repeats
 
 
 def show(value: object) -> str:
-    """A value as a message quotes it: short, on one line, ASCII."""
-    text = ascii(value)
+    """A value as a message quotes it: short, on one line, ASCII. Never formats more of it than it shows."""
+    # One character more than is shown, so that it is shown as cut.
+    text = ascii(value[: SHOWN + 1]) if isinstance(value, str) else reprlib.repr(value)
+    text = text.encode("ascii", "backslashreplace").decode()
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
@@ -37,7 +40,7 @@ class Fields:
     where: str = ""
 
     def path(self, name: str) -> str:
-        return self.where + name
+        return self.where + (name if len(name) <= SHOWN else show(name))
 
     def has(self, name: str) -> bool:
         return self.values.get(name) is not None
