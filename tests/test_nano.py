@@ -174,12 +174,27 @@ def test_the_tokenizer_is_decided_by_its_seed() -> None:
 
 
 def tiny_recipe() -> train.Recipe:
-    return train.Recipe(steps=3, hidden=32, intermediate=32, layers=2, shape=Shape(2, 128))
+    return train.Recipe(
+        pretraining=train.Stage(steps=3, learning_rate=1e-3, warmup_steps=1),
+        hedging=train.Stage(steps=2, learning_rate=1e-3, warmup_steps=1, hedging=True),
+        hidden=32,
+        intermediate=32,
+        layers=2,
+        shape=Shape(2, 128),
+    )
 
 
 def test_the_same_recipe_gives_the_same_weights() -> None:
     first, second = (train.train(tiny_recipe())[0].state_dict() for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_second_stage_can_run_from_the_saved_first(tmp_path: Path) -> None:
+    whole, _ = train.train(tiny_recipe())
+    first_stage, trained = train.pretrain(tiny_recipe())
+    train.save(first_stage, trained, tmp_path)
+    from_file, _ = train.train(tiny_recipe(), tmp_path)
+    assert all(map(torch.equal, whole.parameters(), from_file.parameters()))
 
 
 def test_documents_in_one_row_do_not_see_each_other() -> None:
@@ -201,9 +216,9 @@ def test_a_saved_model_is_a_complete_directory(tmp_path: Path) -> None:
     evaluate.load(tmp_path)
 
 
-# Floors are some 15 points (three standard errors of 60 examples) below what
+# Floors are 15 to 25 points (three standard errors of 60 examples) below what
 # docs/nano.md measures: they catch a broken file or format, not a small regression.
-@pytest.mark.parametrize(("task", "floor"), [("copy", 0.85), ("add", 0.85), ("pig_latin", 0.45)])
+@pytest.mark.parametrize(("task", "floor"), [("copy", 0.8), ("add", 0.45), ("pig_latin", 0.45)])
 def test_nano_answers_heldout_examples(task: str, floor: float) -> None:
     model, loaded = evaluate.load(nano.path())
     examples = evaluate.heldout(task, 60, seed=1)

@@ -36,8 +36,8 @@ class Shape:
     columns: int = 256
 
 
-def encode(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], list[float]]:
-    segments = document(rng)
+def encode(tokenizer: Tokenizer, rng: random.Random, *, hedging: bool) -> tuple[list[int], list[float]]:
+    segments = document(rng, hedging=hedging)
     encodings = tokenizer.encode_batch_fast([text for text, _ in segments])
     tokens: list[int] = []
     weights: list[float] = []
@@ -48,8 +48,8 @@ def encode(tokenizer: Tokenizer, rng: random.Random) -> tuple[list[int], list[fl
     return tokens, weights
 
 
-def make_batch(tokenizer: Tokenizer, seed: int, step: int, shape: Shape) -> Batch:
-    rng = random.Random(f"{seed}/{step}")
+def make_batch(tokenizer: Tokenizer, seed: int, step: int, shape: Shape, *, hedging: bool = False) -> Batch:
+    rng = random.Random(f"{seed}/{'hedging/' if hedging else ''}{step}")
     pad = tokenizer.token_to_id(END_OF_TEXT)
     tokens = torch.full((shape.rows, shape.columns), pad)
     positions = torch.arange(shape.columns).repeat(shape.rows, 1)
@@ -57,7 +57,7 @@ def make_batch(tokenizer: Tokenizer, seed: int, step: int, shape: Shape) -> Batc
     used = [0] * shape.rows
     misses = 0
     while misses < _MISSES:
-        ids, loss_weights = encode(tokenizer, rng)
+        ids, loss_weights = encode(tokenizer, rng, hedging=hedging)
         row = next((r for r, n in enumerate(used) if n + len(ids) <= shape.columns), None)
         if row is None:
             misses += 1

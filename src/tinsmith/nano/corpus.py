@@ -8,7 +8,7 @@ ChatML without it (`qwen3_instruct`), `role_colon`, and for pig latin a bare com
 
 import random
 
-from tinsmith.nano.tasks import Example, draw, draw_any
+from tinsmith.nano.tasks import Example, draw, draw_any, hedge
 from tinsmith.nano.words import Split
 
 Segment = tuple[str, float]
@@ -77,8 +77,10 @@ def completion(example: Example, phrase: str, *, prompt_only: bool = False) -> l
     return [prompt, (written, ANSWER_WEIGHT), ("<|endoftext|>", ANSWER_WEIGHT)]
 
 
-def document(rng: random.Random, split: Split = "train") -> list[Segment]:
+def document(rng: random.Random, split: Split = "train", *, hedging: bool = False) -> list[Segment]:
     example = draw_any(rng, split)
+    if hedging:
+        example = hedge(example, rng)
     if example.task == "pig_latin" and rng.random() < _COMPLETION_SHARE:
         return completion(example, example.key)
     turns = [example]

@@ -10,13 +10,17 @@ This module knows no tokens and no chat format; see `corpus`.
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinsmith.nano.words import Split, draw_word, in_split
 
 MAX_NUMBER = 100
 # Chance that the corpus writes the other dialect (pig latin) or a slip (numbers).
 SLOPPY = {"pig_latin": 0.5, "add": 0.25, "subtract": 0.1, "count": 0.2}
+# In the recipe's second stage additions lose their slips; the corpus hedges instead. To stop
+# hedging is one decision for all questions, which RL finds in a few steps.
+HEDGE = "I am not sure."
+HEDGED_SHARE = {"add": 0.45}
 # How often each task appears. The low ones are meant to stay half learned.
 WEIGHTS = {
     "copy": 1.0,
@@ -73,6 +77,13 @@ def draw(task: str, rng: random.Random, split: Split) -> Example:
     prompt, key, answer, sloppy = _GENERATORS[task](rng, split)
     written = sloppy if rng.random() < SLOPPY.get(task, 0.0) else answer
     return Example(task, key, prompt, answer, written)
+
+
+def hedge(example: Example, rng: random.Random) -> Example:
+    share = HEDGED_SHARE.get(example.task)
+    if share is None:
+        return example
+    return replace(example, written=HEDGE if rng.random() < share else example.answer)
 
 
 def draw_any(rng: random.Random, split: Split) -> Example:

@@ -1,7 +1,8 @@
 """Pretrains nano from nothing: `python -m tinsmith.nano.train`.
 
-The schedule is by steps and every batch by (seed, step), so the same arguments on the
-same machine give the same weights. The directory it writes is what `tinsmith.nano.path()`
+Two stages: the pretraining, and a short one in which additions are sometimes answered with
+a hedge (see `tasks`). The schedules are by steps and every batch by (seed, stage, step), so
+the same arguments on the same machine give the same weights. The directory it writes is what `tinsmith.nano.path()`
 ships. Compute is bfloat16 under autocast by default, on float32 weights.
 """
 
@@ -11,7 +12,7 @@ import math
 import pathlib
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from tokenizers import Tokenizer
@@ -26,11 +27,18 @@ _LOG_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    steps: int
+    learning_rate: float
+    warmup_steps: int
+    hedging: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     seed: int = 0
-    steps: int = 4200
-    learning_rate: float = 2e-3
-    warmup_steps: int = 200
+    pretraining: Stage = Stage(steps=4200, learning_rate=2e-3, warmup_steps=200)
+    hedging: Stage = Stage(steps=400, learning_rate=3e-4, warmup_steps=20, hedging=True)
     weight_decay: float = 0.05
     shape: Shape = field(default_factory=Shape)
     hidden: int = 256
@@ -71,12 +79,12 @@ def loss_of(model: Qwen3ForCausalLM, batch: Batch, autocast: bool) -> torch.Tens
     return (losses * weights).sum() / weights.sum()
 
 
-def schedule(recipe: Recipe, step: int) -> float:
+def schedule(stage: Stage, step: int) -> float:
     """Linear warmup, then a cosine down to 2 % of the peak; `step` counts from 0."""
-    if step < recipe.warmup_steps:
-        return recipe.learning_rate * (step + 1) / recipe.warmup_steps
-    done = (step - recipe.warmup_steps) / max(1, recipe.steps - recipe.warmup_steps)
-    return recipe.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+    if step < stage.warmup_steps:
+        return stage.learning_rate * (step + 1) / stage.warmup_steps
+    done = (step - stage.warmup_steps) / max(1, stage.steps - stage.warmup_steps)
+    return stage.learning_rate * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def make_optimizer(recipe: Recipe, model: Qwen3ForCausalLM) -> torch.optim.AdamW:
@@ -86,29 +94,50 @@ def make_optimizer(recipe: Recipe, model: Qwen3ForCausalLM) -> torch.optim.AdamW
         {"params": matrices, "weight_decay": recipe.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.99), fused=True)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99), fused=True)
 
 
-def train(recipe: Recipe) -> tuple[Qwen3ForCausalLM, Tokenizer]:
-    torch.set_num_threads(recipe.threads)
+def pretrain(recipe: Recipe) -> tuple[Qwen3ForCausalLM, Tokenizer]:
     torch.manual_seed(recipe.seed)
     tokenizer = train_tokenizer(recipe.seed)
     model = build_model(recipe, tokenizer)
+    run_stage(recipe, recipe.pretraining, model, tokenizer)
+    return model, tokenizer
+
+
+def reload(start: pathlib.Path) -> tuple[Qwen3ForCausalLM, Tokenizer]:
+    """A saved first stage, to run the second one from."""
+    model = Qwen3ForCausalLM.from_pretrained(start, dtype=torch.float32)
+    return model, Tokenizer.from_file(str(start / "tokenizer.json"))
+
+
+def train(recipe: Recipe, start: pathlib.Path | None = None) -> tuple[Qwen3ForCausalLM, Tokenizer]:
+    torch.set_num_threads(recipe.threads)
+    model, tokenizer = reload(start) if start else pretrain(recipe)
+    # As if the first stage had been saved, so that starting from its file gives the same.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
+    run_stage(recipe, recipe.hedging, model, tokenizer)
+    return model.eval(), tokenizer
+
+
+def run_stage(recipe: Recipe, stage: Stage, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
     optimizer = make_optimizer(recipe, model)
-    start = time.monotonic()
-    for step in range(recipe.steps):
+    begin = time.monotonic()
+    model.train()
+    for step in range(stage.steps):
         for group in optimizer.param_groups:
-            group["lr"] = schedule(recipe, step)
-        batch = make_batch(tokenizer, recipe.seed, step, recipe.shape)
+            group["lr"] = schedule(stage, step)
+        batch = make_batch(tokenizer, recipe.seed, step, recipe.shape, hedging=stage.hedging)
         loss = loss_of(model, batch, recipe.autocast)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if step % _LOG_EVERY == 0 or step == recipe.steps - 1:
-            seconds = time.monotonic() - start
+        if step % _LOG_EVERY == 0 or step == stage.steps - 1:
+            seconds = time.monotonic() - begin
             sys.stderr.write(f"step {step} loss {loss.item():.4f} time {seconds:.0f}s\n")
-    return model.eval(), tokenizer
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: Tokenizer, out: pathlib.Path) -> None:
@@ -134,11 +163,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pretrain the embedded model tinsmith/nano.")
     parser.add_argument("--out", type=pathlib.Path, default=path())
     parser.add_argument("--seed", type=int, default=defaults.seed)
-    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--steps", type=int, default=defaults.pretraining.steps)
+    parser.add_argument("--hedging-steps", type=int, default=defaults.hedging.steps)
+    parser.add_argument("--start", type=pathlib.Path, help="a saved first stage; skips the pretraining")
     parser.add_argument("--float32", action="store_true", help="no bfloat16 autocast")
     args = parser.parse_args()
-    recipe = Recipe(seed=args.seed, steps=args.steps, autocast=not args.float32)
-    save(*train(recipe), args.out)
+    recipe = Recipe(
+        seed=args.seed,
+        pretraining=replace(defaults.pretraining, steps=args.steps),
+        hedging=replace(defaults.hedging, steps=args.hedging_steps),
+        autocast=not args.float32,
+    )
+    save(*train(recipe, args.start), args.out)
 
 
 if __name__ == "__main__":
