@@ -172,11 +172,14 @@ class Database:
         self.url = url
         self._write_lock = threading.Lock()
         if url.startswith("sqlite"):
-            self.engine: Engine = sa.create_engine(url, connect_args={"timeout": 30.0, "check_same_thread": False})
+            # hide_parameters: an error's text must not carry request bodies into the log.
+            self.engine: Engine = sa.create_engine(
+                url, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True
+            )
             event.listen(self.engine, "connect", _configure_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
         else:
-            self.engine = sa.create_engine(url, pool_pre_ping=True)
+            self.engine = sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:

@@ -84,6 +84,7 @@ class Server:
             loop="uvloop",
             log_level="warning",
             access_log=False,
+            proxy_headers=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         server = _PatientServer(config, self.waiters)

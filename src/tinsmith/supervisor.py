@@ -21,7 +21,7 @@ import structlog
 from tinsmith.bases import Bases
 from tinsmith.engines import Engines
 from tinsmith.ops import ModelShape
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, engine_environment
 
 EXIT_UNUSABLE_MODEL = 3
 FIRST_PAUSE_S = 0.2
@@ -83,6 +83,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
+                env=engine_environment(),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
         assert process.stdin is not None
