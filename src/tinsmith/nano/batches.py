@@ -51,6 +51,7 @@ def encode(tokenizer: Tokenizer, rng: random.Random, *, hedging: bool) -> tuple[
 def make_batch(tokenizer: Tokenizer, seed: int, step: int, shape: Shape, *, hedging: bool = False) -> Batch:
     rng = random.Random(f"{seed}/{'hedging/' if hedging else ''}{step}")
     pad = tokenizer.token_to_id(END_OF_TEXT)
+    assert pad is not None
     tokens = torch.full((shape.rows, shape.columns), pad)
     positions = torch.arange(shape.columns).repeat(shape.rows, 1)
     weights = torch.zeros(shape.rows, shape.columns)

@@ -12,12 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tinsmith.nano import path
 from tinsmith.nano.corpus import ARITHMETIC_PREFACE, Segment, chatml, completion, role_colon
@@ -50,14 +45,14 @@ def heldout(task: str, num_examples: int, seed: int) -> list[Example]:
     return [draw(task, rng, "heldout") for _ in range(num_examples)]
 
 
-def load(directory: pathlib.Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def load(directory: pathlib.Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(directory)
 
 
 @torch.inference_mode()
 def answers(
-    model: PreTrainedModel,
+    model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     prompts: list[list[Segment]],
     *,
@@ -72,7 +67,7 @@ def answers(
         ]
         width = max(map(len, rows))
         pad = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-        generated = model.generate(
+        generated = model.generate(  # pyright: ignore[reportAttributeAccessIssue]  # transformers annotates self
             input_ids=torch.tensor([[pad] * (width - len(row)) + row for row in rows]),
             attention_mask=torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
             do_sample=sample,
@@ -91,7 +86,7 @@ def _cut(text: str) -> str:
 
 
 def accuracy(
-    model: PreTrainedModel,
+    model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     examples: list[Example],
     render: Render = render_chatml,
