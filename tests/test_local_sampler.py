@@ -213,7 +213,7 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
                 version_id=versions[rng.integers(len(versions))],
                 num_samples=int(rng.integers(1, 4)),
                 prompt_logprobs=bool(rng.integers(2)),
-                topk_sample_logprobs=int(rng.choice([0, 3])),
+                topk_sample_logprobs=int(rng.choice([0, 3, 7])),
             )
         )
     return samples
@@ -448,6 +448,24 @@ def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[st
             assert "not finite" in str(outcome)
         else:
             _assert_same(outcome, _alone(base, sample, versions))
+
+
+def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_token_could_be_drawn(
+    base: BaseModel, monkeypatch: pytest.MonkeyPatch
+):
+    logits = base.logits
+
+    def poisoned(hidden_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        logits_TV = logits(hidden_TD, routing)
+        if len(logits_TV) > 1:
+            logits_TV[3, 5] = torch.nan
+        return logits_TV
+
+    monkeypatch.setattr(base, "logits", poisoned)
+    sampler = LocalSampler(base, {})
+    scored = _run(sampler, _sample("a", _prompt(9), prompt_logprobs=True))["a"]
+    assert isinstance(scored, UserError)
+    assert isinstance(_run(sampler, _sample("b", _prompt(9)))["b"], SampleResult)
 
 
 def test_an_answer_runs_to_the_end_of_the_context_if_nothing_else_is_said(base: BaseModel):
