@@ -21,7 +21,7 @@ from tinsmith.engine.operations import Operations, require_usable
 from tinsmith.engine.queues import Lane, Queues
 from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.sampling import Sampling
-from tinsmith.errors import EngineFailedError, GoneError, TinsmithError, UserError
+from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, set_state
 from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox
@@ -63,23 +63,33 @@ class Engine:
         self._fairness = Fairness()
         self._last_arrival = 0
         self._last_step_s = 0.0
+        self._next_check = 0.0
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`; a step that has begun is finished and settled first."""
+        self.start()
+        while not stopping():
+            self.turn(SAFETY_POLL_S)
+
+    def start(self) -> None:
+        """Take over from whatever engine came before."""
         self._nouns.checkpoints.recover(self._shape.name)
         self._fetch()
-        while not stopping():
-            trained = self._training_turn()
-            sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
-            if trained or sampled:
-                if self._mailbox.drain():
-                    self._fetch()
-            elif self._mailbox.wait(SAFETY_POLL_S):
-                self._mailbox.drain()
-                self._fetch()
-            else:
-                self._fetch_late()
-                self._give_up_gaps()
+
+    def turn(self, patience_s: float) -> bool:
+        """One step of training and a share of decoding; without either, wait for work. False if there was none."""
+        trained = self._training_turn()
+        sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
+        busy = trained or sampled
+        if time.monotonic() >= self._next_check:
+            # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
+            self._next_check = time.monotonic() + SAFETY_POLL_S
+            self._fetch_late()
+            self._give_up_gaps()
+        if self._mailbox.wait(0.0 if busy else patience_s):
+            self._mailbox.drain()
+            self._fetch()
+        return busy
 
     # Reading what arrived.
 
@@ -134,7 +144,8 @@ class Engine:
         older_than = time.time() - self._settings.seq_gap_s
         for lane in self._queues.lanes.values():
             if missing := lane.give_up_gap(older_than):
-                log.warning("gave up waiting for seq_ids", model_id=lane.model_id, seq_ids=missing)
+                first, last = missing
+                log.warning("gave up waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
 
     # Training.
 
@@ -163,7 +174,8 @@ class Engine:
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
             self._operations.unload(request.model_id)
-            self._recovery.forget(request.model_id)
+            if model := self._nouns.models.find(request.model_id):
+                self._recovery.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
             settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
             effects = [set_state(request.model_id, "unloaded", reason)]
@@ -197,6 +209,10 @@ class Engine:
             self._recovery.restore(model)
         except TinsmithError as error:
             return error
+        except Exception as error:  # noqa: BLE001  one model's unreadable state must not stop the others
+            log.error("a model could not be brought back", model_id=model_id, exc_info=error)
+            self._backend.unload_model(model_id)
+            return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")
         return None
 
     def _run_passes(self, requests: Sequence[Pending]) -> None:

@@ -43,15 +43,15 @@ class Lane:
             self._refused.discard(self.next_seq_id)
             self.next_seq_id += 1
 
-    def give_up_gap(self, older_than: float) -> list[int]:
-        """Skip the missing seq_ids if a request has waited for them since before `older_than`."""
+    def give_up_gap(self, older_than: float) -> tuple[int, int] | None:
+        """Skip the missing seq_ids if a request has waited for them since before `older_than`: the first and last."""
         if not self.waiting or self.next_seq_id in self.waiting:
-            return []
-        first = min(self.waiting)
-        if self.waiting[first].created_at >= older_than:
-            return []
-        missing = list(range(self.next_seq_id, first))
-        self.next_seq_id = first
+            return None
+        nearest = min(self.waiting)
+        if self.waiting[nearest].created_at >= older_than:
+            return None
+        missing = self.next_seq_id, nearest - 1
+        self.next_seq_id = nearest
         return missing
 
 

@@ -56,15 +56,20 @@ class Recovery:
         replayed = self._futures.log_of(model.model_id, covered, model.applied_seq_id)
         for request in replayed:
             self._replay(model, request)
+        # These are still to be covered: an engine that dies again and again must not replay ever more.
+        self._steps[model.model_id] = sum(request.kind == "optim_step" for request in replayed)
         log.info("model restored", model_id=model.model_id, snapshot_seq_id=covered, replayed=len(replayed))
 
     def _replay(self, model: Model, request: Pending) -> None:
         body = self._futures.bodies([request.request_id]).get(request.request_id)
+        if body is None and request.state == "failed":
+            return  # it changed nothing; only a refused optim_step did, and keeps its body
         if body is None:
             self._backend.unload_model(model.model_id)
             raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
         if request.kind == "forward_backward":
             self._backend.run_passes([read_pass(body, request.request_id)])
+            self.count(model.model_id, len(body))
         elif request.kind == "optim_step":
             self._backend.optim_step([read_optim_step(body, request.request_id)])
         elif request.state == "done":
@@ -85,18 +90,26 @@ class Recovery:
             self.snapshot(model_id, applied_seq_id)
 
     def snapshot(self, model_id: str, applied_seq_id: int) -> None:
-        """Write a model's state; what it covers needs no replay any more."""
-        directory, _ = self._snapshots.write(
-            lambda target: self._backend.save(model_id, target, optimizer=True)
-        )
+        """Write a model's state; what it covers needs no replay any more.
+
+        A full disk is no reason to lose what is in memory: the log goes on standing in, and the next step tries again.
+        """
+        try:
+            directory, _ = self._snapshots.write(
+                lambda target: self._backend.save(model_id, target, optimizer=True)
+            )
+        except Exception as error:  # noqa: BLE001  what a backend raises when it cannot write is its own affair
+            log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
+            return
         self._futures.covered(model_id, applied_seq_id, directory)
         self._snapshots.discard(self._directories.get(model_id))
         self._directories[model_id] = directory
         self._steps[model_id] = 0
         self._body_bytes[model_id] = 0
 
-    def forget(self, model_id: str) -> None:
+    def forget(self, model: Model) -> None:
         """A model was unloaded: its snapshot is of no more use."""
-        self._snapshots.discard(self._directories.pop(model_id, None))
-        self._steps.pop(model_id, None)
-        self._body_bytes.pop(model_id, None)
+        self._snapshots.discard(model.snapshot_directory)
+        self._directories.pop(model.model_id, None)
+        self._steps.pop(model.model_id, None)
+        self._body_bytes.pop(model.model_id, None)

@@ -1,0 +1,595 @@
+"""The engine turn by turn, over a real database and the fake backend; no process, no socket but its mailbox."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+
+from http_harness import migrated_file
+from tinsmith.backends.fake import FakeBackend
+from tinsmith.checkpoints import Checkpoints, parse_path
+from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
+from tinsmith.engine import Engine, Nouns
+from tinsmith.engine.recovery import SNAPSHOT_OPTIM_STEPS
+from tinsmith.errors import UserError
+from tinsmith.futures import Futures, NewFuture, Outcome
+from tinsmith.models import Models, NewModel
+from tinsmith.notify import Mailbox
+from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+from tinsmith.wire import tinker_public_pb2 as pb
+
+BASE = "local/tiny"
+SHAPE = ModelShape(name=BASE, path="/models/tiny", vocab_size=50, max_context_length=64, arch="Tiny")
+OPTIM = {"adam_params": {"learning_rate": 0.5}}
+
+
+class FlakyBackend(FakeBackend):
+    """Raises whatever `breaks` says, by the name of the method; remembers the sizes of its steps."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self.breaks: dict[str, Exception] = {}
+        self.poison: int | None = None
+        self.steps: list[list[str]] = []
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        self.steps.append([pass_.request_id for pass_ in passes])
+        if any(self.poison in datum.tokens_N for pass_ in passes for datum in pass_.data):
+            raise RuntimeError("the device gave up")
+        return super().run_passes(passes, between=between)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        self.break_if_told("optim_step")
+        return super().optim_step(steps)
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        (directory / "half-written").write_text("...")
+        self.break_if_told("save")
+        (directory / "half-written").unlink()
+        super().save(model_id, directory, optimizer=optimizer)
+
+    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+        self.break_if_told("load")
+        super().load(model_id, spec, directory, optimizer=optimizer)
+
+    def break_if_told(self, method: str) -> None:
+        if method in self.breaks:
+            raise self.breaks[method]
+
+
+class Bench:
+    """One database and data directory, and the engines that live on it one after the other."""
+
+    def __init__(self, directory: Path, sockets: Path) -> None:
+        (directory / "test.db").write_bytes(migrated_file())
+        self.directory = directory
+        self.db = Database(f"sqlite:///{directory / 'test.db'}")
+        self.mailbox = Mailbox(sockets, "engine")
+        self.server_mailbox = Mailbox(sockets, "server")
+        self.futures = Futures(self.db, lambda _base: self.server_mailbox.wake("engine"))
+        self.models = Models(self.db)
+        self.samplers = SamplingSessions(self.db)
+        self.checkpoints = Checkpoints(self.db, Directories(directory / "checkpoints"))
+        self.settings = Settings(data_dir=directory, seq_gap_s=5)
+        self.restart()
+
+    def restart(self) -> None:
+        """What memory held is gone, as after a kill."""
+        self.backend = FlakyBackend(SHAPE)
+        nouns = Nouns(
+            self.futures,
+            self.models,
+            self.samplers,
+            self.checkpoints,
+            Directories(self.directory / "versions"),
+            Directories(self.directory / "snapshots"),
+        )
+        self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
+        self.engine.start()
+
+    def close(self) -> None:
+        self.mailbox.close()
+        self.server_mailbox.close()
+        self.db.close()
+
+    def turns(self, count: int = 30) -> None:
+        """Work until nothing is left to do, at most `count` turns."""
+        for _ in range(count):
+            if not self.engine.turn(0.0) and not self.engine.turn(0.0):
+                return
+
+    def model(self, name: str = "s:train:0", tenant: str = "alice") -> str:
+        new = NewModel(name, name.split(":")[0], tenant, BASE, LoraSpec(4))
+        self.models.create(new)
+        self.submit(name, 0, "create_model", {}, tenant=tenant)
+        self.turns()
+        return name
+
+    def submit(
+        self,
+        model_id: str,
+        seq_id: int | None,
+        kind: str,
+        body: dict[str, object] | bytes,
+        *,
+        tenant: str = "alice",
+        refusal: UserError | None = None,
+        num_tokens: int = 0,
+    ) -> str:
+        raw = body if isinstance(body, bytes) else json.dumps({"model_id": model_id, "seq_id": seq_id} | body).encode()
+        request_id = f"{model_id}:{'unload' if seq_id is None else seq_id}"
+        session = model_id.split(":")[0]
+        new = NewFuture(request_id, tenant, session, BASE, kind, raw, num_tokens, model_id=model_id, seq_id=seq_id)
+        return self.futures.submit(new, refusal)
+
+    def train(self, model_id: str, seq_id: int, tokens: Sequence[int] = (1, 2, 3), tenant: str = "alice") -> str:
+        return self._pass(model_id, seq_id, "forward_backward", tokens, tenant)
+
+    def forward(self, model_id: str, seq_id: int, tokens: Sequence[int] = (1, 2, 3), tenant: str = "alice") -> str:
+        return self._pass(model_id, seq_id, "forward", tokens, tenant)
+
+    def step(self, model_id: str, seq_id: int, rate: float = 0.5, tenant: str = "alice") -> str:
+        return self.submit(
+            model_id, seq_id, "optim_step", {"adam_params": {"learning_rate": rate}}, tenant=tenant
+        )
+
+    def _pass(self, model_id: str, seq_id: int, kind: str, tokens: Sequence[int], tenant: str) -> str:
+        message = pb.ForwardBackwardRequest(
+            model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=kind == "forward"
+        )
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+        targets = np.array(tokens, "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=targets, dtype=pb.DTYPE_INT64))
+        weights = np.ones(len(tokens), "<f4").tobytes()
+        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=weights, dtype=pb.DTYPE_FLOAT32))
+        raw = message.SerializeToString()
+        return self.submit(model_id, seq_id, kind, raw, tenant=tenant, num_tokens=len(tokens))
+
+    def publish(self, model_id: str, seq_id: int, number: int, kind: str = "snapshot") -> str:
+        body = {"sampling_session_seq_id": number, "kind": kind}
+        self.submit(model_id, seq_id, "save_weights_for_sampler", body)
+        return f"{model_id.split(':')[0]}:sample:{number}"
+
+    def sample(self, sampling_session_id: str, seq_id: int = 0, tenant: str = "alice") -> str:
+        body = {
+            "sampling_session_id": sampling_session_id,
+            "seq_id": seq_id,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 3, "seed": 1},
+        }
+        request_id = f"{sampling_session_id}:{seq_id}"
+        session = sampling_session_id.split(":")[0]
+        raw = json.dumps(body).encode()
+        new = NewFuture(request_id, tenant, session, BASE, "sample", raw, 5, None, sampling_session_id, seq_id)
+        return self.futures.submit(new)
+
+    def outcome(self, request_id: str, tenant: str = "alice") -> Outcome | None:
+        return self.futures.outcome(tenant, request_id)
+
+    def result(self, request_id: str, tenant: str = "alice") -> dict[str, object]:
+        outcome = self.outcome(request_id, tenant)
+        assert outcome is not None and outcome.error is None and outcome.body is not None, outcome
+        return json.loads(outcome.body)
+
+    def error(self, request_id: str) -> str:
+        outcome = self.outcome(request_id)
+        assert outcome is not None and outcome.error is not None, outcome
+        return outcome.error
+
+    def optimizer_step(self, request_id: str) -> float:
+        """How many optimizer steps the model had taken, this one included."""
+        metrics = self.result(request_id)["metrics"]
+        assert isinstance(metrics, dict)
+        return metrics["step"]
+
+    def weight(self, model_id: str = "s:train:0") -> float:
+        return self.backend._models[model_id].weight
+
+    def scalar(self, query: sa.Select) -> object:
+        with self.db.read() as connection:
+            return connection.scalar(query)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
+        made = Bench(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+# Order.
+
+
+def test_requests_that_arrive_out_of_order_take_effect_in_order(bench: Bench) -> None:
+    model = bench.model()
+    second = bench.step(model, 2)
+    bench.turns()
+    assert bench.outcome(second) is None
+    bench.train(model, 1)
+    bench.turns()
+    assert bench.result(second)["metrics"] == {"grad_norm": pytest.approx(1.125), "step": 1.0}
+
+
+def test_a_refused_number_counts_as_used(bench: Bench) -> None:
+    model = bench.model()
+    bench.submit(model, 1, "forward_backward", b"", refusal=UserError("no"))
+    after = bench.forward(model, 2)
+    bench.turns()
+    assert bench.outcome(after) is not None
+
+
+def test_a_gap_is_given_up_after_its_time_even_for_a_number_far_away(bench: Bench) -> None:
+    model = bench.model()
+    far = bench.step(model, 2**61)
+    bench.turns()
+    assert bench.outcome(far) is None
+    with bench.db.write() as connection:
+        connection.execute(FUTURES.update().where(FUTURES.c.request_id == far).values(created_at=now() - 6))
+    bench.restart()
+    bench.turns()
+    assert bench.outcome(far) is not None
+    late = bench.forward(model, 5)
+    bench.turns()
+    assert "arrived after" in bench.error(late)
+
+
+def test_a_gap_is_given_up_while_a_neighbour_keeps_the_engine_busy(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, busy = bench.model(), bench.model("t:train:0", "bob")
+    stuck = bench.forward(model, 2)
+    with bench.db.write() as connection:
+        connection.execute(FUTURES.update().where(FUTURES.c.request_id == stuck).values(created_at=now() - 6))
+    monkeypatch.setattr("tinsmith.engine.SAFETY_POLL_S", 0.0)
+    bench.restart()
+    for seq_id in range(1, 8):
+        bench.forward(busy, seq_id, tenant="bob")
+        assert bench.engine.turn(0.0) or seq_id == 1, "there was always something to do"
+    assert bench.outcome(stuck) is not None
+
+
+def test_a_request_whose_wake_up_was_lost_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bench.model()
+    monkeypatch.setattr("tinsmith.engine.SAFETY_POLL_S", 0.0)
+    bench.restart()
+    bench.turns()
+    bench.server_mailbox.close()
+    bench.futures = Futures(bench.db)
+    lost = bench.forward(model, 1)
+    bench.turns()
+    assert bench.outcome(lost) is not None
+
+
+# Fairness.
+
+
+def test_a_flood_of_one_tenant_holds_up_another_for_two_steps_at_most(bench: Bench) -> None:
+    flooding, quiet = bench.model(), bench.model("t:train:0", "bob")
+    tokens = [1] * 60
+    bench.engine._settings = bench.settings.model_copy(update={"step_token_budget": 600})
+    for seq_id in range(1, 501):
+        bench.forward(flooding, seq_id, tokens)
+    bench.backend.steps.clear()
+    bench.engine.turn(0.0)
+    single = bench.forward(quiet, 1, tokens, tenant="bob")
+    bench.engine.turn(0.0)
+    before = len(bench.backend.steps)
+    while bench.outcome(single, "bob") is None:
+        bench.engine.turn(0.0)
+        assert len(bench.backend.steps) - before <= 2
+    waiting = sa.select(sa.func.count()).select_from(FUTURES).where(FUTURES.c.state == "pending")
+    assert bench.scalar(waiting) > 400, "the flood was far from over"  # type: ignore[operator]
+
+
+def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> None:
+    for name, tenant in (("s:sample:0", "alice"), ("t:sample:0", "bob")):
+        bench.samplers.create(NewSamplingSession(name, name[0], tenant, BASE))
+    for seq_id in range(400):
+        bench.sample("s:sample:0", seq_id)
+    single = bench.sample("t:sample:0", 0, tenant="bob")
+    bench.engine.turn(0.0)
+    for _ in range(3):
+        bench.engine.turn(0.0)
+    assert bench.outcome(single, "bob") is not None
+
+
+# Whose fault.
+
+
+def test_a_request_that_breaks_a_packed_step_fails_alone(bench: Bench) -> None:
+    model, other = bench.model(), bench.model("t:train:0")
+    bench.backend.poison = 33
+    guilty = bench.train(model, 1, (1, 33))
+    innocent = bench.train(other, 1)
+    bench.turns()
+    assert bench.backend.steps[0] == [guilty, innocent], "they shared a step"
+    assert "the device gave up" in bench.error(guilty)
+    outcome = bench.outcome(guilty)
+    assert outcome is not None and outcome.category == "server"
+    assert bench.outcome(innocent) is not None
+    after = [bench.step(model, 2), bench.step(other, 2)]
+    bench.turns()
+    norms = [bench.result(request_id)["metrics"] for request_id in after]
+    assert norms == [{"grad_norm": 0.0, "step": 1.0}, {"grad_norm": 1.125, "step": 1.0}]
+
+
+def test_a_model_with_a_failed_pass_in_its_log_comes_back(bench: Bench) -> None:
+    model = bench.model()
+    bench.backend.poison = 33
+    bench.train(model, 1, (33,))
+    bench.train(model, 2)
+    bench.step(model, 3)
+    bench.submit(model, 4, "load_weights", {"path": f"tinker://{model}/weights/none", "optimizer": False})
+    bench.turns()
+    weight = bench.weight()
+    bench.restart()
+    after = bench.step(model, 5)
+    bench.turns()
+    assert bench.optimizer_step(after) == 2
+    assert bench.weight() == weight  # no gradient since
+
+
+def test_a_model_that_cannot_be_read_back_fails_without_the_others(bench: Bench) -> None:
+    broken, whole = bench.model(), bench.model("t:train:0")
+    for model in (broken, whole):
+        bench.train(model, 1)
+    bench.turns()
+    with bench.db.write() as connection:
+        gone = {"snapshot_seq_id": 1, "snapshot_directory": "no-such"}
+        connection.execute(MODELS.update().where(MODELS.c.model_id == broken).values(**gone))
+    bench.restart()
+    failed, fine = bench.step(broken, 2), bench.step(whole, 2)
+    bench.turns()
+    assert "could not be restored" in bench.error(failed)
+    assert bench.optimizer_step(fine) == 1
+
+
+def test_a_replay_without_its_body_is_refused_by_name(bench: Bench) -> None:
+    model = bench.model()
+    request_id = bench.train(model, 1)
+    bench.turns()
+    with bench.db.write() as connection:
+        connection.execute(BODIES.delete().where(BODIES.c.request_id == request_id))
+    bench.restart()
+    after = bench.step(model, 2)
+    bench.turns()
+    assert request_id in bench.error(after) and "cannot be replayed" in bench.error(after)
+
+
+# Recovery.
+
+
+def test_an_unstepped_gradient_survives_a_restart(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.turns()
+    bench.restart()
+    bench.train(model, 2)
+    stepped = bench.step(model, 3)
+    bench.turns()
+    assert bench.result(stepped)["metrics"] == {"grad_norm": pytest.approx(2.25), "step": 1.0}
+
+
+def test_a_refused_step_drops_its_gradient_again_in_the_replay(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.turns()
+    bench.backend._models[model] = type(bench.backend._models[model])(LoraSpec(4), 0.0, float("nan"))
+    refused = bench.step(model, 2)
+    bench.turns()
+    assert "gradient" in bench.error(refused)
+    assert bench.scalar(sa.select(BODIES.c.request_id).where(BODIES.c.request_id == refused)) == refused
+
+
+@pytest.mark.parametrize("steps_before", [3, SNAPSHOT_OPTIM_STEPS, 2 * SNAPSHOT_OPTIM_STEPS + 5])
+def test_a_restart_replays_no_more_than_a_snapshots_worth(bench: Bench, steps_before: int) -> None:
+    model = bench.model()
+    for index in range(steps_before):
+        bench.train(model, 2 * index + 1)
+        bench.step(model, 2 * index + 2, rate=0.5**index)
+    bench.turns(400)
+    weight = bench.weight()
+    assert len(list((bench.directory / "snapshots").glob("*"))) == (steps_before >= SNAPSHOT_OPTIM_STEPS)
+    bench.restart()
+    replayed: list[int] = []
+    step = bench.backend.optim_step
+    bench.backend.optim_step = lambda steps: replayed.append(1) or step(steps)  # type: ignore[method-assign]
+    bench.forward(model, 2 * steps_before + 1)
+    bench.turns()
+    assert bench.weight() == weight
+    assert len(replayed) == steps_before % SNAPSHOT_OPTIM_STEPS
+
+
+def test_an_engine_that_keeps_dying_does_not_replay_ever_more(bench: Bench) -> None:
+    model = bench.model()
+    seq_id = 1
+    for _ in range(4):
+        for _ in range(SNAPSHOT_OPTIM_STEPS // 2 + 1):
+            bench.step(model, seq_id)
+            seq_id += 1
+        bench.turns(100)
+        bench.restart()
+    snapshot = bench.scalar(sa.select(MODELS.c.snapshot_seq_id))
+    assert isinstance(snapshot, int) and seq_id - snapshot <= SNAPSHOT_OPTIM_STEPS + 1
+
+
+def test_a_snapshot_frees_the_bodies_and_the_snapshot_before_it(bench: Bench) -> None:
+    model = bench.model()
+    for seq_id in range(1, 3 * SNAPSHOT_OPTIM_STEPS + 1):
+        bench.step(model, seq_id)
+    bench.turns(200)
+    assert bench.scalar(sa.select(sa.func.count()).select_from(BODIES)) == 0
+    assert len(list((bench.directory / "snapshots").iterdir())) == 1
+
+
+def test_a_snapshot_that_cannot_be_written_costs_nothing_but_a_longer_replay(bench: Bench) -> None:
+    model = bench.model()
+    bench.backend.breaks["save"] = OSError(28, "No space left on device")
+    seq_id = 1
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 3):
+        bench.step(model, seq_id)
+    bench.turns(200)
+    assert bench.optimizer_step(f"{model}:{seq_id}") == seq_id
+    assert list((bench.directory / "snapshots").iterdir()) == []
+    bench.backend.breaks.clear()
+    bench.step(model, seq_id + 1)
+    bench.turns()
+    assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == seq_id + 1
+    bench.restart()
+    after = bench.step(model, seq_id + 2)
+    bench.turns()
+    assert bench.optimizer_step(after) == seq_id + 2
+
+
+def test_a_load_survives_the_deletion_of_its_checkpoint(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.step(model, 2)
+    bench.submit(model, 3, "save_weights", {"path": "one"})
+    bench.turns()
+    weight = bench.weight()
+    bench.train(model, 4)
+    bench.step(model, 5)
+    path = f"tinker://{model}/weights/one"
+    bench.submit(model, 6, "load_weights", {"path": path, "optimizer": True})
+    bench.turns()
+    assert bench.weight() == weight
+    bench.checkpoints.delete("alice", parse_path(path))
+    bench.restart()
+    bench.forward(model, 7)
+    bench.turns()
+    assert bench.weight() == weight
+
+
+# Unloading.
+
+
+def test_unloading_fails_what_waits_with_the_reason_and_forgets_everything(bench: Bench) -> None:
+    model = bench.model()
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 1):
+        bench.step(model, seq_id)
+    bench.turns(100)
+    bench.restart()
+    waiting = bench.forward(model, SNAPSHOT_OPTIM_STEPS + 2)
+    bench.turns()
+    bench.submit(model, None, "unload_model", {"reason": "no heartbeat for 1 s"})
+    bench.turns()
+    assert "no heartbeat for 1 s" in bench.error(waiting)
+    assert not bench.backend.has_model(model)
+    assert list((bench.directory / "snapshots").iterdir()) == []
+    after = bench.forward(model, SNAPSHOT_OPTIM_STEPS + 1)
+    bench.turns()
+    assert "no heartbeat for 1 s" in bench.error(after)
+
+
+# Checkpoints.
+
+
+def saved(bench: Bench, model: str, seq_id: int, **more: object) -> str:
+    request_id = bench.submit(model, seq_id, "save_weights", {"path": "one"} | more)
+    bench.turns()
+    return request_id
+
+
+def directories(bench: Bench) -> set[str]:
+    root = bench.directory / "checkpoints"
+    return {path.name for path in root.iterdir()} if root.exists() else set()
+
+
+def test_a_save_on_a_full_disk_fails_alone(bench: Bench) -> None:
+    model, other = bench.model(), bench.model("t:train:0")
+    bench.backend.breaks["save"] = OSError(28, "No space left on device")
+    failed = bench.submit(model, 1, "save_weights", {"path": "one"})
+    fine = bench.forward(other, 1)
+    bench.turns()
+    assert "No space left on device" in bench.error(failed)
+    assert bench.outcome(fine) is not None
+    assert bench.checkpoints.page("alice", 10, 0) == ([], 0)
+    assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "failed"
+    assert directories(bench) == set(), "nothing of it stays on the disk that is full"
+    bench.backend.breaks.clear()
+    bench.result(saved(bench, model, 2))
+    assert bench.checkpoints.page("alice", 10, 0)[1] == 1
+
+
+def test_a_failed_overwrite_leaves_what_was_there(bench: Bench) -> None:
+    model = bench.model()
+    saved(bench, model, 1)
+    before = directories(bench)
+    bench.backend.breaks["save"] = OSError(28, "No space left on device")
+    bench.error(saved(bench, model, 2, overwrite=True))
+    bench.backend.breaks.clear()
+    assert directories(bench) == before
+    found = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
+    assert bench.checkpoints.directory(found).is_dir()
+
+
+def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bench.model()
+    saved(bench, model, 1)
+    (before,) = directories(bench)
+    seen: list[object] = []
+    discard = Directories.discard
+
+    def watch(self: Directories, name: str | None) -> None:
+        if name == before:
+            seen.append(bench.scalar(sa.select(CHECKPOINTS.c.directory)))
+        discard(self, name)
+
+    monkeypatch.setattr(Directories, "discard", watch)
+    bench.result(saved(bench, model, 2, overwrite=True))
+    (after,) = directories(bench)
+    assert after != before
+    assert seen == [after], "another connection sees the new row when the old directory goes"
+
+
+def test_an_interrupted_save_has_failed_after_the_restart(bench: Bench) -> None:
+    model = bench.model()
+    bench.backend.breaks["save"] = KeyboardInterrupt()  # type: ignore[assignment]
+    request_id = bench.submit(model, 1, "save_weights", {"path": "one"})
+    with pytest.raises(KeyboardInterrupt):
+        bench.turns()
+    assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "pending"
+    assert bench.outcome(request_id) is None
+    bench.restart()
+    assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "failed"
+    bench.turns()  # the save is still wanted: it is done now
+    assert bench.result(request_id)["path"] == f"tinker://{model}/weights/one"
+    assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "completed"
+
+
+# Versions.
+
+
+def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
+    model = bench.model()
+    seq_id, samplers = 1, []
+    for number in range(7):
+        bench.train(model, seq_id)
+        bench.step(model, seq_id + 1, rate=0.01 * (number + 1))
+        samplers.append(bench.publish(model, seq_id + 2, number))
+        seq_id += 3
+    bench.turns(100)
+    results = [bench.sample(sampler) for sampler in samplers]
+    bench.turns()
+    answers = [bench.outcome(request_id) for request_id in results]
+    assert [answer.error for answer in answers if answer] == [None] * 7
+    assert len({answer.body for answer in answers if answer}) == 7
+    on_disk = sa.select(sa.func.count()).select_from(SAMPLERS).where(SAMPLERS.c.directory.is_not(None))
+    assert bench.scalar(on_disk) == 3
