@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import sqlalchemy as sa
 import structlog
 
 from tinsmith.checkpoints import Checkpoints
@@ -37,7 +38,10 @@ class Janitor:
             return
         while True:
             await asyncio.sleep(self._settings.session_sweep_s)
-            await asyncio.to_thread(self.sweep)
+            try:
+                await asyncio.to_thread(self.sweep)
+            except (sa.exc.SQLAlchemyError, OSError) as error:
+                log.error("a sweep failed; the next one tries again", exc_info=error)
 
     def sweep(self) -> None:
         timeout_s = self._settings.session_timeout_s

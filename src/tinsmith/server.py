@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 import uvicorn
@@ -33,7 +34,7 @@ from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox, Waiters, engine_mail
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
+from tinsmith.storage import Directories, claim
 from tinsmith.supervisor import Supervisor
 
 SHUTDOWN_S = 5
@@ -104,7 +105,7 @@ def build(settings: Settings) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     _refuse_public_address(settings)
     data_dir = settings.resolved_data_dir
-    data_dir.mkdir(parents=True, exist_ok=True)
+    lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
     database.migrate()
@@ -112,8 +113,10 @@ def build(settings: Settings) -> Server:
     mailbox = Mailbox(directory, SERVER)
     waiters = Waiters()
 
+    loops: list[asyncio.AbstractEventLoop] = []
+
     def wake(base_model: str) -> None:
-        mailbox.wake(engine_mailbox(base_model))
+        loops[0].call_soon_threadsafe(loops[0].call_later, 0.0005, mailbox.wake, engine_mailbox(base_model))
 
     engines = Engines(database)
     supervisor = Supervisor(settings, served, engines)
@@ -123,6 +126,7 @@ def build(settings: Settings) -> Server:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
+        loops.append(loop)
         loop.add_reader(mailbox.fileno(), lambda: waiters.settled(mailbox.drain()))
         supervisor.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(waiters))]
@@ -135,6 +139,7 @@ def build(settings: Settings) -> Server:
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
             database.close()
+            lock.close()
 
     return Server(settings, create_app(services, lifespan), served, _listen(settings), supervisor, waiters)
 
@@ -160,6 +165,17 @@ async def _poll_slowly(waiters: Waiters) -> None:
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
         waiters.wake_all()
+
+
+def _claim_data(data_dir: Path) -> IO[bytes]:
+    """Two servers on one directory would answer each other's requests twice."""
+    try:
+        lock = claim(data_dir / "server.lock", wait=False)
+    except OSError as error:
+        raise SettingsError(f"cannot write to {data_dir}: {error.strerror}; choose another --data-dir") from None
+    if lock is None:
+        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
+    return lock
 
 
 def _refuse_public_address(settings: Settings) -> None:

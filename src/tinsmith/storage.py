@@ -1,4 +1,4 @@
-"""Directories of files that are complete or absent.
+"""Directories of files that are complete or absent, and claims on files that end with their process.
 
 A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then
 is it renamed to its final, random name. Knows nothing of what the files mean.
@@ -6,6 +6,7 @@ is it renamed to its final, random name. Knows nothing of what the files mean.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 
 class Directories:
@@ -44,6 +46,21 @@ class Directories:
         """Remove a directory that no row names any more; None is ignored."""
         if name:
             shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
+    """Hold `path` for this process alone until the result is closed; None if another one holds it.
+
+    The kernel ends a claim with its process, however that dies; with `wait`, this waits for it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
 
 
 def _seal(directory: Path) -> int:

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+import sqlalchemy as sa
 import structlog
 
 from tinsmith.bases import Bases
@@ -57,7 +58,11 @@ class Supervisor:
         pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
             started = time.monotonic()
-            code = await self._run_once(shape)
+            try:
+                code = await self._run_once(shape)
+            except OSError as error:  # no memory, no room for the log: that passes
+                log.error("an engine could not be started", base_model=shape.name, exc_info=error)
+                code = -1
             if self._stopping.is_set():
                 return
             if code == EXIT_UNUSABLE_MODEL:
@@ -65,7 +70,10 @@ class Supervisor:
                 self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
                 self.refused.set()
                 return
-            self._engines.set_state(shape.name, "restarting", f"it ended with status {code}")
+            with contextlib.suppress(sa.exc.SQLAlchemyError):  # the engine writes its own row when it is back
+                await asyncio.to_thread(
+                    self._engines.set_state, shape.name, "restarting", f"it ended with status {code}"
+                )
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("an engine died; restarting it", base_model=shape.name, status=code, pause_s=pause_s)
             with contextlib.suppress(TimeoutError):

@@ -209,7 +209,7 @@ class Engine:
             self._recovery.restore(model)
         except TinsmithError as error:
             return error
-        except Exception as error:  # noqa: BLE001  one model's unreadable state must not stop the others
+        except Exception as error:  # one model's unreadable state must not stop the others
             log.error("a model could not be brought back", model_id=model_id, exc_info=error)
             self._backend.unload_model(model_id)
             return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ by everyone on the machine. Exit status 3 means that the model cannot be served 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from tinsmith.models import Models
 from tinsmith.notify import Mailbox, engine_mailbox, socket_dir
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
+from tinsmith.storage import Directories, claim
 
 EXIT_UNUSABLE_MODEL = 3
 
@@ -44,6 +45,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
+    # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
+    lock = claim(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.lock", wait=True)
+    assert lock is not None
     database = Database(settings.resolved_database_url)
     engines = Engines(database)
     engines.starting(shape.name)
@@ -65,6 +69,7 @@ def main() -> int:
         mailbox.close()
         engines.set_state(shape.name, "stopped")
         database.close()
+        lock.close()
     return 0
 
 
@@ -91,7 +96,9 @@ def _options(settings: Settings) -> dict[str, str]:
 
 
 def _watch_parent(stopping: threading.Event) -> None:
-    sys.stdin.read()
+    # Not sys.stdin: its lock would be held by this thread when the interpreter ends, which aborts the process.
+    while os.read(0, 4096):
+        pass
     stopping.set()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -200,9 +201,10 @@ class Operations:
     def _move_oldest(self, model_id: str) -> None:
         versions = self._ephemeral[model_id]
         while len(versions) > VERSIONS_IN_MEMORY:
-            oldest = versions.popleft()
-            directory, _ = self._versions.write(lambda target: self._backend.save_version(oldest, target))
+            oldest = versions[0]
+            directory, _ = self._versions.write(partial(self._backend.save_version, oldest))
             self._samplers.moved(oldest, directory)
+            versions.popleft()
             self._backend.drop_version(oldest)
 
 

@@ -98,7 +98,7 @@ class Recovery:
             directory, _ = self._snapshots.write(
                 lambda target: self._backend.save(model_id, target, optimizer=True)
             )
-        except Exception as error:  # noqa: BLE001  what a backend raises when it cannot write is its own affair
+        except Exception as error:  # what a backend raises when it cannot write is its own affair
             log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
             return
         self._futures.covered(model_id, applied_seq_id, directory)

@@ -57,7 +57,7 @@ class Sampling:
             return
         try:
             finished = self._backend.sampler.step()
-        except Exception as error:  # noqa: BLE001  the sampler's state is unknown: fail what is in it, go on
+        except Exception as error:  # the sampler's state is unknown: fail what is in it, go on
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
             for request_id in self._inside:
@@ -88,7 +88,7 @@ class Sampling:
             self._backend.sampler.submit(read_sample(body, request.request_id, version_id))
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
-        except Exception as error:  # noqa: BLE001  the answer of this request alone
+        except Exception as error:  # the answer of this request alone
             log.error("a sample could not start", request_id=request.request_id, exc_info=error)
             failure = EngineFailedError(f"sample failed in the engine: {type(error).__name__}: {error}")
             self._finish([Settlement(request.request_id, error=failure)])

@@ -1,0 +1,163 @@
+"""The durable queue: once only, settled once, all of a step or nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from http_harness import migrated_file
+from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database
+from tinsmith.errors import EngineFailedError, NotFoundError, UserError
+from tinsmith.futures import Futures, NewFuture, Settlement
+from tinsmith.models import Models, NewModel
+from tinsmith.ops import LoraSpec
+
+MODEL = "s:train:0"
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    (tmp_path / "test.db").write_bytes(migrated_file())
+    made = Database(f"sqlite:///{tmp_path / 'test.db'}")
+    Models(made).create(NewModel(MODEL, "s", "alice", "base", LoraSpec(4)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def futures(db: Database) -> Futures:
+    return Futures(db)
+
+
+def new(seq_id: int, kind: str = "forward_backward", body: bytes = b"body") -> NewFuture:
+    return NewFuture(f"{MODEL}:{seq_id}", "alice", "s", "base", kind, body, model_id=MODEL, seq_id=seq_id)
+
+
+def count(db: Database, table: sa.Table) -> int:
+    with db.read() as connection:
+        return connection.scalar(sa.select(sa.func.count()).select_from(table)) or 0
+
+
+def test_a_request_sent_by_many_at_once_is_stored_once(futures: Futures, db: Database) -> None:
+    threads = [threading.Thread(target=futures.submit, args=(new(1),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert count(db, FUTURES) == count(db, BODIES) == 1
+
+
+def test_the_first_body_of_a_number_counts(futures: Futures) -> None:
+    futures.submit(new(1, body=b"first"))
+    futures.submit(new(1, body=b"second"))
+    futures.submit(new(1, body=b"third"), UserError("too late to refuse"))
+    assert futures.bodies([f"{MODEL}:1"]) == {f"{MODEL}:1": b"first"}
+    assert futures.outcome("alice", f"{MODEL}:1") is None
+
+
+def test_a_settled_future_never_changes(futures: Futures) -> None:
+    request_id = futures.submit(new(1))
+    futures.settle([Settlement(request_id, b"first")], {})
+    futures.settle([Settlement(request_id, b"second")], {})
+    futures.settle([Settlement(request_id, error=EngineFailedError("late"))], {})
+    outcome = futures.outcome("alice", request_id)
+    assert outcome is not None and (outcome.body, outcome.error) == (b"first", None)
+
+
+def test_a_step_is_settled_whole_or_not_at_all(futures: Futures, db: Database) -> None:
+    ids = [futures.submit(new(seq_id)) for seq_id in (1, 2)]
+    broken = sa.text("INSERT INTO no_such_table VALUES (1)")
+    cleaned: list[str] = []
+    settlements = [
+        Settlement(ids[0], b"one", clean_up=lambda: cleaned.append("one")),
+        Settlement(ids[1], b"two", effects=[broken]),
+    ]
+    with pytest.raises(sa.exc.OperationalError):
+        futures.settle(settlements, {MODEL: 2})
+    assert [futures.outcome("alice", request_id) for request_id in ids] == [None, None]
+    assert (count(db, RESULTS), count(db, BODIES), cleaned) == (0, 2, [])
+    model = Models(db).find(MODEL)
+    assert model is not None and model.applied_seq_id == -1
+
+
+def test_effects_of_a_future_that_was_settled_before_do_not_happen_again(futures: Futures, db: Database) -> None:
+    request_id = futures.submit(new(1))
+    reason = MODELS.update().values(reason=sa.func.coalesce(MODELS.c.reason, "") + "x")
+    for _ in range(2):
+        futures.settle([Settlement(request_id, b"", effects=[reason])], {})
+    model = Models(db).find(MODEL)
+    assert model is not None and model.reason == "x"
+
+
+def test_progress_never_goes_back(futures: Futures, db: Database) -> None:
+    futures.settle([], {MODEL: 5})
+    futures.settle([], {MODEL: 3})
+    model = Models(db).find(MODEL)
+    assert model is not None and model.applied_seq_id == 5
+
+
+def test_bodies_go_when_settled_unless_kept(futures: Futures, db: Database) -> None:
+    kept, freed = futures.submit(new(1)), futures.submit(new(2))
+    futures.settle([Settlement(kept, b"", keep_body=True), Settlement(freed, b"")], {})
+    assert set(futures.bodies([kept, freed])) == {kept}
+
+
+def test_the_log_is_in_order_and_holds_what_is_replayed(futures: Futures) -> None:
+    kinds = {4: "optim_step", 1: "forward_backward", 2: "forward", 3: "save_weights", 5: "load_weights"}
+    kinds[6] = "optim_step"
+    for seq_id, kind in kinds.items():
+        futures.submit(new(seq_id, kind))
+    futures.submit(new(7, "optim_step"), UserError("refused"))
+    done = [Settlement(f"{MODEL}:{seq_id}", b"", keep_body=True) for seq_id in kinds if seq_id != 6]
+    futures.settle(done, {})
+    assert [request.seq_id for request in futures.log_of(MODEL, 0, 10)] == [1, 4, 5]
+    assert [request.seq_id for request in futures.log_of(MODEL, 1, 4)] == [4]
+
+
+def test_a_snapshot_frees_the_bodies_it_covers(futures: Futures, db: Database) -> None:
+    for seq_id in (1, 2, 3):
+        futures.settle([Settlement(futures.submit(new(seq_id)), b"", keep_body=True)], {})
+    futures.covered(MODEL, 2, "directory")
+    assert set(futures.bodies([f"{MODEL}:{seq_id}" for seq_id in (1, 2, 3)])) == {f"{MODEL}:3"}
+    model = Models(db).find(MODEL)
+    assert model is not None and (model.snapshot_seq_id, model.snapshot_directory) == (2, "directory")
+
+
+def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> None:
+    done, pending = futures.submit(new(1)), futures.submit(new(2))
+    refused = futures.submit(new(3), UserError("no"))
+    futures.submit(replace(new(4), base_model="other"))
+    futures.settle([Settlement(done, b"")], {})
+    found = futures.incoming("base", 0)
+    assert [(request.request_id, request.state) for request in found] == [(pending, "pending"), (refused, "refused")]
+    assert [request.request_id for request in futures.incoming("base", found[0].arrival)] == [refused]
+    assert futures.pending_ids("base") == {pending}
+
+
+def test_results_are_forgotten_with_their_session_and_pending_work_is_not(futures: Futures, db: Database) -> None:
+    settled, pending = futures.submit(new(1)), futures.submit(new(2))
+    other = futures.submit(replace(new(3), session_id="t", model_id=None, seq_id=None, request_id="t:1"))
+    futures.settle([Settlement(settled, b"a", keep_body=True), Settlement(other, b"b")], {})
+    futures.delete_of_sessions(["s"])
+    with pytest.raises(NotFoundError):
+        futures.outcome("alice", settled)
+    assert futures.outcome("alice", pending) is None
+    assert futures.outcome("alice", other) is not None
+    assert (count(db, RESULTS), count(db, BODIES)) == (1, 1)
+
+
+def test_a_future_belongs_to_its_tenant(futures: Futures) -> None:
+    request_id = futures.submit(new(1))
+    with pytest.raises(NotFoundError, match=request_id):
+        futures.outcome("bob", request_id)
+
+
+def test_many_bodies_are_read_at_once(futures: Futures) -> None:
+    ids = [futures.submit(new(seq_id, body=bytes([seq_id % 256]) * 10)) for seq_id in range(1, 1203)]
+    bodies = futures.bodies(ids)
+    assert all(bodies[request_id][0] == (index + 1) % 256 for index, request_id in enumerate(ids))

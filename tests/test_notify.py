@@ -1,0 +1,104 @@
+"""Wake-ups: they arrive, they may be lost without an error, and waiters look when told."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith.notify import MAX_DATAGRAM_BYTES, Mailbox, Waiters, engine_mailbox, socket_dir
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="tn-") as directory:  # a socket's path must be short
+        yield Path(directory)
+
+
+def test_ids_arrive_whole_however_many(sockets: Path) -> None:
+    reader, sender = Mailbox(sockets, "server"), Mailbox(sockets, "engine")
+    ids = {f"{'x' * 100}:{index}" for index in range(2000)}
+    assert len("\n".join(ids)) > 2 * MAX_DATAGRAM_BYTES
+    sender.wake("server", ids)
+    assert reader.wait(1.0)
+    assert reader.drain() == ids
+    assert not reader.wait(0.0)
+    reader.close()
+    sender.close()
+
+
+def test_a_bare_wake_up_wakes(sockets: Path) -> None:
+    reader, sender = Mailbox(sockets, "engine"), Mailbox(sockets, "server")
+    sender.wake("engine")
+    assert reader.wait(1.0)
+    assert reader.drain() == {""}
+    reader.close()
+    sender.close()
+
+
+def test_nobody_there_and_a_full_buffer_are_no_errors(sockets: Path) -> None:
+    sender = Mailbox(sockets, "server")
+    sender.wake("engine", ["a"])
+    reader = Mailbox(sockets, "engine")
+    started = time.monotonic()
+    for _ in range(5000):
+        sender.wake("engine", ["x" * 1000])
+    assert time.monotonic() - started < 5, "a full buffer does not block the sender"
+    assert reader.drain() == {"x" * 1000}
+    reader.close()
+    sender.close()
+
+
+def test_a_successor_takes_the_name_and_keeps_it(sockets: Path) -> None:
+    sender, first = Mailbox(sockets, "server"), Mailbox(sockets, "engine")
+    second = Mailbox(sockets, "engine")
+    first.close()
+    sender.wake("engine", ["a"])
+    assert second.drain() == {"a"}
+    second.close()
+    sender.close()
+
+
+def test_a_wait_ends_without_a_wake_up(sockets: Path) -> None:
+    mailbox = Mailbox(sockets, "engine")
+    started = time.monotonic()
+    assert not mailbox.wait(0.05)
+    assert time.monotonic() - started >= 0.05
+    mailbox.close()
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+def test_base_models_do_not_share_a_mailbox(one: str, other: str) -> None:
+    assert (engine_mailbox(one) == engine_mailbox(other)) is (one == other)
+    assert len(str(socket_dir(Path("/" + "deep/" * 200)) / engine_mailbox(one))) < 100
+
+
+def test_a_waiter_is_woken_by_its_own_id_only() -> None:
+    async def run() -> None:
+        waiters = Waiters()
+        with waiters.watch("a") as mine, waiters.watch("a") as twin, waiters.watch("b") as other:
+            waiters.settled(["a", "unknown"])
+            assert mine.is_set() and twin.is_set() and not other.is_set()
+            mine.clear()
+            waiters.wake_all()
+            assert mine.is_set() and other.is_set()
+        assert len(waiters) == 0
+
+    asyncio.run(run())
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    async def run() -> bool:
+        waiters = Waiters()
+        with waiters.watch("a") as woken:
+            asyncio.get_running_loop().call_soon(waiters.close)
+            await asyncio.wait_for(woken.wait(), 5)
+        return waiters.closed
+
+    assert asyncio.run(run())
