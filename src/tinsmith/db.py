@@ -171,7 +171,8 @@ class Database:
     def __init__(self, url: str) -> None:
         self.url = url
         self._write_lock = threading.Lock()
-        if url.startswith("sqlite"):
+        self.is_sqlite = url.startswith("sqlite")
+        if self.is_sqlite:
             # hide_parameters: an error's text must not carry request bodies into the log.
             self.engine: Engine = sa.create_engine(
                 url, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True

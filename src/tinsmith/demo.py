@@ -92,7 +92,7 @@ def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
 
 def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
     output.rule(f"Supervised fine-tuning: {SFT_TASK}, {SFT_STEPS} steps of {SFT_BATCH} examples")
-    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=1)
+    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=1).result()
     held_out = _examples(SFT_TASK, "heldout", NUM_HELD_OUT, seed=1)
     before = _answers(client, chat, held_out)
     rng = random.Random(2)
@@ -114,14 +114,14 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> str
 
 def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
     output.rule(f"Reinforcement learning: {RL_TASK}, {RL_STEPS} steps of {RL_PROMPTS} prompts x {RL_GROUP} samples")
-    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2)
+    client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2).result()
     held_out = _examples(RL_TASK, "heldout", NUM_HELD_OUT, seed=3)
     before = _answers(client, chat, held_out)
     rng = random.Random(4)
     started = time.monotonic()
     for step in range(RL_STEPS):
         examples = [tasks.draw(RL_TASK, rng, "train") for _ in range(RL_PROMPTS)]
-        data, reward = _rollouts(client.save_weights_and_get_sampling_client(), chat, examples)
+        data, reward = _rollouts(client.save_weights_and_get_sampling_client().result(), chat, examples)
         if data:
             passed = client.forward_backward(data, "importance_sampling")
             stepped = client.optim_step(types.AdamParams(learning_rate=RL_RATE))
@@ -153,8 +153,7 @@ def _rollouts(
         mean = sum(group) / len(group)
         if 0.0 < mean < 1.0:
             data += [
-                _reinforced(prompt, sequence, reward - mean)
-                for sequence, reward in zip(sequences, group, strict=True)
+                _reinforced(prompt, sequence, reward - mean) for sequence, reward in zip(sequences, group, strict=True)
             ]
     return data, sum(rewards) / len(rewards)
 
@@ -185,7 +184,7 @@ def _reinforced(prompt: Sequence[int], sequence: types.SampledSequence, advantag
 
 def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Example]) -> list[str]:
     """Greedy answers of the model as it is now."""
-    sampler = client.save_weights_and_get_sampling_client()
+    sampler = client.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     futures = [
         sampler.sample(types.ModelInput.from_ints(chat.prompt(example)), num_samples=1, sampling_params=params)

@@ -101,9 +101,6 @@ class Futures:
             connection.execute(FUTURES.insert(), row)
             if packed is not None:
                 connection.execute(BODIES.insert(), {"request_id": new.request_id, "body": packed})
-            if new.model_id is not None:
-                touched = MODELS.update().where(MODELS.c.model_id == new.model_id)
-                connection.execute(touched.values(last_request_at=created_at))
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
@@ -197,7 +194,7 @@ class Futures:
                 connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(freed[start : start + _CHUNK])))
             for model_id, seq_id in applied.items():
                 advance = MODELS.update().where(MODELS.c.model_id == model_id, MODELS.c.applied_seq_id < seq_id)
-                connection.execute(advance.values(applied_seq_id=seq_id))
+                connection.execute(advance.values(applied_seq_id=seq_id, last_request_at=settled_at))
         for settlement in settlements:
             if settlement.clean_up:
                 settlement.clean_up()

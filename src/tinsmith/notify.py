@@ -96,6 +96,31 @@ def _payloads(ids: Iterable[str]) -> Iterator[bytes]:
     yield b"\n".join(lines)
 
 
+class EngineWaker:
+    """Wakes engines from any thread, a moment after the event loop has sent what it is sending.
+
+    An engine that wakes at once takes a core from the answer that the client still waits for: half a millisecond of
+    patience makes a submission a third faster, and the client asks for the result while the engine works.
+    """
+
+    PATIENCE_S = 0.0005
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def __call__(self, base_model: str) -> None:
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._soon, base_model)
+
+    def _soon(self, base_model: str) -> None:
+        assert self._loop is not None
+        self._loop.call_later(self.PATIENCE_S, self._mailbox.wake, engine_mailbox(base_model))
+
+
 class Waiters:
     """Coroutines that wait for futures to settle. Lives on one event loop."""
 

@@ -13,7 +13,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import structlog
 import uvicorn
@@ -30,7 +29,7 @@ from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor
 from tinsmith.models import Models
-from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox, Waiters, engine_mailbox, socket_dir
+from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Mailbox, Waiters, socket_dir
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
@@ -105,7 +104,9 @@ def build(settings: Settings) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     _refuse_public_address(settings)
     data_dir = settings.resolved_data_dir
-    lock = _claim_data(data_dir)
+    lock = claim(data_dir / "server.lock", wait=False)
+    if lock is None:
+        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
     database.migrate()
@@ -113,11 +114,7 @@ def build(settings: Settings) -> Server:
     mailbox = Mailbox(directory, SERVER)
     waiters = Waiters()
 
-    loops: list[asyncio.AbstractEventLoop] = []
-
-    def wake(base_model: str) -> None:
-        loops[0].call_soon_threadsafe(loops[0].call_later, 0.0005, mailbox.wake, engine_mailbox(base_model))
-
+    wake = EngineWaker(mailbox)
     engines = Engines(database)
     supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
@@ -126,7 +123,7 @@ def build(settings: Settings) -> Server:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        loops.append(loop)
+        wake.bind(loop)
         loop.add_reader(mailbox.fileno(), lambda: waiters.settled(mailbox.drain()))
         supervisor.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(waiters))]
@@ -157,6 +154,7 @@ def _services(
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(Path(settings.resolved_data_dir) / "checkpoints")),
         queue_state=engines.queue_state,
+        reads_wait=not database.is_sqlite,
     )
 
 
@@ -165,17 +163,6 @@ async def _poll_slowly(waiters: Waiters) -> None:
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
         waiters.wake_all()
-
-
-def _claim_data(data_dir: Path) -> IO[bytes]:
-    """Two servers on one directory would answer each other's requests twice."""
-    try:
-        lock = claim(data_dir / "server.lock", wait=False)
-    except OSError as error:
-        raise SettingsError(f"cannot write to {data_dir}: {error.strerror}; choose another --data-dir") from None
-    if lock is None:
-        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
-    return lock
 
 
 def _refuse_public_address(settings: Settings) -> None:

@@ -163,6 +163,13 @@ class Engine:
         if step.passes:
             self._run_passes(step.passes)
         self._last_step_s = time.monotonic() - started
+        log.debug(
+            "step",
+            passes=len(step.passes),
+            optim_steps=len(step.optim_steps),
+            singles=len(step.singles),
+            milliseconds=round(1000 * self._last_step_s, 1),
+        )
         return True
 
     def _unload(self) -> None:

@@ -38,7 +38,9 @@ MAX_PAGE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """Everything that routes may touch. `queue_state` says why a base model's queue does not move."""
+    """Everything that routes may touch. `queue_state` says why a base model's queue does not move; `reads_wait`
+    that the database is across a network, so that no read belongs on the event loop.
+    """
 
     settings: Settings
     bases: Bases
@@ -50,6 +52,7 @@ class Services:
     waiters: Waiters
     queue_state: Callable[[str], tuple[str, str | None]]
     tenants: Tenants = field(default_factory=LocalTenants)
+    reads_wait: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ async def _wait(services: Services, tenant_id: str, request_id: str) -> Outcome 
     with services.waiters.watch(request_id) as woken:
         while True:
             woken.clear()
-            outcome = await run(services.futures.outcome, tenant_id, request_id)
+            outcome = await _look(services, tenant_id, request_id)
             if outcome is not None or services.waiters.closed:
                 return outcome
             try:
@@ -48,6 +48,13 @@ async def _wait(services: Services, tenant_id: str, request_id: str) -> Outcome 
                     await woken.wait()
             except TimeoutError:
                 return None
+
+
+async def _look(services: Services, tenant_id: str, request_id: str) -> Outcome | None:
+    """A read of SQLite in WAL mode waits for nobody and takes 0.1 ms, less than the way to a worker thread."""
+    if services.reads_wait:
+        return await run(services.futures.outcome, tenant_id, request_id)
+    return services.futures.outcome(tenant_id, request_id)
 
 
 async def _try_again(services: Services, request_id: str) -> Response:

@@ -29,6 +29,7 @@ from transformers import (
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
 from tinsmith.backends.torch.recompute import Recompute
+from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
 
@@ -54,6 +55,7 @@ class BaseModel:
         self.targets = _swap_linears(model, self._decoder, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
+        self._threads = Threads(model.num_parameters(), model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
@@ -91,6 +93,7 @@ class BaseModel:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
         """[T, D]: hidden states after the final norm."""
+        self._threads.fit(len(tokens_T))
         with self._routed(routing, len(tokens_T)):
             output = self._decoder(
                 input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
