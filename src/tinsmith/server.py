@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import structlog
 import uvicorn
@@ -104,9 +105,7 @@ def build(settings: Settings) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     _refuse_public_address(settings)
     data_dir = settings.resolved_data_dir
-    lock = claim(data_dir / "server.lock", wait=False)
-    if lock is None:
-        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
+    lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
     database.migrate()
@@ -163,6 +162,17 @@ async def _poll_slowly(waiters: Waiters) -> None:
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
         waiters.wake_all()
+
+
+def _claim_data(data_dir: Path) -> IO[bytes]:
+    """Two servers on one directory would answer each other's requests twice."""
+    try:
+        lock = claim(data_dir / "server.lock", wait=False)
+    except OSError as error:
+        raise SettingsError(f"cannot write to {data_dir}: {error.strerror}; choose another --data-dir") from None
+    if lock is None:
+        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
+    return lock
 
 
 def _refuse_public_address(settings: Settings) -> None:
