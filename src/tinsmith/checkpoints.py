@@ -81,8 +81,7 @@ def parse_path(text: str) -> CheckpointRef:
     parts = rest.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise UserError(
-            f"path {text!r} is not a checkpoint path; the form is "
-            "tinker://TRAINING_RUN_ID/weights|sampler_weights/NAME"
+            f"path {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/weights|sampler_weights/NAME"
         )
     return CheckpointRef(parts[0], parts[1], check_name(parts[2]))
 
@@ -128,9 +127,7 @@ class Checkpoints:
             row = connection.execute(query).one_or_none()
         return None if row is None else Checkpoint(**row._mapping)
 
-    def _select(
-        self, where: sa.ColumnElement[bool], limit: int | None, offset: int
-    ) -> tuple[list[Checkpoint], int]:
+    def _select(self, where: sa.ColumnElement[bool], limit: int | None, offset: int) -> tuple[list[Checkpoint], int]:
         where = where & _visible()
         query = sa.select(CHECKPOINTS).where(where).order_by(CHECKPOINTS.c.created_at.desc())
         with self._db.read() as connection:
@@ -216,9 +213,7 @@ def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> list[sa.E
 
 def failure(ref: CheckpointRef, error: str) -> sa.Executable:
     """A statement for the transaction that settles a save which failed."""
-    return (
-        CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
-    )
+    return CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
 
 
 def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:

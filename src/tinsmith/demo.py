@@ -75,14 +75,15 @@ def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
             data_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tinsmith-demo-")))
         url = stack.enter_context(_running_server(data_dir))
         output.rule("[bold]Tinsmith demo")
-        output.print(f"The server runs at [bold]{url}[/] and serves {nano.MODEL_NAME}; no GPU, no internet.")
+        output.print(f"The server runs at {url} and serves {nano.MODEL_NAME}.", soft_wrap=True)
         chat = Chat(AutoTokenizer.from_pretrained(str(nano.path())))
-        service = stack.enter_context(_service(url))
+        service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
         sft_path = _show_sft(output, service, chat)
         rl_path = _show_rl(output, service, chat)
         output.rule("[bold]Done")
         output.print(f"Checkpoints: {sft_path}\n             {rl_path}", soft_wrap=True)
-        output.print(f"The server is at [bold]{url}[/]: export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}")
+        output.print(f"The server is at [bold]{url}[/]", highlight=False)
+        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}", highlight=False, soft_wrap=True)
         if stay:
             output.print("Ctrl-C stops it.")
             with contextlib.suppress(KeyboardInterrupt):
@@ -214,15 +215,6 @@ def _show_answers(output: Console, examples: Sequence[Example], before: Sequence
         for texts in (before, after)
     ]
     output.print(f"Right on {len(examples)} held-out prompts: {share[0]:.0%} before, [bold]{share[1]:.0%}[/] after.")
-
-
-@contextlib.contextmanager
-def _service(url: str) -> Iterator[tinker.ServiceClient]:
-    service = tinker.ServiceClient(base_url=url, api_key=API_KEY)
-    try:
-        yield service
-    finally:
-        service.close()
 
 
 @contextlib.contextmanager

@@ -128,9 +128,7 @@ class Futures:
 
     def delete_of_sessions(self, session_ids: Sequence[str]) -> None:
         """Forget all settled futures of ended sessions."""
-        ids = sa.select(FUTURES.c.request_id).where(
-            FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending"
-        )
+        ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending")
         with self._db.write() as connection:
             for table in (RESULTS, BODIES):
                 connection.execute(table.delete().where(table.c.request_id.in_(ids)))
@@ -185,9 +183,7 @@ class Futures:
                 if changed.rowcount != 1:
                     continue  # settled by a predecessor that we did not see
                 if settlement.body is not None and error is None:
-                    connection.execute(
-                        RESULTS.insert(), {"request_id": settlement.request_id, "body": settlement.body}
-                    )
+                    connection.execute(RESULTS.insert(), {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     connection.execute(effect)
             for start in range(0, len(freed), _CHUNK):
@@ -222,14 +218,10 @@ class Futures:
 
     def pending_ids(self, base_model: str) -> set[str]:
         """Every unfinished request, for the slow poll that covers late commits."""
-        query = sa.select(FUTURES.c.request_id).where(
-            FUTURES.c.base_model == base_model, FUTURES.c.state == "pending"
-        )
+        query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
         with self._db.read() as connection:
             return set(connection.scalars(query))
 
 
 def _exists(connection: sa.Connection, request_id: str) -> bool:
     return connection.scalar(sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == request_id)) is not None
-
-

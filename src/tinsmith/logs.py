@@ -11,9 +11,7 @@ import structlog
 SECRET_NAMES = frozenset({"api_key", "x-api-key", "authorization", "jwt", "password", "token", "database_url"})
 
 
-def mask_secrets(
-    _logger: object, _method: str, event: MutableMapping[str, object]
-) -> MutableMapping[str, object]:
+def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, object]) -> MutableMapping[str, object]:
     """A structlog processor: values under a secret's name never reach the log."""
     for name in event:
         if name.lower() in SECRET_NAMES:

@@ -64,9 +64,7 @@ class SamplingSessions:
     def moved(self, version_id: str, directory: str) -> None:
         """Record where a version's files are, now that it left the engine's memory."""
         with self._db.write() as connection:
-            connection.execute(
-                SAMPLERS.update().where(SAMPLERS.c.version_id == version_id).values(directory=directory)
-            )
+            connection.execute(SAMPLERS.update().where(SAMPLERS.c.version_id == version_id).values(directory=directory))
 
     def of_session(self, session_id: str) -> list[str]:
         query = (

@@ -109,9 +109,7 @@ def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
     }
 
 
-def _share(
-    runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int
-) -> tuple[list[Pending], Fairness]:
+def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int) -> tuple[list[Pending], Fairness]:
     """Deficit round robin over the tenants' runs within the budget."""
     order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
     order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
@@ -147,9 +145,7 @@ def _share(
     return taken, Fairness(kept, tuple(left + served))
 
 
-def take_in_turns(
-    waiting: Mapping[str, Sequence[Pending]], room: int, last_tenant: str
-) -> tuple[list[Pending], str]:
+def take_in_turns(waiting: Mapping[str, Sequence[Pending]], room: int, last_tenant: str) -> tuple[list[Pending], str]:
     """Up to `room` samples, one tenant after the other, beginning after `last_tenant`; and who came last."""
     tenants = sorted(tenant_id for tenant_id, requests in waiting.items() if requests)
     tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]

@@ -183,8 +183,7 @@ def _refuse_public_address(settings: Settings) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     raise SettingsError(
-        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; "
-        "use 127.0.0.1"
+        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; use 127.0.0.1"
     )
 
 

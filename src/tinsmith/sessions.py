@@ -78,9 +78,7 @@ class Sessions:
         """The session, if it may still be used. Raises GoneError with the reason why it ended."""
         session = self.get(tenant_id, session_id)
         if session.closed_at is not None:
-            raise GoneError(
-                f"session {session_id!r} has ended ({session.reason}); create a new ServiceClient"
-            )
+            raise GoneError(f"session {session_id!r} has ended ({session.reason}); create a new ServiceClient")
         return session
 
     def heartbeat(self, tenant_id: str, session_id: str) -> None:
@@ -126,9 +124,7 @@ class Sessions:
         """Close a session that fell silent; False if a heartbeat or another sweep came first."""
         with self._db.write() as connection:
             row = connection.execute(
-                sa.select(SESSIONS.c.state).where(
-                    SESSIONS.c.session_id == session_id, SESSIONS.c.closed_at.is_(None)
-                )
+                sa.select(SESSIONS.c.state).where(SESSIONS.c.session_id == session_id, SESSIONS.c.closed_at.is_(None))
             ).one_or_none()
             if row is None:
                 return False

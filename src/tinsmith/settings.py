@@ -19,9 +19,7 @@ PREFIX = "TINSMITH_"
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True
-    )
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
     """Address to listen on. Anything but a loopback address is refused as long as there are no API keys."""

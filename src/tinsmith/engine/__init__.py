@@ -48,9 +48,7 @@ class Nouns:
 
 
 class Engine:
-    def __init__(
-        self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: Mailbox, settings: Settings
-    ) -> None:
+    def __init__(self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: Mailbox, settings: Settings) -> None:
         self._shape = shape
         self._backend = backend
         self._nouns = nouns

@@ -132,9 +132,7 @@ class Operations:
         """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it."""
         checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path))
         if checkpoint.base_model != model.base_model:
-            raise UserError(
-                f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}"
-            )
+            raise UserError(f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}")
         if load.optimizer and checkpoint.kind != "weights":
             raise UserError(
                 f"path {load.path!r} holds no optimizer state: optimizer=True needs a /weights/ checkpoint "
@@ -142,9 +140,7 @@ class Operations:
             )
         # The checkpoint decides the shape of the adapter, but a model's own rank was promised at creation.
         if checkpoint.lora_rank != model.lora_rank:
-            raise UserError(
-                f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}"
-            )
+            raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         directory = self._checkpoints.directory(checkpoint)
         self._backend.load(model.model_id, model.lora, directory, optimizer=load.optimizer)
 

@@ -29,9 +29,7 @@ log = structlog.get_logger()
 
 
 class Recovery:
-    def __init__(
-        self, backend: Backend, futures: Futures, operations: Operations, snapshots: Directories
-    ) -> None:
+    def __init__(self, backend: Backend, futures: Futures, operations: Operations, snapshots: Directories) -> None:
         self._backend = backend
         self._futures = futures
         self._operations = operations
@@ -95,9 +93,7 @@ class Recovery:
         A full disk is no reason to lose what is in memory: the log goes on standing in, and the next step tries again.
         """
         try:
-            directory, _ = self._snapshots.write(
-                lambda target: self._backend.save(model_id, target, optimizer=True)
-            )
+            directory, _ = self._snapshots.write(lambda target: self._backend.save(model_id, target, optimizer=True))
         except Exception as error:  # what a backend raises when it cannot write is its own affair
             log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
             return
