@@ -151,7 +151,9 @@ def main() -> None:
             cold_ms = 1000 * (time.perf_counter() - started)
             figures = measure(url, name, given.runs)
         figures["cold start to the first forward"] = summary([cold_ms])
-    print(f"{name}, datum of {LENGTH} tokens, {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{name}, datum of {LENGTH} tokens, {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
+    )
     print(f"{'what':34s} {'runs':>5s} {'min':>8s} {'p50':>8s} {'p95':>8s} {'max':>8s}   ms")
     for what, row in figures.items():
         values = " ".join(f"{row[key]:8.1f}" for key in ("min_ms", "p50_ms", "p95_ms", "max_ms"))

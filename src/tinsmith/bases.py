@@ -16,6 +16,9 @@ from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.ops import ModelShape
 
 
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
 @dataclass(frozen=True, slots=True)
 class Bases:
     """The served base models, by name."""

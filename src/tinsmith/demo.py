@@ -63,7 +63,7 @@ class Chat:
         return self.tokenizer.encode(f"{example.answer}<|im_end|>", add_special_tokens=False)
 
     def read(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
 
 def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
@@ -165,7 +165,7 @@ def _supervised(chat: Chat, example: Example) -> types.Datum:
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.array(weights, np.float32)},
+        loss_fn_inputs=_tensors(target_tokens=np.array(tokens[1:]), weights=np.array(weights, np.float32)),
     )
 
 
@@ -175,12 +175,16 @@ def _reinforced(prompt: Sequence[int], sequence: types.SampledSequence, advantag
     before = [0.0] * (len(prompt) - 1)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.array(tokens[1:]),
-            "logprobs": np.array([*before, *sequence.logprobs], np.float32),
-            "advantages": np.array([*before, *[advantage] * len(sequence.tokens)], np.float32),
-        },
+        loss_fn_inputs=_tensors(
+            target_tokens=np.array(tokens[1:]),
+            logprobs=np.array([*before, *sequence.logprobs], np.float32),
+            advantages=np.array([*before, *[advantage] * len(sequence.tokens)], np.float32),
+        ),
     )
+
+
+def _tensors(**arrays: np.ndarray) -> dict[str, types.TensorData]:
+    return {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
 
 
 def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Example]) -> list[str]:

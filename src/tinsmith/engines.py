@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
@@ -34,7 +34,7 @@ class Engines:
         row = EngineRow(base_model, uuid.uuid4().hex, os.getpid(), "loading", None, now())
         with self._db.write() as connection:
             connection.execute(ENGINES.delete().where(ENGINES.c.base_model == base_model))
-            connection.execute(ENGINES.insert(), {name: getattr(row, name) for name in ENGINES.c.keys()})
+            connection.execute(ENGINES.insert(), asdict(row))
 
     def set_state(self, base_model: str, state: str, reason: str | None = None) -> None:
         with self._db.write() as connection:

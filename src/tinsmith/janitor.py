@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 import structlog
 
 from tinsmith.checkpoints import Checkpoints
@@ -40,7 +40,7 @@ class Janitor:
             await asyncio.sleep(self._settings.session_sweep_s)
             try:
                 await asyncio.to_thread(self.sweep)
-            except (sa.exc.SQLAlchemyError, OSError) as error:
+            except (SQLAlchemyError, OSError) as error:
                 log.error("a sweep failed; the next one tries again", exc_info=error)
 
     def sweep(self) -> None:

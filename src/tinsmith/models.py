@@ -8,7 +8,7 @@ effect or was refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
@@ -85,7 +85,7 @@ class Models:
                 created_at=created_at,
                 last_request_at=created_at,
             )
-            connection.execute(MODELS.insert(), {name: getattr(model, name) for name in MODELS.c.keys()})
+            connection.execute(MODELS.insert(), asdict(model))
         return model
 
     def get(self, tenant_id: str, model_id: str) -> Model:

@@ -1,7 +1,7 @@
 """Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target).
 
-A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints; those of
-ephemeral publishes are created in the transaction that settles the publish.
+A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints;
+those of ephemeral publishes are created in the transaction that settles the publish.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import sqlalchemy as sa
 
@@ -63,7 +63,7 @@ class Sessions:
             last_heartbeat_at=created_at,
         )
         with self._db.write() as connection:
-            connection.execute(SESSIONS.insert(), {name: getattr(session, name) for name in SESSIONS.c.keys()})
+            connection.execute(SESSIONS.insert(), asdict(session))
         return session
 
     def get(self, tenant_id: str, session_id: str) -> Session:

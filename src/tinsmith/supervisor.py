@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-import sqlalchemy as sa
+from sqlalchemy.exc import SQLAlchemyError
 import structlog
 
 from tinsmith.bases import Bases
@@ -70,7 +70,7 @@ class Supervisor:
                 self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
                 self.refused.set()
                 return
-            with contextlib.suppress(sa.exc.SQLAlchemyError):  # the engine writes its own row when it is back
+            with contextlib.suppress(SQLAlchemyError):  # the engine writes its own row when it is back
                 await asyncio.to_thread(
                     self._engines.set_state, shape.name, "restarting", f"it ended with status {code}"
                 )
