@@ -16,6 +16,7 @@ from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
 from tinsmith.engine import Engine, Nouns
+from tinsmith.engine.operations import VERSIONS_IN_MEMORY
 from tinsmith.engine.recovery import SNAPSHOT_OPTIM_STEPS
 from tinsmith.errors import UserError
 from tinsmith.futures import Futures, NewFuture, Outcome
@@ -140,9 +141,7 @@ class Bench:
         return self._pass(model_id, seq_id, "forward", tokens, tenant)
 
     def step(self, model_id: str, seq_id: int, rate: float = 0.5, tenant: str = "alice") -> str:
-        return self.submit(
-            model_id, seq_id, "optim_step", {"adam_params": {"learning_rate": rate}}, tenant=tenant
-        )
+        return self.submit(model_id, seq_id, "optim_step", {"adam_params": {"learning_rate": rate}}, tenant=tenant)
 
     def _pass(self, model_id: str, seq_id: int, kind: str, tokens: Sequence[int], tenant: str) -> str:
         message = pb.ForwardBackwardRequest(
@@ -593,3 +592,47 @@ def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
     assert len({answer.body for answer in answers if answer}) == 7
     on_disk = sa.select(sa.func.count()).select_from(SAMPLERS).where(SAMPLERS.c.directory.is_not(None))
     assert bench.scalar(on_disk) == 3
+
+
+def test_a_sampler_outlives_an_engine_that_is_told_to_stop_and_not_one_that_is_killed(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.step(model, 2)
+    sampler = bench.publish(model, 3, 0)
+    bench.turns()
+    before = bench.sample(sampler, 0)
+    bench.turns()
+    bench.engine.stop()
+    bench.restart()
+    after = bench.sample(sampler, 1)
+    killed = bench.publish(model, 4, 1)
+    bench.turns()
+    outcomes = [bench.outcome(request_id) for request_id in (before, after)]
+    assert outcomes[0] == outcomes[1] and outcomes[0] is not None and outcomes[0].error is None
+    bench.restart()
+    lost = bench.sample(killed, 0)
+    bench.turns()
+    assert "publish them again" in bench.error(lost) and killed in bench.error(lost)
+
+
+def test_an_engine_that_cannot_keep_its_versions_stops_all_the_same(bench: Bench) -> None:
+    model = bench.model()
+    bench.publish(model, 1, 0)
+    bench.turns()
+    (bench.directory / "versions").write_text("no directory can be made here")
+    bench.engine.stop()
+
+
+def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.engine.operations.LOADED_VERSIONS", 2)
+    model = bench.model()
+    samplers = [bench.publish(model, number + 1, number) for number in range(12)]
+    bench.turns()
+    for seq_id in range(2):
+        for sampler in samplers:
+            bench.sample(sampler, seq_id)
+        bench.turns(40)
+    assert len(bench.backend._versions) == VERSIONS_IN_MEMORY + 2
+    assert all(bench.outcome(f"{sampler}:1") is not None for sampler in samplers)

@@ -33,9 +33,7 @@ AT_ONCE_S = 5.0
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with serving(
-        tmp_path_factory.mktemp("supervised") / "data", "--backend", "fake", settings={"HOLD_S": "1"}
-    ) as live:
+    with serving(tmp_path_factory.mktemp("supervised") / "data", "--backend", "fake", settings={"HOLD_S": "1"}) as live:
         yield live
 
 

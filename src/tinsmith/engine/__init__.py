@@ -68,6 +68,14 @@ class Engine:
         self.start()
         while not stopping():
             self.turn(SAFETY_POLL_S)
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave to the next engine what only this one's memory holds."""
+        try:
+            self._operations.keep_versions()
+        except Exception as error:  # their samplers are refused by name then
+            log.error("ephemeral versions could not be kept", exc_info=error)
 
     def start(self) -> None:
         """Take over from whatever engine came before."""

@@ -38,8 +38,8 @@ CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "samp
 VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
 
-LOADED_CHECKPOINTS = 32
-"""Checkpoints kept loaded for sampling, least recently used first out."""
+LOADED_VERSIONS = 32
+"""Versions kept loaded from disk for sampling, least recently used first out."""
 
 
 class Operations:
@@ -95,27 +95,31 @@ class Operations:
         version_id = sampler.version_id
         if version_id is None:
             return None
-        if sampler.model_path is not None:
-            self._load_checkpoint_version(sampler, sampler.model_path)
-        elif not self._backend.has_version(version_id):
-            if sampler.directory is None:
-                raise LostStateError(
-                    f"the weights of sampling session {sampler.sampling_session_id!r} are gone: its model was "
-                    "unloaded, or the engine stopped; publish them again, or sample from a saved checkpoint"
-                )
-            self._backend.load_version(version_id, self._versions.path(sampler.directory))
-        return version_id
-
-    def _load_checkpoint_version(self, sampler: SamplingSession, path: str) -> None:
-        if not self._backend.has_version(path):
-            checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(path))
-            self._backend.load_version(path, self._checkpoints.directory(checkpoint))
-        self._loaded.pop(path, None)
-        self._loaded[path] = None
-        while len(self._loaded) > LOADED_CHECKPOINTS:
+        if not self._backend.has_version(version_id):
+            self._backend.load_version(version_id, self._directory_of(sampler))
+            self._loaded[version_id] = None
+        if version_id in self._loaded:
+            self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
+        while len(self._loaded) > LOADED_VERSIONS:
             oldest = next(iter(self._loaded))
             del self._loaded[oldest]
             self._backend.drop_version(oldest)
+        return version_id
+
+    def _directory_of(self, sampler: SamplingSession) -> Path:
+        if sampler.model_path is not None:
+            return self._checkpoints.directory(self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path)))
+        if sampler.directory is None:
+            raise LostStateError(
+                f"the weights of sampling session {sampler.sampling_session_id!r} are gone: its model was "
+                "unloaded, or the engine died; publish them again, or sample from a saved checkpoint"
+            )
+        return self._versions.path(sampler.directory)
+
+    def keep_versions(self) -> None:
+        """The engine stops in good order: what lives in its memory only goes to disk, for its successor."""
+        for model_id in self._ephemeral:
+            self._move_oldest(model_id, leave=0)
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
         self._backend.create_model(model.model_id, model.lora)
@@ -183,7 +187,7 @@ class Operations:
         self._backend.publish(model.model_id, version_id)
         if not inflight:
             self._ephemeral[model.model_id].append(version_id)
-            self._move_oldest(model.model_id)
+            self._move_oldest(model.model_id, leave=VERSIONS_IN_MEMORY)
         new = NewSamplingSession(
             sampling_session_id=sampling_session_id,
             session_id=model.session_id,
@@ -194,9 +198,9 @@ class Operations:
         answer = {"sampling_session_id": sampling_session_id, "type": "save_weights_for_sampler"}
         return _answer(request, answer, [sampling_sessions.insertion(new)])
 
-    def _move_oldest(self, model_id: str) -> None:
+    def _move_oldest(self, model_id: str, *, leave: int) -> None:
         versions = self._ephemeral[model_id]
-        while len(versions) > VERSIONS_IN_MEMORY:
+        while len(versions) > leave:
             oldest = versions[0]
             directory, _ = self._versions.write(partial(self._backend.save_version, oldest))
             self._samplers.moved(oldest, directory)
