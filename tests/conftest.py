@@ -15,6 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import tinker
+
 from live import API_KEY, LiveServer, serving
 
 

@@ -87,9 +87,7 @@ def test_a_step_keeps_its_token_budget_unless_one_pass_is_larger(queues: list[Mo
 
 
 @given(worlds(), st.integers(1, 400))
-def test_a_model_takes_part_in_a_step_with_passes_or_with_one_barrier(
-    queues: list[ModelQueue], budget: int
-) -> None:
+def test_a_model_takes_part_in_a_step_with_passes_or_with_one_barrier(queues: list[ModelQueue], budget: int) -> None:
     for step in drain(queues, budget):
         kinds: dict[str | None, list[str]] = defaultdict(list)
         for request in step:
