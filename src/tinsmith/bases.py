@@ -15,7 +15,6 @@ from tinsmith import nano
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.ops import ModelShape
 
-
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 

@@ -67,6 +67,37 @@ class Settlement:
     clean_up: Callable[[], None] | None = None
 
 
+# The statements of every request, built once: building and hashing them would cost more than SQLite does.
+_COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+_FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
+_ADD = FUTURES.insert()
+_ADD_BODY = BODIES.insert()
+_ADD_RESULT = RESULTS.insert()
+_OUTCOME = (
+    sa.select(FUTURES.c.state, FUTURES.c.result_type, FUTURES.c.error, FUTURES.c.category, RESULTS.c.body)
+    .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
+)
+_INCOMING = (
+    sa.select(*_COLUMNS)
+    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
+    .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
+    .order_by(FUTURES.c.arrival)
+)
+_BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+_FREE = BODIES.delete().where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+_SETTLE = (
+    FUTURES.update()
+    .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
+    .values({name: sa.bindparam(name) for name in ("state", "error", "category", "result_type", "settled_at")})
+)
+_ADVANCE = (
+    MODELS.update()
+    .where(MODELS.c.model_id == sa.bindparam("advanced_id"), MODELS.c.applied_seq_id < sa.bindparam("to_seq_id"))
+    .values(applied_seq_id=sa.bindparam("to_seq_id"), last_request_at=sa.bindparam("at"))
+)
+
+
 class Futures:
     def __init__(self, db: Database, wake: Waker | None = None) -> None:
         self._db = db
@@ -96,25 +127,19 @@ class Futures:
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
         with self._db.write() as connection:
-            if _exists(connection, new.request_id):
+            if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
                 return new.request_id
-            connection.execute(FUTURES.insert(), row)
+            connection.execute(_ADD, row)
             if packed is not None:
-                connection.execute(BODIES.insert(), {"request_id": new.request_id, "body": packed})
+                connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
 
     def outcome(self, tenant_id: str, request_id: str) -> Outcome | None:
         """How a request ended; None while it is pending. Raises NotFoundError."""
-        columns = (FUTURES.c.state, FUTURES.c.result_type, FUTURES.c.error, FUTURES.c.category, RESULTS.c.body)
-        query = (
-            sa.select(*columns)
-            .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
-            .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
-        )
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
+            row = connection.execute(_OUTCOME, {"request_id": request_id, "tenant_id": tenant_id}).one_or_none()
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         if row.state == "pending":
@@ -140,15 +165,9 @@ class Futures:
 
     def incoming(self, base_model: str, after_arrival: int) -> list[Pending]:
         """Requests that arrived after `after_arrival` and are to be worked on or, if refused, skipped."""
-        columns = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
-        query = (
-            sa.select(*columns)
-            .where(FUTURES.c.base_model == base_model, FUTURES.c.state.in_(("pending", "refused")))
-            .where(FUTURES.c.arrival > after_arrival)
-            .order_by(FUTURES.c.arrival)
-        )
+        known = {"base_model": base_model, "after_arrival": after_arrival}
         with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(query)]
+            return [Pending(**row._mapping) for row in connection.execute(_INCOMING, known)]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies, as the client sent them."""
@@ -157,7 +176,7 @@ class Futures:
         with self._db.read() as connection:
             for start in range(0, len(request_ids), _CHUNK):
                 some = request_ids[start : start + _CHUNK]
-                for row in connection.execute(sa.select(BODIES).where(BODIES.c.request_id.in_(some))):
+                for row in connection.execute(_BODIES, {"request_ids": some}):
                     found[row.request_id] = unpack(row.body)
         return found
 
@@ -168,38 +187,35 @@ class Futures:
         with self._db.write() as connection:
             for settlement in settlements:
                 error = settlement.error
-                update = FUTURES.update().where(
-                    FUTURES.c.request_id == settlement.request_id, FUTURES.c.state == "pending"
-                )
                 changed = connection.execute(
-                    update.values(
-                        state="failed" if error else "done",
-                        error=str(error) if error else None,
-                        category=error.category if error else None,
-                        result_type=None if error else settlement.result_type,
-                        settled_at=settled_at,
-                    )
+                    _SETTLE,
+                    {
+                        "settled_id": settlement.request_id,
+                        "state": "failed" if error else "done",
+                        "error": str(error) if error else None,
+                        "category": error.category if error else None,
+                        "result_type": None if error else settlement.result_type,
+                        "settled_at": settled_at,
+                    },
                 )
                 if changed.rowcount != 1:
                     continue  # settled by a predecessor that we did not see
                 if settlement.body is not None and error is None:
-                    connection.execute(RESULTS.insert(), {"request_id": settlement.request_id, "body": settlement.body})
+                    connection.execute(_ADD_RESULT, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     connection.execute(effect)
             for start in range(0, len(freed), _CHUNK):
-                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(freed[start : start + _CHUNK])))
+                connection.execute(_FREE, {"request_ids": freed[start : start + _CHUNK]})
             for model_id, seq_id in applied.items():
-                advance = MODELS.update().where(MODELS.c.model_id == model_id, MODELS.c.applied_seq_id < seq_id)
-                connection.execute(advance.values(applied_seq_id=seq_id, last_request_at=settled_at))
+                connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
         for settlement in settlements:
             if settlement.clean_up:
                 settlement.clean_up()
 
     def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
         """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
-        columns = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
         query = (
-            sa.select(*columns)
+            sa.select(*_COLUMNS)
             .where(FUTURES.c.model_id == model_id, FUTURES.c.kind.in_(REPLAYED_KINDS))
             .where(FUTURES.c.state.in_(("done", "failed")))
             .where(FUTURES.c.seq_id > after_seq_id, FUTURES.c.seq_id <= up_to_seq_id)
@@ -221,7 +237,3 @@ class Futures:
         query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
         with self._db.read() as connection:
             return set(connection.scalars(query))
-
-
-def _exists(connection: sa.Connection, request_id: str) -> bool:
-    return connection.scalar(sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == request_id)) is not None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 
-from sqlalchemy.exc import SQLAlchemyError
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import now

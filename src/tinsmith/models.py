@@ -54,6 +54,9 @@ class Model:
         return LoraSpec(self.lora_rank, self.lora_seed, self.train_attn, self.train_mlp, self.train_unembed)
 
 
+_BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))  # built once: every request asks
+
+
 class Models:
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -97,7 +100,7 @@ class Models:
     def find(self, model_id: str) -> Model | None:
         """A model whoever owns it; for the engine."""
         with self._db.read() as connection:
-            row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == model_id)).one_or_none()
+            row = connection.execute(_BY_ID, {"model_id": model_id}).one_or_none()
         return None if row is None else Model(**row._mapping)
 
     def of_session(self, session_id: str) -> list[Model]:

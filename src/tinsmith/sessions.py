@@ -43,6 +43,12 @@ class Session:
     closed_at: float | None = field(default=None)
 
 
+# Built once: every request asks.
+_BY_ID = sa.select(SESSIONS).where(
+    SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
+)
+
+
 class Sessions:
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -67,9 +73,8 @@ class Sessions:
         return session
 
     def get(self, tenant_id: str, session_id: str) -> Session:
-        query = sa.select(SESSIONS).where(SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id)
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
+            row = connection.execute(_BY_ID, {"session_id": session_id, "tenant_id": tenant_id}).one_or_none()
         if row is None:
             raise NotFoundError(f"session_id {session_id!r} is unknown; create a new ServiceClient")
         return Session(**row._mapping)
