@@ -114,6 +114,16 @@ def pass_body(
     return message.SerializeToString()
 
 
+def engine_of(server: LiveServer) -> int:
+    """The pid of the one engine; a server answers before it has started it."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not (pids := server.engine_pids()):
+        assert time.monotonic() < deadline, "no engine came"
+        time.sleep(0.02)
+    (pid,) = pids
+    return pid
+
+
 def resident_bytes(pid: int) -> int:
     """What a process really holds in memory."""
     with open(f"/proc/{pid}/statm") as file:

@@ -20,7 +20,7 @@ import zstandard
 from tinker import types
 
 from live import API_KEY, LiveServer, serving
-from raw_client import BASE, PROTO, RawClient, connect, pass_body, resident_bytes, tensor
+from raw_client import BASE, PROTO, RawClient, connect, engine_of, pass_body, resident_bytes, tensor
 from tinsmith.wire import tinker_public_pb2 as pb
 
 CONTEXT, VOCAB = 2048, 512
@@ -150,7 +150,7 @@ def test_a_gap_is_given_up_and_what_waited_behind_it_runs(client: RawClient) -> 
 
 
 def test_a_number_at_the_end_of_the_world_harms_nobody(server: LiveServer, client: RawClient) -> None:
-    (engine,) = server.engine_pids()
+    engine = engine_of(server)
     model = client.model()
     assert client.steps_taken(client.step(model, 2**62)) == 1
     assert server.engine_pids() == [engine]
@@ -391,7 +391,7 @@ def test_the_sdk_raises_what_is_wrong_and_goes_on(server: LiveServer) -> None:
 def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: LiveServer, client: RawClient) -> None:
     model = client.model()
     seq_ids = itertools.count(1)
-    (engine,) = server.engine_pids()
+    engine = engine_of(server)
     noise = np.random.default_rng(0).bytes(100_000)  # kept by anyone, it would show
 
     def send(count: int) -> None:

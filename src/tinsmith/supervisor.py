@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from sqlalchemy.exc import SQLAlchemyError
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
 from tinsmith.engines import Engines
@@ -58,6 +58,7 @@ class Supervisor:
         pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
             started = time.monotonic()
+            await self._note(shape, "starting")  # the row of an engine that is gone may still say that it is ready
             try:
                 code = await self._run_once(shape)
             except OSError as error:  # no memory, no room for the log: that passes
@@ -70,14 +71,16 @@ class Supervisor:
                 self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
                 self.refused.set()
                 return
-            with contextlib.suppress(SQLAlchemyError):  # the engine writes its own row when it is back
-                await asyncio.to_thread(
-                    self._engines.set_state, shape.name, "restarting", f"it ended with status {code}"
-                )
+            await self._note(shape, "restarting", f"it ended with status {code}")
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("an engine died; restarting it", base_model=shape.name, status=code, pause_s=pause_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _note(self, shape: ModelShape, state: str, reason: str | None = None) -> None:
+        """Tell polls how the engine is; it writes its own row as soon as it runs."""
+        with contextlib.suppress(SQLAlchemyError):
+            await asyncio.to_thread(self._engines.set_state, shape.name, state, reason)
 
     async def _run_once(self, shape: ModelShape) -> int:
         """Run one engine process to its end; returns its exit status."""
