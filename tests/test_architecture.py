@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": VALUES
     | DURABLE
     | {"backends", "bases", "db", "engine", "logs", "notify", "scheduler", "settings", "storage", "wire"},
-    "janitor": DURABLE | {"db", "settings"},
+    "janitor": DURABLE | {"db", "settings", "storage"},
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
     | DURABLE

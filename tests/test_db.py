@@ -87,7 +87,6 @@ db.close()
 """
 
 
-@pytest.mark.xfail(reason="migrate does not take the write lock before it looks at the schema", strict=False)
 def test_processes_may_migrate_at_once(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'test.db'}"
     command = [sys.executable, "-c", MIGRATE, url]

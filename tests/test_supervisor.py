@@ -16,22 +16,15 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import sqlalchemy as sa
 
 from http_harness import migrated_file
 from live import LiveServer, free_port, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
-from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import Database
 from tinsmith.engines import Engines
-from tinsmith.futures import Futures
-from tinsmith.janitor import Janitor
-from tinsmith.models import Models
 from tinsmith.ops import ModelShape
-from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
 from tinsmith.supervisor import Supervisor
 
 SHAPE = ModelShape("local/tiny", "/no/such/model", 50, 16, "Tiny")
@@ -260,27 +253,3 @@ def test_base_models_whose_names_look_alike_have_logs_of_their_own(tmp_path: Pat
     paths = {supervisor.log_path(name) for name in names}
     assert len(paths) == 4
     assert {path.parent for path in paths} == {tmp_path / "logs"}
-
-
-def test_a_sweep_that_fails_does_not_end_the_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "tinsmith.db").write_bytes(migrated_file())
-    db = Database(f"sqlite:///{tmp_path / 'tinsmith.db'}")
-    parts = Sessions(db), Models(db), Futures(db), Checkpoints(db, Directories(tmp_path))
-    janitor = Janitor(Settings(data_dir=tmp_path, session_sweep_s=0.001), *parts)
-    sweeps: list[int] = []
-
-    def sweep() -> None:
-        sweeps.append(1)
-        raise [sa.exc.OperationalError("", None, Exception("database is locked")), OSError(5, "I/O")][len(sweeps) % 2]
-
-    monkeypatch.setattr(janitor, "sweep", sweep)
-
-    async def run() -> None:
-        sweeping = asyncio.create_task(janitor.run())
-        while len(sweeps) < 4:
-            assert not sweeping.done()
-            await asyncio.sleep(0.005)
-        sweeping.cancel()
-
-    asyncio.run(run())
-    db.close()

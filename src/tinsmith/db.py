@@ -194,10 +194,11 @@ class Database:
             yield connection
 
     def migrate(self) -> None:
-        """Bring the schema to the newest version; safe to call from several processes in turn."""
+        """Bring the schema to the newest version; several processes may call it at once."""
         config = AlembicConfig()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-        with self.engine.connect() as connection:
+        # The write lock first: two processes that both find an empty schema would both create it.
+        with self.engine.connect().execution_options(tinsmith_write=True) as connection:
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             connection.commit()

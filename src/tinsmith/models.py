@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import MODELS, Database, now
+from tinsmith.db import MODELS, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.ops import LoraSpec
 
@@ -107,6 +107,18 @@ class Models:
         query = sa.select(MODELS).where(MODELS.c.session_id == session_id).order_by(MODELS.c.created_at)
         with self._db.read() as connection:
             return [Model(**row._mapping) for row in connection.execute(query)]
+
+    def orphaned(self) -> list[tuple[Model, str]]:
+        """Models still loaded although their session is closed, and why it ended."""
+        query = (
+            sa.select(MODELS, SESSIONS.c.reason.label("session_reason"))
+            .join(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+            .where(SESSIONS.c.closed_at.is_not(None), MODELS.c.state.in_(("creating", "ready")))
+        )
+        with self._db.read() as connection:
+            rows = [dict(row._mapping) for row in connection.execute(query)]
+        reasons = [str(row.pop("session_reason")) for row in rows]
+        return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
     def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Model], int]:
         """The tenant's models, newest first, and how many there are."""

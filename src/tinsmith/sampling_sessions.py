@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import SAMPLERS, Database, now
+from tinsmith.db import SAMPLERS, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
 
 
@@ -65,6 +65,16 @@ class SamplingSessions:
         """Record where a version's files are, now that it left the engine's memory."""
         with self._db.write() as connection:
             connection.execute(SAMPLERS.update().where(SAMPLERS.c.version_id == version_id).values(directory=directory))
+
+    def forget_moved(self) -> list[str]:
+        """The directories of versions whose session is closed; they are forgotten here and now."""
+        closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
+        theirs = SAMPLERS.c.directory.is_not(None) & SAMPLERS.c.session_id.in_(closed)
+        with self._db.write() as connection:
+            directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
+            if directories:
+                connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
+        return directories
 
     def of_session(self, session_id: str) -> list[str]:
         query = (

@@ -28,7 +28,7 @@ from tinsmith.db import Database
 from tinsmith.engines import Engines
 from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
-from tinsmith.janitor import Janitor
+from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Mailbox, Waiters, socket_dir
 from tinsmith.sampling_sessions import SamplingSessions
@@ -117,7 +117,15 @@ def build(settings: Settings) -> Server:
     engines = Engines(database)
     supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
-    janitor = Janitor(settings, services.sessions, services.models, services.futures, services.checkpoints)
+    swept = SweptParts(
+        services.sessions,
+        services.models,
+        services.sampling_sessions,
+        services.futures,
+        services.checkpoints,
+        Directories(data_dir / "versions"),
+    )
+    janitor = Janitor(settings, swept)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

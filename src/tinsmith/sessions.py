@@ -125,12 +125,15 @@ class Sessions:
         with self._db.read() as connection:
             return [Session(**row._mapping) for row in connection.execute(query)]
 
-    def close(self, session_id: str, reason: str) -> bool:
-        """Close a session that fell silent; False if a heartbeat or another sweep came first."""
+    def close(self, session_id: str, reason: str, *, timeout_s: float = 0.0) -> bool:
+        """Close a session silent for `timeout_s`; False if a heartbeat or another sweep came first."""
+        open_and_silent = (
+            SESSIONS.c.session_id == session_id,
+            SESSIONS.c.closed_at.is_(None),
+            SESSIONS.c.last_heartbeat_at <= now() - timeout_s,
+        )
         with self._db.write() as connection:
-            row = connection.execute(
-                sa.select(SESSIONS.c.state).where(SESSIONS.c.session_id == session_id, SESSIONS.c.closed_at.is_(None))
-            ).one_or_none()
+            row = connection.execute(sa.select(SESSIONS.c.state).where(*open_and_silent)).one_or_none()
             if row is None:
                 return False
             values: dict[str, object] = {"closed_at": now()}
@@ -140,8 +143,8 @@ class Sessions:
         return True
 
     def closed_before(self, moment: float, limit: int = 100) -> list[str]:
-        """Sessions that were closed before `moment` and still have futures to forget."""
-        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        """Sessions that were closed before `moment` and still have settled futures to forget."""
+        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state != "pending")
         query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < moment, has_futures).limit(limit)
         with self._db.read() as connection:
             return list(connection.scalars(query))

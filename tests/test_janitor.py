@@ -1,0 +1,127 @@
+"""The janitor: who is closed, what is told to unload, which files go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.db import FUTURES, SESSIONS, Database, now
+from tinsmith.futures import Futures
+from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.models import Models, NewModel
+from tinsmith.ops import LoraSpec
+from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.sessions import NewSession, Sessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+
+TENANT = "t"
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    database.migrate()
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def parts(db: Database, tmp_path: Path) -> SweptParts:
+    checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
+    versions = Directories(tmp_path / "versions")
+    return SweptParts(Sessions(db), Models(db), SamplingSessions(db), Futures(db), checkpoints, versions)
+
+
+def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:
+    return Janitor(Settings(data_dir=tmp_path, **settings), parts)  # type: ignore[arg-type]
+
+
+def silent_session(db: Database, parts: SweptParts, silent_s: float = 400.0) -> str:
+    session_id = parts.sessions.open(TENANT, NewSession()).session_id
+    parts.models.create(NewModel(f"{session_id}:train:0", session_id, TENANT, "base", LoraSpec(4)))
+    with db.write() as connection:
+        mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
+        connection.execute(mine.values(last_heartbeat_at=now() - silent_s))
+    return session_id
+
+
+def unloads(db: Database) -> list[str]:
+    with db.read() as connection:
+        return list(connection.scalars(sa.select(FUTURES.c.request_id).where(FUTURES.c.kind == "unload_model")))
+
+
+def test_a_silent_session_is_closed_and_its_models_are_told_to_unload_once(
+    db: Database, parts: SweptParts, tmp_path: Path
+) -> None:
+    silent, lively = silent_session(db, parts), silent_session(db, parts, silent_s=1.0)
+    janitor = janitor_of(parts, tmp_path)
+    for _ in range(3):
+        janitor.sweep()
+    assert parts.sessions.get(TENANT, silent).state == "expired"
+    assert parts.sessions.get(TENANT, lively).state == "active"
+    assert unloads(db) == [f"{silent}:train:0:unload"]
+
+
+def test_a_heartbeat_between_looking_and_closing_keeps_the_session(db: Database, parts: SweptParts) -> None:
+    session_id = silent_session(db, parts)
+    (found,) = parts.sessions.silent(300.0)
+    parts.sessions.heartbeat(TENANT, session_id)
+    assert not parts.sessions.close(found.session_id, "no heartbeat", timeout_s=300.0)
+    assert parts.sessions.get(TENANT, session_id).state == "active"
+
+
+def test_models_of_a_session_whose_closing_was_cut_short_are_unloaded_by_the_next_sweep(
+    db: Database, parts: SweptParts, tmp_path: Path
+) -> None:
+    session_id = silent_session(db, parts)
+    assert parts.sessions.close(session_id, "no heartbeat", timeout_s=300.0)  # and then the server died
+    janitor_of(parts, tmp_path).sweep()
+    assert unloads(db) == [f"{session_id}:train:0:unload"]
+
+
+def test_a_negative_timeout_closes_nobody(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+    session_id = silent_session(db, parts)
+    janitor_of(parts, tmp_path, session_timeout_s=-1.0).sweep()
+    assert parts.sessions.get(TENANT, session_id).state == "active"
+
+
+def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+    kept: dict[str, str] = {}
+    for session_id in (silent_session(db, parts), silent_session(db, parts, silent_s=1.0)):
+        version_id = f"{session_id}:sample:0"
+        parts.samplers.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
+        directory, _ = parts.versions.write(lambda target: None)
+        parts.samplers.moved(version_id, directory)
+        kept[session_id] = directory
+    janitor_of(parts, tmp_path).sweep()
+    closed, lively = kept.values()
+    assert not parts.versions.path(closed).exists()
+    assert parts.versions.path(lively).exists()
+
+
+def test_a_sweep_that_fails_does_not_end_the_sweeps(
+    parts: SweptParts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    janitor = janitor_of(parts, tmp_path, session_sweep_s=0.001)
+    sweeps: list[int] = []
+
+    def sweep() -> None:
+        sweeps.append(1)
+        raise [sa.exc.OperationalError("", None, Exception("database is locked")), OSError(5, "I/O")][len(sweeps) % 2]
+
+    monkeypatch.setattr(janitor, "sweep", sweep)
+
+    async def run() -> None:
+        sweeping = asyncio.create_task(janitor.run())
+        while len(sweeps) < 4:
+            assert not sweeping.done()
+            await asyncio.sleep(0.005)
+        sweeping.cancel()
+
+    asyncio.run(run())
