@@ -120,6 +120,7 @@ class TorchBackend:
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._versions[version_id] = self._model(model_id).adapter.clone()
+        self._let_go()
 
     def load_version(self, version_id: str, directory: Path) -> None:
         saved = self._read_adapter(directory)
@@ -140,6 +141,12 @@ class TorchBackend:
     def drop_version(self, version_id: str) -> None:
         # A running sample holds the adapter itself, so the entry can go at once.
         self._versions.pop(version_id, None)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what the sampler kept of replaced and dropped versions: their cached prefixes above all."""
+        if self._sampler is not None:
+            self._sampler.collect()
 
     def _model(self, model_id: str) -> Trained:
         if model_id not in self._models:
