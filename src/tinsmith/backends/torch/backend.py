@@ -21,7 +21,7 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 if TYPE_CHECKING:
-    from tinsmith.samplers import Sampler
+    from tinsmith.samplers.local import LocalSampler
 
 MAX_RANK = 256
 
@@ -55,14 +55,14 @@ class TorchBackend:
         self._trainer = Trainer(self._base, max_tokens, chunk_rows)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
-        self._sampler: Sampler | None = None
+        self._sampler: LocalSampler | None = None
 
     @property
     def base(self) -> BaseModel:
         return self._base
 
     @property
-    def sampler(self) -> Sampler:
+    def sampler(self) -> LocalSampler:
         if self._sampler is None:
             from tinsmith.samplers.local import LocalSampler
 
