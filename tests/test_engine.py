@@ -15,8 +15,8 @@ from http_harness import migrated_file
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
-from tinsmith.engine import Engine, Nouns
-from tinsmith.engine.operations import VERSIONS_IN_MEMORY
+from tinsmith.engine import QUIET_S, Engine, Nouns
+from tinsmith.engine.operations import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.engine.recovery import SNAPSHOT_OPTIM_STEPS
 from tinsmith.errors import UserError
 from tinsmith.futures import Futures, NewFuture, Outcome
@@ -585,6 +585,7 @@ def test_samplers_of_every_age_sample_their_own_weights(bench: Bench) -> None:
         samplers.append(bench.publish(model, seq_id + 2, number))
         seq_id += 3
     bench.turns(100)
+    bench.engine.turn(2 * QUIET_S)  # idle for a moment: the oldest leave memory
     results = [bench.sample(sampler) for sampler in samplers]
     bench.turns()
     answers = [bench.outcome(request_id) for request_id in results]
@@ -629,10 +630,25 @@ def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
     monkeypatch.setattr("tinsmith.engine.operations.LOADED_VERSIONS", 2)
     model = bench.model()
     samplers = [bench.publish(model, number + 1, number) for number in range(12)]
-    bench.turns()
+    bench.turns(20)
+    bench.engine.turn(2 * QUIET_S)  # idle for a moment
     for seq_id in range(2):
         for sampler in samplers:
             bench.sample(sampler, seq_id)
         bench.turns(40)
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY + 2
     assert all(bench.outcome(f"{sampler}:1") is not None for sampler in samplers)
+
+
+def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) -> None:
+    model = bench.model()
+    for number in range(VERSIONS_IN_MEMORY + 3):
+        bench.publish(model, number + 1, number)
+    bench.turns(20)
+    assert not list((bench.directory / "versions").glob("*"))
+    bench.engine.turn(2 * QUIET_S)  # idle for a moment
+    assert len(list((bench.directory / "versions").glob("*"))) == 3
+    for number in range(VERSIONS_IN_MEMORY + 3, VERSIONS_IN_MEMORY + MOST_VERSIONS_IN_MEMORY + 3):
+        bench.publish(model, number + 1, number)
+    bench.turns(200)
+    assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY

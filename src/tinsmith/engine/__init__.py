@@ -32,6 +32,9 @@ from tinsmith.settings import Settings
 from tinsmith.storage import Directories
 from tinsmith.wire.training import read_optim_step, read_pass, write_pass_result
 
+QUIET_S = 0.05
+"""An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
+
 log = structlog.get_logger()
 
 
@@ -92,10 +95,26 @@ class Engine:
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._fetch_late()
             self._give_up_gaps()
-        if self._mailbox.wait(0.0 if busy else patience_s):
+        if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
             self._mailbox.drain()
             self._fetch()
         return busy
+
+    def _wait_longer(self, busy: bool, patience_s: float) -> bool:
+        """Nothing came for a moment: do what can wait, then wait for the rest. False if still nothing came."""
+        if busy or patience_s <= QUIET_S:
+            return False
+        while self._tidied():
+            if self._mailbox.wait(0.0):
+                return True
+        return self._mailbox.wait(patience_s - QUIET_S)
+
+    def _tidied(self) -> bool:
+        try:
+            return self._operations.tidy()
+        except OSError as error:  # a full disk: the versions stay where they are, in memory
+            log.error("an ephemeral version could not be moved to disk", exc_info=error)
+            return False
 
     # Reading what arrived.
 

@@ -2,7 +2,8 @@
 
 Each method carries out one request on the backend and returns the settlement for the engine to write. A
 UserError is an answer; any other exception is the engine's to handle. Ephemeral versions live in the backend's
-memory; the oldest of a model are moved to disk, so that memory does not grow with the length of a run.
+memory; when the engine is idle the oldest of a model move to disk, so that memory does not grow with the length of
+a run and a publish writes no file.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "samp
 
 VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
+
+MOST_VERSIONS_IN_MEMORY = 64
+"""An engine that is never idle moves the oldest at a publish from here on."""
 
 LOADED_VERSIONS = 32
 """Versions kept loaded from disk for sampling, least recently used first out."""
@@ -116,6 +120,14 @@ class Operations:
             )
         return self._versions.path(sampler.directory)
 
+    def tidy(self) -> bool:
+        """Move one ephemeral version to disk if a model has too many in memory; False if none has."""
+        for model_id, versions in self._ephemeral.items():
+            if len(versions) > VERSIONS_IN_MEMORY:
+                self._move_oldest(model_id, leave=len(versions) - 1)
+                return True
+        return False
+
     def keep_versions(self) -> None:
         """The engine stops in good order: what lives in its memory only goes to disk, for its successor."""
         for model_id in self._ephemeral:
@@ -187,7 +199,7 @@ class Operations:
         self._backend.publish(model.model_id, version_id)
         if not inflight:
             self._ephemeral[model.model_id].append(version_id)
-            self._move_oldest(model.model_id, leave=VERSIONS_IN_MEMORY)
+            self._move_oldest(model.model_id, leave=MOST_VERSIONS_IN_MEMORY)
         new = NewSamplingSession(
             sampling_session_id=sampling_session_id,
             session_id=model.session_id,
