@@ -87,9 +87,7 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-        )
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise SettingsError(
             f"--model {hub_id!r} is neither a directory nor a model that the hub gave us: {error}"

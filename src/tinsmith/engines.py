@@ -14,6 +14,9 @@ import sqlalchemy as sa
 
 from tinsmith.db import ENGINES, Database, now
 
+EXIT_UNUSABLE_MODEL = 3
+"""How an engine process ends that cannot serve its model: a restart would not help, so nobody tries."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:

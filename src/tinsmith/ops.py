@@ -8,7 +8,7 @@ k entries of a top-k list.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -181,4 +181,3 @@ class ModelShape:
     vocab_size: int
     max_context_length: int
     arch: str
-    limits: Mapping[str, int] = field(default_factory=dict)

@@ -20,11 +20,10 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
-from tinsmith.engines import Engines
+from tinsmith.engines import EXIT_UNUSABLE_MODEL, Engines
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings, engine_environment
 
-EXIT_UNUSABLE_MODEL = 3
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0

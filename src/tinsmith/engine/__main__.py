@@ -21,7 +21,7 @@ from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
-from tinsmith.engines import Engines
+from tinsmith.engines import EXIT_UNUSABLE_MODEL, Engines
 from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
 from tinsmith.logs import configure_logs
@@ -30,8 +30,6 @@ from tinsmith.notify import Mailbox, engine_mailbox, socket_dir
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories, claim
-
-EXIT_UNUSABLE_MODEL = 3
 
 log = structlog.get_logger()
 
