@@ -16,8 +16,6 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-NULL_BLOCK = 0
-
 
 def chain_key(parent: bytes, tokens: bytes) -> bytes:
     """The key of a block whose predecessor has the key `parent` (at first its namespace's root)."""
