@@ -9,7 +9,7 @@ submits and reads; only the engine settles. Payloads are opaque here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -55,8 +55,20 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class SampleCost:
+    """The tokens of one sample: its prompt, the part of the prompt that was in the cache, and all answers."""
+
+    prefill_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of one future. `effects` are statements of the same transaction; `clean_up` runs after it."""
+    """The end of one future. `effects` are statements of the same transaction; `clean_up` runs after it.
+
+    `cost` is what a sample took.
+    """
 
     request_id: str
     body: bytes | None = None
@@ -65,6 +77,7 @@ class Settlement:
     keep_body: bool = False
     effects: Sequence[sa.Executable] = field(default=())
     clean_up: Callable[[], None] | None = None
+    cost: SampleCost | None = None
 
 
 # The statements of every request, built once: building and hashing them would cost more than SQLite does.
@@ -86,10 +99,12 @@ _INCOMING = (
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _FREE = BODIES.delete().where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+_SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *SampleCost.__dataclass_fields__)
+_NO_COST = dict.fromkeys(SampleCost.__dataclass_fields__)
 _SETTLE = (
     FUTURES.update()
     .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
-    .values({name: sa.bindparam(name) for name in ("state", "error", "category", "result_type", "settled_at")})
+    .values({name: sa.bindparam(name) for name in _SETTLED_COLUMNS})
 )
 _ADVANCE = (
     MODELS.update()
@@ -119,6 +134,7 @@ class Futures:
             "sampling_session_id": new.sampling_session_id,
             "seq_id": new.seq_id,
             "num_tokens": new.num_tokens,
+            "body_bytes": 0 if refusal else len(new.body),
             "error": str(refusal) if refusal else None,
             "category": refusal.category if refusal else None,
             "created_at": created_at,
@@ -196,6 +212,7 @@ class Futures:
                         "category": error.category if error else None,
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,
+                        **(asdict(settlement.cost) if settlement.cost else _NO_COST),
                     },
                 )
                 if changed.rowcount != 1:

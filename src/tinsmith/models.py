@@ -48,6 +48,7 @@ class Model:
     snapshot_directory: str | None
     created_at: float
     last_request_at: float
+    project_id: str | None = None
 
     @property
     def lora(self) -> LoraSpec:

@@ -34,6 +34,7 @@ class SamplingSession:
     version_id: str | None
     directory: str | None
     created_at: float
+    num_clones: int
 
 
 class SamplingSessions:

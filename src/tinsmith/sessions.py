@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
@@ -40,7 +40,8 @@ class Session:
     created_at: float
     last_heartbeat_at: float
     ended_at: float | None = None
-    closed_at: float | None = field(default=None)
+    closed_at: float | None = None
+    finish_type: str | None = None
 
 
 # Built once: every request asks.

@@ -16,7 +16,7 @@ from tinsmith.backends import Backend
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.queues import Queues
 from tinsmith.errors import EngineFailedError, TinsmithError
-from tinsmith.futures import Settlement
+from tinsmith.futures import SampleCost, Settlement
 from tinsmith.ops import Pending, SampleResult
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -37,7 +37,7 @@ class Sampling:
         self._nouns = nouns
         self._operations = operations
         self._settle = settle
-        self._inside: set[str] = set()
+        self._inside: dict[str, int] = {}  # request_id -> tokens of its prompt
         self._last_tenant = ""
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
@@ -64,7 +64,7 @@ class Sampling:
                 self._backend.sampler.cancel(request_id)
             self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
             return
-        settlements = [_settlement(request_id, outcome) for request_id, outcome in finished]
+        settlements = [_settlement(request_id, outcome, self._inside[request_id]) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
 
@@ -79,13 +79,15 @@ class Sampling:
             self._submit(request, bodies[request.request_id])
 
     def _submit(self, request: Pending, body: bytes) -> None:
-        self._inside.add(request.request_id)
+        self._inside[request.request_id] = 0
         try:
             sampler = self._nouns.samplers.find(request.sampling_session_id or "")
             if sampler is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             version_id = self._operations.prepare_version(sampler)
-            self._backend.sampler.submit(read_sample(body, request.request_id, version_id))
+            sample = read_sample(body, request.request_id, version_id)
+            self._inside[request.request_id] = len(sample.prompt_T)
+            self._backend.sampler.submit(sample)
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except Exception as error:  # the answer of this request alone
@@ -95,10 +97,13 @@ class Sampling:
 
     def _finish(self, settlements: Sequence[Settlement]) -> None:
         self._settle(settlements, {})
-        self._inside.difference_update([settlement.request_id for settlement in settlements])
+        for settlement in settlements:
+            del self._inside[settlement.request_id]
 
 
-def _settlement(request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
+def _settlement(request_id: str, outcome: SampleResult | TinsmithError, prompt_tokens: int) -> Settlement:
     if isinstance(outcome, SampleResult):
-        return Settlement(request_id, write_sample_result(outcome), "proto")
+        sampled = sum(len(sequence.tokens_T) for sequence in outcome.sequences)
+        cost = SampleCost(prompt_tokens, outcome.prompt_cache_hit_tokens, sampled)
+        return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost)
     return Settlement(request_id, error=outcome)
