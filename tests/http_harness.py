@@ -25,6 +25,7 @@ from tinsmith.ops import LoraSpec, ModelShape, Pending
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
+from tinsmith.signing import Signer
 from tinsmith.storage import Directories
 from tinsmith.wire import tinker_public_pb2 as pb
 
@@ -151,6 +152,7 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) 
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
         futures=Futures(database, woken.append),
         waiters=Waiters(),
+        signer=Signer(bytes(32)),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
         **plain,  # type: ignore[arg-type]
     )

@@ -22,7 +22,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ops": set(),
     "settings": {"errors"},
-    "storage": set(),
+    "signing": {"errors"},
+    "storage": {"errors"},
     "notify": set(),
     "logs": set(),
     "db": set(),
@@ -49,10 +50,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
     | DURABLE
-    | {"admission", "bases", "losses", "nano", "notify", "routes", "settings", "tenants", "wire"},
+    | {"admission", "bases", "losses", "nano", "notify", "routes", "settings", "signing", "tenants", "wire"},
     "app": {"routes", "tenants"},
     "server": DURABLE
-    | {"app", "bases", "db", "errors", "janitor", "notify", "settings", "storage", "supervisor", "tenants"},
+    | {"app", "bases", "db", "errors", "janitor", "notify", "settings", "signing", "storage", "supervisor", "tenants"},
     "doctor": {"bases", "errors", "settings"},
     "demo": {"errors", "nano"},
     "cli": {"", "demo", "doctor", "errors", "logs", "server", "settings"},

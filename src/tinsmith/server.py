@@ -34,6 +34,7 @@ from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Mailbox, Waiters
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
+from tinsmith.signing import Signer, load_secret
 from tinsmith.storage import Directories, claim
 from tinsmith.supervisor import Supervisor
 
@@ -156,6 +157,7 @@ def _services(
         bases=served,
         futures=futures,
         waiters=waiters,
+        signer=Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)),
         sessions=Sessions(database),
         models=Models(database),
         sampling_sessions=SamplingSessions(database),

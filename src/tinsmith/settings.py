@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.errors import SettingsError
@@ -68,6 +68,10 @@ class Settings(BaseSettings):
 
     seq_gap_s: float = Field(default=330.0, gt=0)
     """How long a request waits for a missing earlier seq_id (the SDK gives up re-sending one after 300 s)."""
+
+    signing_secret: SecretStr = SecretStr("")
+    """Secret of 32 or more bytes that signs tokens and download addresses; empty means one that is made in the data
+    directory. Servers that share a database must share it."""
 
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""

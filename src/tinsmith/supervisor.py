@@ -97,7 +97,8 @@ class Supervisor:
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
         assert process.stdin is not None
-        spec = {"name": shape.name, "path": shape.path, "settings": self._settings.model_dump(mode="json")}
+        settings = self._settings.model_dump(mode="json", exclude={"signing_secret"})  # an engine signs nothing
+        spec = {"name": shape.name, "path": shape.path, "settings": settings}
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())

@@ -26,6 +26,7 @@ from tinsmith.notify import Waiters
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
+from tinsmith.signing import Signer
 from tinsmith.tenants import LocalTenants, Tenants
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, read_object, show
@@ -50,6 +51,7 @@ class Services:
     checkpoints: Checkpoints
     futures: Futures
     waiters: Waiters
+    signer: Signer
     queue_state: Callable[[str], tuple[str, str | None]]
     tenants: Tenants = field(default_factory=LocalTenants)
     reads_wait: bool = True
@@ -62,6 +64,8 @@ class Call:
     body: bytes
     path: Mapping[str, str]
     query: Mapping[str, str]
+    headers: Mapping[str, str]
+    scheme: str
 
     def fields(self) -> Fields:
         return read_object(self.body)
@@ -94,12 +98,18 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
 
         def work() -> bytes:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
-            call = Call(services, tenant_id, decoded, request.path_params, request.query_params)
-            return orjson.dumps(handler(call))
+            return orjson.dumps(handler(call_of(request, services, tenant_id, decoded)))
 
         return Response(await run(work), media_type=bodies.JSON_TYPE)
 
     return respond
+
+
+def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -> Call:
+    """An authenticated request as routes see it; `body` is decoded."""
+    return Call(
+        services, tenant_id, body, request.path_params, request.query_params, request.headers, request.scope["scheme"]
+    )
 
 
 def authenticate(request: Request) -> tuple[Services, str]:
