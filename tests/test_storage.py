@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tinsmith.errors import CorruptFilesError
 from tinsmith.storage import Directories, claim
 
 
@@ -88,3 +91,91 @@ def test_a_claim_excludes_other_processes_until_its_own_is_killed(tmp_path: Path
         mine.close()
     with claim(path, wait=False) as again:  # type: ignore[union-attr]
         assert again is not None
+
+
+# Copies.
+
+
+def test_a_copy_outlives_its_source_and_the_source_its_copy(tmp_path: Path) -> None:
+    directories = Directories(tmp_path)
+    source, size_bytes = directories.write(fill)
+    first, first_bytes = directories.copy(source)
+    second, _ = directories.copy(source)
+    assert first_bytes == size_bytes
+    directories.discard(first)
+    directories.check(source)
+    directories.discard(source)
+    directories.check(second)
+    assert (directories.path(second) / "b").read_bytes() == b"two and three"
+
+
+def test_a_copy_is_made_where_files_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directories = Directories(tmp_path)
+    source, _ = directories.write(fill)
+
+    def link(_source: Path, _target: Path) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    copy, _ = directories.copy(source)
+    directories.check(copy)
+    (directories.path(source) / "a").write_bytes(b"two")
+    directories.check(copy)
+
+
+def test_a_copy_of_damaged_files_is_still_known_to_be_damaged(tmp_path: Path) -> None:
+    directories = Directories(tmp_path)
+    source, _ = directories.write(fill)
+    (directories.path(source) / "a").write_bytes(b"eno")
+    copy, _ = directories.copy(source)
+    with pytest.raises(CorruptFilesError, match="a does not hold the bytes"):
+        directories.check(copy)
+
+
+# Damage.
+
+
+@pytest.mark.parametrize(
+    ("damage", "message", "by_size"),
+    [
+        (lambda path: (path / "b").unlink(), "b is missing", True),
+        (lambda path: (path / "b").write_bytes(b"two"), "b is missing or was cut short: 13 bytes", True),
+        (lambda path: (path / "b").write_bytes(b"two and thrEe"), "SHA-256 differs", False),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json cannot be read", True),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json cannot be read", True),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json cannot be read", True),
+    ],
+)
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], object], message: str, by_size: bool) -> None:
+    directories = Directories(tmp_path)
+    name, _ = directories.write(fill)
+    directories.check(name)
+    damage(directories.path(name))
+    with pytest.raises(CorruptFilesError, match=message):
+        directories.check(name)
+    if by_size:
+        with pytest.raises(CorruptFilesError, match=message):
+            directories.check_sizes(name)
+    else:
+        directories.check_sizes(name)
+
+
+# Sweeping.
+
+
+def test_only_what_nothing_was_written_to_for_long_is_old(tmp_path: Path) -> None:
+    directories = Directories(tmp_path / "root")
+    assert directories.old(0) == []
+    old, _ = directories.write(fill)
+    unfinished = directories.path(".unfinished")
+    unfinished.mkdir()
+    being_written = directories.path(".written")
+    being_written.mkdir()
+    (being_written / "large").write_bytes(b"...")
+    copy, _ = directories.copy(old)  # its files are old, it is not
+    for path in (directories.path(old), *directories.path(old).iterdir(), unfinished, being_written):
+        os.utime(path, (0, 0))
+    assert sorted(directories.old(60)) == sorted([old, unfinished.name])
+    assert directories.discard_all(directories.old(60), but={old}) == [unfinished.name]
+    directories.check(old)
+    directories.check(copy)

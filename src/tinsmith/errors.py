@@ -31,6 +31,12 @@ class NotAuthenticatedError(UserError):
     status = 401
 
 
+class ForbiddenError(UserError):
+    """This is not allowed."""
+
+    status = 403
+
+
 class NotFoundError(UserError):
     """There is no such thing, or it belongs to someone else."""
 
@@ -78,6 +84,10 @@ class NonFiniteGradientError(UserError):
 
 class LostStateError(TinsmithError):
     """The state that this request needs was lost when an engine stopped."""
+
+
+class CorruptFilesError(TinsmithError):
+    """Files on the server's disk are not as they were written."""
 
 
 class EngineFailedError(TinsmithError):

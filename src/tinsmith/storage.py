@@ -1,7 +1,8 @@
 """Directories of files that are complete or absent, and claims on files that end with their process.
 
 A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then
-is it renamed to its final, random name. Knows nothing of what the files mean.
+is it renamed to its final, random name. After that its files never change: a copy may share them, and whoever is
+about to believe them can check them against the manifest. Knows nothing of what the files mean.
 """
 
 from __future__ import annotations
@@ -11,10 +12,15 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import IO
+
+from tinsmith.errors import CorruptFilesError
+
+MANIFEST = "manifest.json"
 
 
 class Directories:
@@ -28,19 +34,86 @@ class Directories:
 
     def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
         """Have `fill` write files into a fresh directory and make it durable. Returns (name, bytes)."""
+
+        def fill_and_seal(hidden: Path) -> None:
+            fill(hidden)
+            _seal(hidden)
+
+        return self._place(fill_and_seal)
+
+    def _place(self, fill: Callable[[Path], None]) -> tuple[str, int]:
         name = uuid.uuid4().hex
         self._root.mkdir(parents=True, exist_ok=True)
         hidden = self._root / f".{name}"
         hidden.mkdir()
         try:
             fill(hidden)
-            size_bytes = _seal(hidden)
+            _fsync(hidden)
+            size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
             hidden.rename(self._root / name)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
         _fsync(self._root)
         return name, size_bytes
+
+    def copy(self, name: str) -> tuple[str, int]:
+        """A second directory with the same files, durable, which outlives the first. Returns (name, bytes).
+
+        The files are shared where the file system can (hard links), copied where it cannot. So is the manifest: what
+        is damaged in the first must not become right in the second.
+        """
+        source = self._root / name
+        self.check_sizes(name)
+
+        def fill(target: Path) -> None:
+            for file in (*self.files(name), MANIFEST):
+                try:
+                    os.link(source / file, target / file)
+                except OSError:  # too many links, or a file system that has none
+                    shutil.copyfile(source / file, target / file)
+                _fsync(target / file)
+
+        return self._place(fill)
+
+    def files(self, name: str) -> dict[str, int]:
+        """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
+        return {file: int(facts["bytes"]) for file, facts in self._manifest(name).items()}
+
+    def check_sizes(self, name: str) -> None:
+        """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
+        for file, size_bytes in self.files(name).items():
+            path = self._root / name / file
+            if not path.is_file() or path.stat().st_size != size_bytes:
+                raise CorruptFilesError(f"{file} is missing or was cut short: {size_bytes} bytes were written")
+
+    def check(self, name: str) -> None:
+        """Read every file and compare it with its digest. Raises CorruptFilesError."""
+        self.check_sizes(name)
+        for file, facts in self._manifest(name).items():
+            with (self._root / name / file).open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
+                    raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
+
+    def _manifest(self, name: str) -> dict[str, dict[str, str]]:
+        try:
+            return json.loads((self._root / name / MANIFEST).read_text())["files"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
+
+    def old(self, age_s: float) -> list[str]:
+        """Directories, finished and unfinished ones, in which nothing was written for `age_s` seconds."""
+        if not self._root.is_dir():
+            return []
+        before = time.time() - age_s
+        return [path.name for path in self._root.iterdir() if path.is_dir() and _newest(path) < before]
+
+    def discard_all(self, names: Iterable[str], *, but: Collection[str]) -> list[str]:
+        """Remove those of `names` that are not in `but`; returns them."""
+        gone = [name for name in names if name not in but]
+        for name in gone:
+            self.discard(name)
+        return gone
 
     def discard(self, name: str | None) -> None:
         """Remove a directory that no row names any more; None is ignored."""
@@ -63,19 +136,25 @@ def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
     return file
 
 
-def _seal(directory: Path) -> int:
-    """Write the manifest and fsync everything; returns the bytes of all files."""
+def _seal(directory: Path) -> None:
+    """Make the files durable and write the manifest."""
     files: dict[str, dict[str, object]] = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-    manifest = directory / "manifest.json"
+    manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
     _fsync(manifest)
-    _fsync(directory)
-    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def _newest(directory: Path) -> float:
+    """When something was last written in a directory; a copy shares files that are older than itself."""
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except FileNotFoundError:  # it is being removed, or was just renamed
+        return time.time()
 
 
 def _fsync(path: Path) -> None:
