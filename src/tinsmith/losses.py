@@ -150,10 +150,10 @@ def _check_one(index: int, name: str, array: Array, expected: tuple[int, ...], l
             hint += f", or [{expected[0]}, K] for K targets"
         raise UserError(f"{where} has shape {list(array.shape)}; it must be {list(expected)}: {hint}")
     if isinstance(array, SparseRows):
-        _check_csr(where, array)
+        check_csr(where, array)
 
 
-def _check_csr(where: str, array: SparseRows) -> None:
+def check_csr(where: str, array: SparseRows) -> None:
     num_rows, num_cols = array.shape
     crow, col, num_values = array.crow_indices, array.col_indices, len(array.values)
     if num_rows * num_cols > MAX_TARGETS_PER_DATUM:
