@@ -16,7 +16,24 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import tinker
 
+import databases
 from live import API_KEY, LiveServer, serving
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--database", choices=databases.KINDS, default=databases.SQLITE, help="what the tests and their servers run on"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    databases.chosen = config.getoption("--database")
+
+
+@pytest.fixture(params=databases.KINDS)
+def database_kind(request: pytest.FixtureRequest) -> str:
+    """For tests whose subject is the database: each kind in turn, whatever the others run on."""
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -1,10 +1,7 @@
-"""The web application on a fresh SQLite file, without a process, a socket or an engine: tests settle by hand."""
+"""The web application on a fresh database, without a process, a socket or an engine: tests settle by hand."""
 
 from __future__ import annotations
 
-import functools
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,11 +10,13 @@ from httpx import Response
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from databases import fresh_url
 from tinsmith.app import Services, create_app
+from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.db import Database
-from tinsmith.errors import NotAuthenticatedError, TinsmithError
+from tinsmith.db import KEYS, Database
+from tinsmith.errors import TinsmithError
 from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
@@ -27,6 +26,11 @@ from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
 from tinsmith.storage import Directories
+from tinsmith.tenants.keys import Keys, digest_of
+from tinsmith.tenants.stored import StoredTenants
+from tinsmith.tenants.tokens import Tokens
+from tinsmith.traces import Traces
+from tinsmith.usage import Usage
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"
@@ -36,15 +40,6 @@ SHAPES = (
 )
 MAX_BODY_BYTES = 100_000
 ALICE, BOB = "tml-alice", "tml-bob"
-
-
-class TwoTenants:
-    """Tells alice from bob by their keys."""
-
-    def authenticate(self, key: str | None) -> str:
-        if key not in (ALICE, BOB):
-            raise NotAuthenticatedError()
-        return key.removeprefix("tml-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +121,13 @@ class Harness:
         return answer.json()
 
 
-@functools.cache
-def migrated_file() -> bytes:
-    """An empty database; the migrations themselves take longer than most tests."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "test.db"
-        database = Database(f"sqlite:///{path}")
-        database.migrate()
-        database.close()
-        return path.read_bytes()
-
-
 def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) -> Harness:
-    (directory / "test.db").write_bytes(migrated_file())
-    database = Database(f"sqlite:///{directory / 'test.db'}")
+    database = Database(fresh_url(directory))
     woken: list[str] = []
     queue: dict[str, tuple[str, str | None]] = {}
-    plain: dict[str, Callable] = {} if local else {"tenants": TwoTenants()}
+    if not local:
+        _let_in(database, ALICE, BOB)
+    signer = Signer(bytes(32))
     services = Services(
         settings=Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s),
         bases=Bases(SHAPES),
@@ -151,14 +136,25 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) 
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
         futures=Futures(database, woken.append),
+        usage=Usage(database),
+        audit=Audit(database),
+        traces=Traces(database),
         waiters=Waiters(),
-        signer=Signer(bytes(32)),
+        signer=signer,
+        tenants=StoredTenants(Keys(database), Tokens(signer)),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
-        **plain,  # type: ignore[arg-type]
     )
     app = create_app(services)
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)
     return Harness(app, services, client, woken, queue)
+
+
+def _let_in(database: Database, *secrets: str) -> None:
+    """Keys that tests can spell: `tml-alice` is alice's."""
+    with database.write() as connection:
+        for secret in secrets:
+            row = {"tenant_id": secret.removeprefix("tml-"), "name": "", "digest": digest_of(secret), "created_at": 1.0}
+            connection.execute(KEYS.insert(), row)
 
 
 def close(harness: Harness) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from databases import database_url
+
 API_KEY = "tml-test"
 START_S = 60.0
 
@@ -49,7 +51,8 @@ def serving(
     port = port or free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
-    environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in (settings or {}).items()}}
+    given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
+    environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment)

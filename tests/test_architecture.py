@@ -26,16 +26,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors"},
     "notify": set(),
     "logs": set(),
-    "db": set(),
+    "db": {"errors", "notify"},
     "migrations": {"db"},
     "nano": {"nano"},
     "scheduler": {"ops"},
     "losses": VALUES,
     "bases": VALUES | {"nano"},
-    "tenants": {"errors"},
+    "tenants": {"audit", "db", "errors", "signing", "tenants"},
     "wire": VALUES | {"wire"},
     "admission": VALUES | {"losses", "wire", "checkpoints"},
-    "futures": VALUES | {"db"},
+    "futures": VALUES | {"db", "notify"},
     "sessions": VALUES | {"db"},
     "models": VALUES | {"db"},
     "sampling_sessions": VALUES | {"db"},
@@ -43,14 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoints": VALUES | {"db", "storage"},
     "samplers": VALUES | {"samplers", "backends"},
     "backends": VALUES | {"losses", "samplers", "backends"},
+    "encryption": {"errors"},
     "engine": VALUES
     | DURABLE
-    | {"backends", "bases", "db", "engine", "logs", "notify", "scheduler", "settings", "storage", "wire"},
+    | {"backends", "bases", "db", "encryption", "engine", "logs", "notify", "scheduler", "settings", "storage", "wire"},
     "janitor": DURABLE | {"db", "settings", "storage"},
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
     | DURABLE
-    | {"admission", "bases", "losses", "nano", "notify", "routes", "settings", "signing", "tenants", "wire"},
+    | {"admission", "bases", "encryption", "losses", "nano", "notify", "routes", "settings", "signing", "tenants", "wire"},
     "app": {"routes", "tenants"},
     "server": DURABLE
     | {"app", "bases", "db", "errors", "janitor", "notify", "settings", "signing", "storage", "supervisor", "tenants"},

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from http_harness import migrated_file
+from databases import fresh_url
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
@@ -73,9 +73,8 @@ class Bench:
     """One database and data directory, and the engines that live on it one after the other."""
 
     def __init__(self, directory: Path, sockets: Path) -> None:
-        (directory / "test.db").write_bytes(migrated_file())
         self.directory = directory
-        self.db = Database(f"sqlite:///{directory / 'test.db'}")
+        self.db = Database(fresh_url(directory))
         self.mailbox = Mailbox(sockets, "engine")
         self.server_mailbox = Mailbox(sockets, "server")
         self.futures = Futures(self.db, lambda _base: self.server_mailbox.wake("engine"))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from http_harness import migrated_file
+from databases import fresh_url
 from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement
+from tinsmith.futures import Futures, NewFuture, Settlement, Spent
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
 
@@ -21,9 +21,8 @@ MODEL = "s:train:0"
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Iterator[Database]:
-    (tmp_path / "test.db").write_bytes(migrated_file())
-    made = Database(f"sqlite:///{tmp_path / 'test.db'}")
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    made = Database(fresh_url(tmp_path, database_kind))
     Models(made).create(NewModel(MODEL, "s", "alice", "base", LoraSpec(4)))
     yield made
     made.close()
@@ -77,7 +76,7 @@ def test_a_step_is_settled_whole_or_not_at_all(futures: Futures, db: Database) -
         Settlement(ids[0], b"one", clean_up=lambda: cleaned.append("one")),
         Settlement(ids[1], b"two", effects=[broken]),
     ]
-    with pytest.raises(sa.exc.OperationalError):
+    with pytest.raises(sa.exc.DBAPIError):
         futures.settle(settlements, {MODEL: 2})
     assert [futures.outcome("alice", request_id) for request_id in ids] == [None, None]
     assert (count(db, RESULTS), count(db, BODIES), cleaned) == (0, 2, [])
@@ -143,7 +142,14 @@ def test_results_are_forgotten_with_their_session_and_pending_work_is_not(future
     settled, pending = futures.submit(new(1)), futures.submit(new(2))
     other = futures.submit(replace(new(3), session_id="t", model_id=None, seq_id=None, request_id="t:1"))
     futures.settle([Settlement(settled, b"a", keep_body=True), Settlement(other, b"b")], {})
-    futures.delete_of_sessions(["s"])
+    deleted: list[str] = []
+
+    def keep(spent: Sequence[Spent]) -> list[sa.Executable]:
+        deleted.extend(one.request_id for one in spent)
+        return []
+
+    assert futures.delete_of_sessions(["s"], keep) == 1
+    assert deleted == [settled]
     with pytest.raises(NotFoundError):
         futures.outcome("alice", settled)
     assert futures.outcome("alice", pending) is None

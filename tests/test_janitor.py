@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from databases import fresh_url
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import FUTURES, SESSIONS, Database, now
 from tinsmith.futures import Futures
@@ -24,9 +25,8 @@ TENANT = "t"
 
 
 @pytest.fixture
-def db(tmp_path: Path) -> Iterator[Database]:
-    database = Database(f"sqlite:///{tmp_path / 'tinsmith.db'}")
-    database.migrate()
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    database = Database(fresh_url(tmp_path, database_kind))
     yield database
     database.close()
 

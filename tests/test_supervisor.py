@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from http_harness import migrated_file
+from databases import fresh_url
 from live import LiveServer, free_port, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
@@ -193,8 +193,7 @@ def test_a_second_server_on_the_same_directory_is_refused_and_the_first_is_as_fa
 
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
-    (tmp_path / "tinsmith.db").write_bytes(migrated_file())
-    db = Database(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    db = Database(fresh_url(tmp_path))
     yield Engines(db)
     db.close()
 

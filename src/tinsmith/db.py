@@ -1,8 +1,12 @@
 """The database: tables, connections, migrations.
 
-Owns the schema and how a transaction is opened; knows nothing of what the rows mean. SQLite runs in WAL mode;
-any other SQLAlchemy URL (Postgres) works with the same tables. Writers of one process take turns on a lock, so
-that they never meet SQLite's sleeping busy handler; writers of different processes meet only there.
+Owns the schema and how a transaction is opened; knows nothing of what the rows mean. SQLite (in WAL mode) and Postgres
+hold the same tables. On SQLite there is one writer at a time: those of one process take turns on a lock, so that they
+never meet SQLite's sleeping busy handler; writers of different processes meet only there. On Postgres writers run
+beside each other (READ COMMITTED): whoever checks before it writes must lock the row (`with_for_update`), or write
+with a condition and count the rows, or leave it to a unique constraint (`insert_once`).
+
+A fenced database begins every writing transaction with the fence, which raises if this process may not write any more.
 
 Times are float seconds since the epoch (UTC). Large values live in tables of their own, so that reading or
 changing a row's metadata never touches them.
@@ -12,15 +16,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config as AlembicConfig
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
+
+from tinsmith.errors import SettingsError
+from tinsmith.notify import payloads
+
+MAX_NOTIFY_BYTES = 7_900
+"""Postgres takes less than 8,000 bytes in one NOTIFY."""
+
+IDLE_IN_TRANSACTION_S = 10
+"""Postgres ends a transaction of which nothing was heard for this long: a process that is stopped in the middle of one
+must not hold its locks for ever."""
+
+_MIGRATION_LOCK = 0x74696E73  # any number that all servers share
 
 METADATA = sa.MetaData(
     naming_convention={
@@ -247,46 +266,139 @@ SEQUENCES = sa.Table(
 )
 
 
+Fence = Callable[[Connection], None]
+
+
 class Database:
     """Connections to one database. `write` and `read` each give one transaction."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, fence: Fence | None = None) -> None:
+        self.url = sqlalchemy_url(url)
+        self._fence = fence
         self._write_lock = threading.Lock()
-        self.is_sqlite = url.startswith("sqlite")
+        self.is_sqlite = self.url.startswith("sqlite")
+        # hide_parameters: an error's text must not carry request bodies into the log.
         if self.is_sqlite:
-            # hide_parameters: an error's text must not carry request bodies into the log.
-            self.engine: Engine = sa.create_engine(
-                url, connect_args={"timeout": 30.0, "check_same_thread": False}, hide_parameters=True
-            )
+            connect_args: dict[str, object] = {"timeout": 30.0, "check_same_thread": False}
+            self.engine: Engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
             event.listen(self.engine, "connect", _configure_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
         else:
-            self.engine = sa.create_engine(url, pool_pre_ping=True, hide_parameters=True)
+            # Every worker thread of a server may hold one; a connection that broke is replaced before it is used.
+            self.engine = sa.create_engine(
+                self.url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True
+            )
+            event.listen(self.engine, "connect", _configure_postgres)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        with self._write_lock, self.engine.connect().execution_options(tinsmith_write=True) as connection:
-            with connection.begin():
+        if self.is_sqlite:
+            with self._write_lock, self.engine.connect().execution_options(tinsmith_write=True) as connection:
+                with connection.begin():
+                    if self._fence:
+                        self._fence(connection)
+                    yield connection
+        else:
+            with self.engine.begin() as connection:
+                if self._fence:
+                    self._fence(connection)
                 yield connection
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        with self.engine.connect() as connection, connection.begin():
-            yield connection
+        if self.is_sqlite:
+            with self.engine.connect() as connection, connection.begin():
+                yield connection
+        else:
+            # Each statement sees what is committed then, as it would in a transaction, but without BEGIN and ROLLBACK.
+            with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                yield connection
+
+    def insert_once(self, table: sa.Table) -> sa.Insert:
+        """An INSERT that changes nothing, and counts no row, where a row of the same key exists or is being made."""
+        dialect = sqlite if self.is_sqlite else postgresql
+        return dialect.insert(table).on_conflict_do_nothing().inline()
+
+    def clock(self) -> sa.ColumnElement[float]:
+        """The time as the database has it: the processes of several machines agree on it."""
+        if self.is_sqlite:
+            return sa.literal(now())
+        return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Float)
+
+    def notify(self, connection: Connection, channel: str, ids: Iterable[str]) -> None:
+        """Wake whoever listens on `channel`, if and when this transaction commits. SQLite has no such thing."""
+        if self.is_sqlite:
+            return
+        for payload in payloads(ids, MAX_NOTIFY_BYTES):
+            connection.execute(_NOTIFY, {"channel": channel, "payload": payload})
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[bool]:
+        """Whether this process is the only one that does `name` now; others are told no until the block ends.
+
+        On SQLite there is only one server. On Postgres the claim ends with the connection, however that ends.
+        """
+        if self.is_sqlite:
+            yield True
+            return
+        key = {"name": name}
+        with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            claimed = bool(connection.scalar(_CLAIM, key))
+            try:
+                yield claimed
+            finally:
+                if claimed:
+                    connection.execute(_DISCLAIM, key)
 
     def migrate(self) -> None:
-        """Bring the schema to the newest version; several processes may call it at once."""
+        """Bring the schema to the newest version; several processes may call it at once. Raises SettingsError."""
+        with self.migrations() as config:
+            command.upgrade(config, "head")
+
+    @contextmanager
+    def migrations(self) -> Iterator[AlembicConfig]:
+        """One transaction for Alembic's commands, which nobody else's migrations can enter."""
         config = AlembicConfig()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-        # The write lock first: two processes that both find an empty schema would both create it.
+        # The lock first: two processes that both find an empty schema would both create it.
         with self.engine.connect().execution_options(tinsmith_write=True) as connection:
+            if not self.is_sqlite:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
+            _refuse_newer(connection, ScriptDirectory.from_config(config))
             config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+            yield config
             connection.commit()
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+_NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
+_CLAIM = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam("name"))))
+_DISCLAIM = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
+
+
+def sqlalchemy_url(url: str) -> str:
+    """The URL as SQLAlchemy takes it: Postgres is reached by psycopg 3, whatever the URL calls it."""
+    scheme, separator, rest = url.partition("://")
+    return f"postgresql+psycopg{separator}{rest}" if scheme in ("postgres", "postgresql") else url
+
+
+def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:
+    known = {script.revision for script in scripts.walk_revisions()}
+    unknown = set(MigrationContext.configure(connection).get_current_heads()) - known
+    if unknown:
+        raise SettingsError(
+            f"the database has schema version {', '.join(sorted(unknown))}, and this Tinsmith knows none after "
+            f"{scripts.get_current_head()}: a newer Tinsmith made it; upgrade this one, or choose another database"
+        )
+
+
+def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
+    cursor = dbapi_connection.cursor()
+    cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S}s'")
+    cursor.close()
+    dbapi_connection.commit()
 
 
 def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:

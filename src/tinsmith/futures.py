@@ -4,6 +4,8 @@ States: pending -> done | failed; refused is a future that was invalid at admiss
 Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled
 future never changes; settling a step, and every row that the step changes, is one transaction. The server
 submits and reads; only the engine settles. Payloads are opaque here.
+
+A request to cancel is a future, too, so that it outlives an engine; settling it deletes its row.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ from typing import Protocol
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database, now
+from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.notify import SERVER, engine_mailbox
 from tinsmith.ops import Pending
 
 # Passes that change a model's state: their bodies are kept until a snapshot covers them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step")
 _CHUNK = 500  # variables of one IN (...) clause
+_CANCEL = ":cancel"
 
 
 class Waker(Protocol):
@@ -63,6 +67,26 @@ class SampleCost:
     sampled_tokens: int
 
 
+Effects = Sequence[sa.Executable]
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a settled future tells of its use."""
+
+    request_id: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    state: str
+    num_tokens: int
+    prefill_tokens: int | None
+    cached_tokens: int | None
+    sampled_tokens: int | None
+    settled_at: float | None
+
+
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """The end of one future. `effects` are statements of the same transaction; `clean_up` runs after it.
@@ -82,8 +106,8 @@ class Settlement:
 
 # The statements of every request, built once: building and hashing them would cost more than SQLite does.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+_SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
-_ADD = FUTURES.insert()
 _ADD_BODY = BODIES.insert()
 _ADD_RESULT = RESULTS.insert()
 _OUTCOME = (
@@ -95,6 +119,12 @@ _INCOMING = (
     sa.select(*_COLUMNS)
     .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
     .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
+    .order_by(FUTURES.c.arrival)
+)
+_ARRIVED = (
+    sa.select(*_COLUMNS)
+    .where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+    .where(FUTURES.c.state.in_(("pending", "refused")))
     .order_by(FUTURES.c.arrival)
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
@@ -117,6 +147,7 @@ class Futures:
     def __init__(self, db: Database, wake: Waker | None = None) -> None:
         self._db = db
         self._wake = wake
+        self._add = db.insert_once(FUTURES)
 
     # The server's side.
 
@@ -145,9 +176,11 @@ class Futures:
         with self._db.write() as connection:
             if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
                 return new.request_id
-            connection.execute(_ADD, row)
+            if connection.execute(self._add, row).rowcount == 0:
+                return new.request_id  # another server was a moment faster
             if packed is not None:
                 connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
+            self._db.notify(connection, engine_mailbox(new.base_model), [new.request_id])
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
@@ -162,20 +195,80 @@ class Futures:
             return None
         return Outcome(result_type=row.result_type, body=row.body, error=row.error, category=row.category)
 
+    def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
+        """Tell the engine to give up a pending sample. Raises NotFoundError.
+
+        What has ended stays as it is. So does every other kind of request: operations on a model are ordered, and a
+        later one may have been sent in the belief that an earlier one takes effect.
+        """
+        query = sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state).where(
+            FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id
+        )
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+        if row.kind == "sample" and row.state == "pending":
+            self._submit_cancel(request_id, tenant_id, row.session_id, row.base_model, reason)
+
+    def cancel_of_closed_sessions(self) -> int:
+        """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
+        samples = sa.and_(FUTURES.c.state == "pending", FUTURES.c.kind == "sample")
+        query = (
+            sa.select(
+                FUTURES.c.sampling_session_id,
+                FUTURES.c.tenant_id,
+                FUTURES.c.session_id,
+                FUTURES.c.base_model,
+                SESSIONS.c.reason,
+            )
+            .join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id)
+            # An engine's rows by the index of its queue: the settled ones are many.
+            .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), samples)
+            .where(SESSIONS.c.closed_at.is_not(None))
+            .distinct()
+        )
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        for row in rows:
+            reason = f"its session ended ({row.reason})"
+            self._submit_cancel(row.sampling_session_id, row.tenant_id, row.session_id, row.base_model, reason)
+        return len(rows)
+
+    def _submit_cancel(self, name: str, tenant_id: str, session_id: str, base_model: str, reason: str) -> None:
+        """`name` is a sample's request_id, or a sampling_session_id for all of its samples."""
+        self.submit(
+            NewFuture(name + _CANCEL, tenant_id, session_id, base_model, kind="cancel", body=reason.encode())
+        )
+
     def base_model_of(self, request_id: str) -> str | None:
         """Whose queue a request waits in."""
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
-    def delete_of_sessions(self, session_ids: Sequence[str]) -> None:
-        """Forget all settled futures of ended sessions."""
-        ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending")
+    def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
+        """Forget all settled futures of ended sessions; returns how many.
+
+        `keep` is given what each transaction deletes, and answers what that transaction is to write instead.
+        """
+        deleted = 0
+        for session_id in session_ids:
+            while some := self._delete_some(session_id, keep):
+                deleted += some
+        return deleted
+
+    def _delete_some(self, session_id: str, keep: Callable[[Sequence[Spent]], Effects]) -> int:
+        settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
+        # What was deleted is what was kept, since the database itself tells: another future may settle meanwhile.
+        deletion = FUTURES.delete().where(FUTURES.c.arrival.in_(settled.limit(_CHUNK))).returning(*_SPENT_COLUMNS)
         with self._db.write() as connection:
+            spent = [Spent(**row._mapping) for row in connection.execute(deletion)]
+            ids = [one.request_id for one in spent]
             for table in (RESULTS, BODIES):
                 connection.execute(table.delete().where(table.c.request_id.in_(ids)))
-            connection.execute(
-                FUTURES.delete().where(FUTURES.c.session_id.in_(session_ids), FUTURES.c.state != "pending")
-            )
+            for effect in keep(spent):
+                connection.execute(effect)
+        return len(spent)
 
     # The engine's side.
 
@@ -184,6 +277,11 @@ class Futures:
         known = {"base_model": base_model, "after_arrival": after_arrival}
         with self._db.read() as connection:
             return [Pending(**row._mapping) for row in connection.execute(_INCOMING, known)]
+
+    def arrived(self, request_ids: Sequence[str]) -> list[Pending]:
+        """The same for requests that a wake-up named: they may have been committed after later arrivals."""
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(_ARRIVED, {"request_ids": request_ids})]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies, as the client sent them."""
@@ -225,6 +323,7 @@ class Futures:
                 connection.execute(_FREE, {"request_ids": freed[start : start + _CHUNK]})
             for model_id, seq_id in applied.items():
                 connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
+            self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
         for settlement in settlements:
             if settlement.clean_up:
                 settlement.clean_up()
@@ -254,3 +353,13 @@ class Futures:
         query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
         with self._db.read() as connection:
             return set(connection.scalars(query))
+
+
+def cancelled_name(request_id: str) -> str:
+    """What a request to cancel names: a sample, or a sampling session for all of its samples."""
+    return request_id.removesuffix(_CANCEL)
+
+
+def deletion(request_id: str) -> sa.Executable:
+    """A statement for the transaction that settles a request of which nothing is to remain."""
+    return FUTURES.delete().where(FUTURES.c.request_id == request_id)

@@ -1,6 +1,7 @@
 """Models in training: one row per adapter, from creation to unloading.
 
-States: creating -> ready | failed; ready -> unloaded. A model_id is `{session_id}:train:{model_seq_id}`, so a
+States: creating -> ready | failed; ready -> unloaded; copied is a run that was never trained and never will be: the
+home of a copied checkpoint, `reason` says of which. A model_id is `{session_id}:train:{model_seq_id}`, so a
 repeated creation finds the first one. `applied_seq_id` is the scheduler's memory: every seq_id up to it has taken
 effect or was refused.
 """
@@ -64,32 +65,11 @@ class Models:
 
     def create(self, new: NewModel) -> Model:
         """Add a model in state `creating`, or return the one that has this id already."""
-        created_at = now()
         with self._db.write() as connection:
-            row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one_or_none()
-            if row is not None:
+            model = _model(new, "creating")
+            if connection.execute(self._db.insert_once(MODELS), asdict(model)).rowcount == 0:
+                row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one()
                 return Model(**row._mapping)
-            model = Model(
-                model_id=new.model_id,
-                session_id=new.session_id,
-                tenant_id=new.tenant_id,
-                base_model=new.base_model,
-                state="creating",
-                reason=None,
-                lora_rank=new.lora.rank,
-                lora_seed=new.lora.seed,
-                train_attn=new.lora.train_attn,
-                train_mlp=new.lora.train_mlp,
-                train_unembed=new.lora.train_unembed,
-                optimizer_type=new.optimizer_type,
-                user_metadata=new.user_metadata,
-                applied_seq_id=-1,
-                snapshot_seq_id=None,
-                snapshot_directory=None,
-                created_at=created_at,
-                last_request_at=created_at,
-            )
-            connection.execute(MODELS.insert(), asdict(model))
         return model
 
     def get(self, tenant_id: str, model_id: str) -> Model:
@@ -121,14 +101,56 @@ class Models:
         reasons = [str(row.pop("session_reason")) for row in rows]
         return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
-    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Model], int]:
-        """The tenant's models, newest first, and how many there are."""
+    def page(
+        self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[Model], int]:
+        """The tenant's models (of one project, if it is named), newest first, and how many there are."""
         mine = MODELS.c.tenant_id == tenant_id
-        query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc()).limit(limit).offset(offset)
+        if project_id is not None:
+            mine = mine & MODELS.c.model_id.in_(ids_of_project(project_id))
+        query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc(), MODELS.c.model_id.desc())
+        query = query.limit(limit).offset(offset)
         with self._db.read() as connection:
             rows = [Model(**row._mapping) for row in connection.execute(query)]
             total = connection.scalar(sa.select(sa.func.count()).select_from(MODELS).where(mine)) or 0
         return rows, total
+
+
+def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executable:
+    """A statement for the transaction that adds the copied checkpoint; it fails if the run exists."""
+    return MODELS.insert().values(**asdict(_model(new, "copied", reason, project_id)))
+
+
+def _model(new: NewModel, state: str, reason: str | None = None, project_id: str | None = None) -> Model:
+    created_at = now()
+    return Model(
+        model_id=new.model_id,
+        session_id=new.session_id,
+        tenant_id=new.tenant_id,
+        base_model=new.base_model,
+        state=state,
+        reason=reason,
+        lora_rank=new.lora.rank,
+        lora_seed=new.lora.seed,
+        train_attn=new.lora.train_attn,
+        train_mlp=new.lora.train_mlp,
+        train_unembed=new.lora.train_unembed,
+        optimizer_type=new.optimizer_type,
+        user_metadata=new.user_metadata,
+        applied_seq_id=-1,
+        snapshot_seq_id=None,
+        snapshot_directory=None,
+        created_at=created_at,
+        last_request_at=created_at,
+        project_id=project_id,
+    )
+
+
+def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
+    """The models of a project: a copy's own, any other's is that of its session."""
+    project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
+    of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+    return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
 
 
 def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:

@@ -53,9 +53,9 @@ class Mailbox:
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
         """Send a hint to the mailbox `name`; silently nothing if it cannot be delivered now."""
-        for payload in _payloads(ids):
+        for payload in payloads(ids, MAX_DATAGRAM_BYTES):
             try:
-                self._socket.sendto(payload, str(self._directory / name))
+                self._socket.sendto(payload.encode(), str(self._directory / name))
             except OSError:
                 # The reader is absent or its buffer is full: its safety poll will find the rows.
                 return
@@ -83,17 +83,18 @@ class Mailbox:
                 self._path.unlink()
 
 
-def _payloads(ids: Iterable[str]) -> Iterator[bytes]:
-    lines: list[bytes] = []
+def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:
+    """The ids on lines, in texts of at most `max_bytes`; one empty text if there are none."""
+    lines: list[str] = []
     size = 0
     for request_id in ids:
-        line = request_id.encode()
-        if size + len(line) + 1 > MAX_DATAGRAM_BYTES:
-            yield b"\n".join(lines)
+        length = len(request_id.encode()) + 1
+        if lines and size + length > max_bytes:
+            yield "\n".join(lines)
             lines, size = [], 0
-        lines.append(line)
-        size += len(line) + 1
-    yield b"\n".join(lines)
+        lines.append(request_id)
+        size += length
+    yield "\n".join(lines)
 
 
 class EngineWaker:

@@ -44,9 +44,7 @@ class SamplingSessions:
     def create(self, new: NewSamplingSession) -> str:
         """Add a sampling session once; a repeated id changes nothing. Returns the id."""
         with self._db.write() as connection:
-            mine = SAMPLERS.c.sampling_session_id == new.sampling_session_id
-            if connection.scalar(sa.select(SAMPLERS.c.session_id).where(mine)) is None:
-                connection.execute(insertion(new))
+            connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()})
         return new.sampling_session_id
 
     def get(self, tenant_id: str, sampling_session_id: str) -> SamplingSession:
