@@ -25,10 +25,27 @@ BLOCK = 4
 
 
 def _request(
-    prompt: list[int], *, number: int, max_new: int = 5, num_samples: int = 1, weights: Weights, scored: bool = False
+    prompt: list[int],
+    *,
+    number: int,
+    max_new: int = 5,
+    num_samples: int = 1,
+    weights: Weights,
+    scored: int | None = 0,
 ) -> Request:
+    """`scored` counts the prompt's last tokens whose logprobs are wanted; None: of all."""
     params = SamplingParams(max_tokens=max_new)
-    sample = Sample(str(number), None, np.array(prompt, np.int32), num_samples, params, prompt_logprobs=scored)
+    last_n = min(scored, len(prompt) - 1) if scored else None
+    wants = scored is None or last_n is not None and last_n > 0
+    sample = Sample(
+        str(number),
+        None,
+        np.array(prompt, np.int32),
+        num_samples,
+        params,
+        prompt_logprobs=wants,
+        prompt_logprobs_last_n=last_n if wants else None,
+    )
     return Request(sample, weights, number, max_new)
 
 
@@ -71,8 +88,9 @@ class _Shadow:
         for span in step.spans:
             self._check_reads(span.sequence, span.stop)
             self.batcher.advance(span)
-            request = span.sequence.request
-            request.num_scored = max(request.num_scored, min(span.stop, request.num_prompt))
+            scores = span.sequence.request.scores
+            assert scores.next_row is None or span.start <= scores.next_row, "a wanted row was skipped"
+            scores.num_scored = max(scores.num_scored, int(np.searchsorted(scores.rows_R, span.stop)))
         for span in step.spans:
             if span.completes:
                 self._sample(span.sequence)
@@ -128,7 +146,7 @@ requests = st.tuples(
     st.integers(1, 22),  # prompt length
     st.integers(1, 8),  # max_new
     st.integers(1, 3),  # num_samples
-    st.booleans(),  # prompt logprobs
+    st.sampled_from([0, None, 1, 5]),  # how many prompt logprobs
 )
 actions = st.lists(
     st.one_of(
@@ -265,12 +283,26 @@ def test_weights_never_share_blocks_and_replaced_weights_find_nothing():
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_leaves_it_to_others():
     shadow = _Shadow(_batcher(100))
     weights = Weights(None, 0)
-    for number, scored in enumerate([False, True, True, False]):
+    for number, scored in enumerate([0, None, None, 0]):
         request = _request(list(range(13)), number=number, max_new=1, weights=weights, scored=scored)
         shadow.submit(request)
         shadow.step()
         assert request.prompt_cache_hit_tokens == (12 if number == 3 else 0)
     assert shadow.num_computed == 13 * 3 + 1
+
+
+@pytest.mark.parametrize(("last_n", "hits"), [(1, 8), (3, 8), (4, 8), (5, 4), (8, 4), (9, 0), (12, 0)])
+def test_a_request_for_the_logprobs_of_its_last_tokens_finds_what_lies_before_them(last_n: int, hits: int):
+    shadow = _Shadow(_batcher(100))
+    weights = Weights(None, 0)
+    shadow.submit(_request(list(range(13)), number=0, max_new=1, weights=weights))
+    shadow.step()
+    shadow.submit(request := _request(list(range(13)), number=1, max_new=1, weights=weights, scored=last_n))
+    shadow.step()
+    # The first wanted logprob is predicted by row 12 - last_n, which must be computed.
+    assert request.prompt_cache_hit_tokens == hits == (12 - last_n) // BLOCK * BLOCK
+    assert request.scores.next_row is None
+    assert shadow.num_computed == 13 + 13 - hits
 
 
 def test_generated_tokens_are_found_by_the_next_turn_of_a_conversation():

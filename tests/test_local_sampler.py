@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,20 +11,30 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tiny_models
+from local_sampling import (
+    HOT,
+    alone,
+    assert_same,
+    finish,
+    make_adapter,
+    make_prompt,
+    make_sample,
+    reference_logprobs,
+    reference_model,
+    run,
+)
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
-from tinsmith.backends.torch.lora import Adapter, Routing, Segment, initialise, layout_for
+from tinsmith.backends.torch.lora import Adapter, Routing, Segment
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.ops import LoraSpec, Sample, SampleResult, SamplingParams
+from tinsmith.ops import Sample, SampleResult, SamplingParams
 from tinsmith.samplers import scoring
 from tinsmith.samplers.local import LocalSampler, SamplerOptions
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, stop_eos=False)
-HOT = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=7)
 
 
 @pytest.fixture(scope="module")
@@ -45,105 +55,26 @@ def base(bases: dict[str, BaseModel]) -> BaseModel:
     return bases["qwen3"]
 
 
-def _adapter(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bool = True) -> Adapter:
-    spec = LoraSpec(rank=rank, seed=seed, train_unembed=train_unembed)
-    layout = layout_for(spec, base.adaptable())
-    adapter = Adapter(spec, layout, initialise(layout, seed, base.device), base.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for _, b_Or in adapter.weights.values():
-        b_Or.normal_(0, 0.05, generator=generator)
-    adapter.refresh()
-    return adapter
-
-
-def _reference(path: Path, adapter: Adapter | None = None) -> PreTrainedModel:
-    """transformers' own model, with the adapter added into its weights."""
-    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
-    for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
-        module = model.get_submodule(name)
-        # A new parameter, so that a tied embedding stays as it was.
-        module.weight = torch.nn.Parameter(module.weight.detach() + adapter.scale * b_Or @ a_rI)
-    return model
-
-
-def _reference_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
-    """[T, V], row t of the token after t."""
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
-    return torch.log_softmax(logits.double() / temperature, -1)
-
-
-def _prompt(length: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, length]).integers(0, 256, length).astype(np.int32)
-
-
-def _sample(
-    request_id: str,
-    prompt: np.ndarray,
-    params: SamplingParams = HOT,
-    *,
-    version_id: str | None = None,
-    num_samples: int = 1,
-    **options: int | bool,
-) -> Sample:
-    return Sample(request_id, version_id, prompt, num_samples, params, **options)
-
-
-def _run(sampler: LocalSampler, *samples: Sample) -> dict[str, SampleResult]:
-    for sample in samples:
-        sampler.submit(sample)
-    return _finish(sampler)
-
-
-def _finish(sampler: LocalSampler, max_steps: int = 3000) -> dict[str, SampleResult]:
-    outcomes: dict[str, SampleResult] = {}
-    for _ in range(max_steps):
-        if not sampler.has_work:
-            assert sampler._batcher.pool.num_live == 0
-            return outcomes
-        for request_id, outcome in sampler.step():
-            assert request_id not in outcomes
-            outcomes[request_id] = outcome
-    raise AssertionError("the sampler does not finish")
-
-
-def _alone(base: BaseModel, sample: Sample, versions: Mapping[str, Adapter] | None = None) -> SampleResult:
-    return _run(LocalSampler(base, versions or {}), sample)[sample.request_id]
-
-
-def _assert_same(result: SampleResult, expected: SampleResult, atol: float = 2e-5) -> None:
-    assert len(result.sequences) == len(expected.sequences)
-    for ours, theirs in zip(result.sequences, expected.sequences, strict=True):
-        assert ours.tokens_T.tolist() == theirs.tokens_T.tolist()
-        assert ours.stop_reason == theirs.stop_reason
-        np.testing.assert_allclose(ours.logprobs_T, theirs.logprobs_T, atol=atol)
-        assert (ours.topk is None) == (theirs.topk is None)
-        if ours.topk is not None:
-            np.testing.assert_allclose(ours.topk.logprobs_Tk, theirs.topk.logprobs_Tk, atol=atol)
-    if expected.prompt_logprobs_T is not None:
-        np.testing.assert_allclose(result.prompt_logprobs_T, expected.prompt_logprobs_T, atol=atol)
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_greedy_answers_and_their_logprobs_are_those_of_transformers(
     bases: dict[str, BaseModel], model_dirs: dict[str, Path], arch: str, adapted: bool
 ):
-    adapter = _adapter(bases[arch], 5) if adapted else None
-    model = _reference(model_dirs[arch], adapter)
+    adapter = make_adapter(bases[arch], 5) if adapted else None
+    model = reference_model(model_dirs[arch], adapter)
     sampler = LocalSampler(
         bases[arch],
         {"v": adapter} if adapter else {},
         options=SamplerOptions(block_size=4, max_tokens_per_step=9),
     )
-    prompts = {f"{length}": _prompt(length) for length in (1, 4, 7, 30, 31)}
+    prompts = {f"{length}": make_prompt(length) for length in (1, 4, 7, 30, 31)}
     samples = [
-        _sample(name, prompt, GREEDY, version_id="v" if adapter else None, prompt_logprobs=len(prompt) % 2 == 1)
+        make_sample(name, prompt, GREEDY, version_id="v" if adapter else None, prompt_logprobs=len(prompt) % 2 == 1)
         for name, prompt in prompts.items()
     ]
-    for name, result in _run(sampler, *samples).items():
+    for name, result in run(sampler, *samples).items():
         prompt, answer = prompts[name], result.sequences[0]
-        logprobs = _reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]))
+        logprobs = reference_logprobs(model, np.concatenate([prompt, answer.tokens_T]))
         own = logprobs[len(prompt) - 1 : -1]
         assert answer.tokens_T.tolist() == own.argmax(-1).tolist()
         np.testing.assert_allclose(answer.logprobs_T, own.max(-1).values, atol=1e-4)
@@ -154,13 +85,13 @@ def test_greedy_answers_and_their_logprobs_are_those_of_transformers(
 
 
 def test_greedy_answers_equal_generate(base: BaseModel, model_dirs: dict[str, Path]):
-    prompt = _prompt(17)
-    model = _reference(model_dirs["qwen3"])
+    prompt = make_prompt(17)
+    model = reference_model(model_dirs["qwen3"])
     tokens = torch.from_numpy(prompt.astype(np.int64))[None]
     generated = model.generate(
         tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=20, do_sample=False, pad_token_id=0
     )
-    result = _alone(base, _sample("a", prompt, replace(GREEDY, max_tokens=20, stop_eos=True)))
+    result = alone(base, make_sample("a", prompt, replace(GREEDY, max_tokens=20, stop_eos=True)))
     assert result.sequences[0].tokens_T.tolist() == generated[0, 17:].tolist()
 
 
@@ -168,11 +99,11 @@ def test_greedy_answers_equal_generate(base: BaseModel, model_dirs: dict[str, Pa
 def test_sampled_logprobs_are_of_the_whole_distribution_at_the_temperature(
     base: BaseModel, model_dirs: dict[str, Path], temperature: float
 ):
-    prompt = _prompt(9)
+    prompt = make_prompt(9)
     params = replace(HOT, temperature=temperature, top_k=20, top_p=0.9)
-    answer = _alone(base, _sample("a", prompt, params, topk_sample_logprobs=5)).sequences[0]
-    logprobs = _reference_logprobs(
-        _reference(model_dirs["qwen3"]), np.concatenate([prompt, answer.tokens_T]), temperature
+    answer = alone(base, make_sample("a", prompt, params, topk_sample_logprobs=5)).sequences[0]
+    logprobs = reference_logprobs(
+        reference_model(model_dirs["qwen3"]), np.concatenate([prompt, answer.tokens_T]), temperature
     )[8:-1]
     expected = logprobs[np.arange(12), answer.tokens_T.astype(np.int64)]
     np.testing.assert_allclose(answer.logprobs_T, expected, atol=1e-4)
@@ -182,8 +113,8 @@ def test_sampled_logprobs_are_of_the_whole_distribution_at_the_temperature(
 
 
 def test_sampler_and_trainer_agree_on_an_adapters_logprobs(base: BaseModel):
-    adapter, prompt = _adapter(base, 3), _prompt(20)
-    answer = _alone(base, _sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
+    adapter, prompt = make_adapter(base, 3), make_prompt(20)
+    answer = alone(base, make_sample("a", prompt, version_id="v"), {"v": adapter}).sequences[0]
     tokens = torch.from_numpy(np.concatenate([prompt, answer.tokens_T]).astype(np.int64))
     routing = Routing([Segment(0, len(tokens), adapter)])
     with torch.no_grad():
@@ -197,7 +128,7 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
     """Requests of all kinds; several share the beginning of their prompts."""
     samples = []
     for number in range(num):
-        prompt = np.concatenate([_prompt(int(rng.integers(1, 20))), _prompt(int(rng.integers(1, 12)), number)])
+        prompt = np.concatenate([make_prompt(int(rng.integers(1, 20))), make_prompt(int(rng.integers(1, 12)), number)])
         params = SamplingParams(
             max_tokens=int(rng.integers(1, 12)),
             seed=int(rng.integers(1000)),
@@ -206,7 +137,7 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
             top_p=float(rng.choice([1.0, 0.8])),
         )
         samples.append(
-            _sample(
+            make_sample(
                 str(number),
                 prompt,
                 params,
@@ -222,11 +153,11 @@ def _crowd(rng: np.random.Generator, num: int, versions: list[str | None]) -> li
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
 def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str, BaseModel], arch: str):
     base = bases[arch]
-    versions = {f"v{seed}": _adapter(base, seed, rank=seed, train_unembed=seed != 2) for seed in (1, 2, 8, 16)}
+    versions = {f"v{seed}": make_adapter(base, seed, rank=seed, train_unembed=seed != 2) for seed in (1, 2, 8, 16)}
     samples = _crowd(np.random.default_rng(0), 24, [None, *versions])
-    together = _run(LocalSampler(base, versions), *samples)
+    together = run(LocalSampler(base, versions), *samples)
     for sample in samples:
-        _assert_same(together[sample.request_id], _alone(base, sample, versions))
+        assert_same(together[sample.request_id], alone(base, sample, versions))
 
 
 @settings(max_examples=8, deadline=None)
@@ -241,7 +172,7 @@ def test_neither_company_nor_chunks_nor_memory_change_an_answer(
     bases: dict[str, BaseModel], seed: int, block_size: int, max_tokens: int, max_sequences: int, num_blocks: int | None
 ):
     base, rng = bases["qwen3"], np.random.default_rng(seed)
-    versions = {"v1": _adapter(base, 1), "v2": _adapter(base, 2)}
+    versions = {"v1": make_adapter(base, 1), "v2": make_adapter(base, 2)}
     token_bytes = LocalSampler(base, {})._cache.token_bytes
     options = SamplerOptions(
         block_size=block_size,
@@ -255,15 +186,15 @@ def test_neither_company_nor_chunks_nor_memory_change_an_answer(
         sampler.submit(sample)
         for _ in range(rng.integers(0, 3)):
             results.update(sampler.step())
-    results.update(_finish(sampler))
+    results.update(finish(sampler))
     for sample in samples:
-        _assert_same(results[sample.request_id], _alone(base, sample, versions))
+        assert_same(results[sample.request_id], alone(base, sample, versions))
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseModel):
-    sampler, prompt = LocalSampler(base, {}), _prompt(6)
-    results = _run(
-        sampler, *(_sample(str(i), prompt, replace(HOT, seed=seed)) for i, seed in enumerate([1, 1, 2, None, None]))
+    sampler, prompt = LocalSampler(base, {}), make_prompt(6)
+    results = run(
+        sampler, *(make_sample(str(i), prompt, replace(HOT, seed=seed)) for i, seed in enumerate([1, 1, 2, None, None]))
     )
     tokens = [results[str(i)].sequences[0].tokens_T.tolist() for i in range(5)]
     assert tokens[0] == tokens[1]
@@ -271,21 +202,21 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(base: BaseM
 
 
 def test_samples_differ_and_the_first_is_the_only_one_of_a_smaller_request(base: BaseModel):
-    many = _alone(base, _sample("a", _prompt(6), num_samples=8))
+    many = alone(base, make_sample("a", make_prompt(6), num_samples=8))
     assert len({tuple(sequence.tokens_T.tolist()) for sequence in many.sequences}) == 8
-    _assert_same(_alone(base, _sample("a", _prompt(6))), replace(many, sequences=many.sequences[:1]))
+    assert_same(alone(base, make_sample("a", make_prompt(6))), replace(many, sequences=many.sequences[:1]))
     few_at_once = LocalSampler(base, {}, options=SamplerOptions(max_sequences=3, block_size=4))
-    _assert_same(_run(few_at_once, _sample("a", _prompt(6), num_samples=8))["a"], many)
+    assert_same(run(few_at_once, make_sample("a", make_prompt(6), num_samples=8))["a"], many)
 
 
 def _free_run(base: BaseModel, **changes: float) -> np.ndarray:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
-    return _alone(base, _sample("a", _prompt(5), params)).sequences[0].tokens_T
+    return alone(base, make_sample("a", make_prompt(5), params)).sequences[0].tokens_T
 
 
 def _stopped(base: BaseModel, **changes: object) -> SampleResult:
     params = SamplingParams(**{"max_tokens": 60, "temperature": 1.5, "stop_eos": False, "seed": 3, **changes})
-    return _alone(base, _sample("a", _prompt(5), params))
+    return alone(base, make_sample("a", make_prompt(5), params))
 
 
 def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(base: BaseModel):
@@ -310,7 +241,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(base: BaseModel):
 
 def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(base: BaseModel):
     params = SamplingParams(max_tokens=60, temperature=3.0, stop_eos=False, seed=3)
-    free = _alone(base, _sample("a", _prompt(5), params, num_samples=32))
+    free = alone(base, make_sample("a", make_prompt(5), params, num_samples=32))
     rows = [sequence.tokens_T.tolist() for sequence in free.sequences]
     assert {len(row) for row in rows} == {60}, "stop_eos=False goes on after the end of text"
     index, row = next((i, row) for i, row in enumerate(rows) if tiny_models.EOS in row[:-1])
@@ -318,7 +249,7 @@ def test_the_end_of_text_stops_unless_nothing_may_and_beside_a_users_own_stop(ba
     unused = next(token for token in range(300) if token not in row)
     for changes in ({}, {"stop_strings": ("never there",)}, {"stop_tokens": (unused,)}):
         stopping = replace(params, stop_eos=True, **changes)
-        answer = _alone(base, _sample("a", _prompt(5), stopping, num_samples=32)).sequences[index]
+        answer = alone(base, make_sample("a", make_prompt(5), stopping, num_samples=32)).sequences[index]
         assert answer.tokens_T.tolist() == expected
         assert answer.stop_reason == "stop"
 
@@ -343,14 +274,14 @@ def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
         return logits(hidden_TD, routing)
 
     monkeypatch.setattr(base, "logits", counting)
-    prompt = _prompt(50)
+    prompt = make_prompt(50)
     sampler = LocalSampler(base, {}, options=SamplerOptions(max_tokens_per_step=23))
-    sample = _sample("a", prompt, replace(HOT, max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=4)
-    result = _run(sampler, sample)["a"]
+    sample = make_sample("a", prompt, replace(HOT, max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=4)
+    result = run(sampler, sample)["a"]
     assert sum(rows) == 49 + 1
     assert max(rows) == 5
 
-    logprobs = _reference_logprobs(_reference(model_dirs["qwen3"]), prompt)
+    logprobs = reference_logprobs(reference_model(model_dirs["qwen3"]), prompt)
     assert result.prompt_logprobs_T is not None
     assert result.prompt_logprobs_T.dtype == np.float32
     assert np.isnan(result.prompt_logprobs_T[0])
@@ -366,7 +297,7 @@ def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
 
 
 def test_a_prompt_of_one_token_has_the_logprobs_of_nothing(base: BaseModel):
-    result = _alone(base, _sample("a", _prompt(1), HOT, prompt_logprobs=True, topk_prompt_logprobs=2))
+    result = alone(base, make_sample("a", make_prompt(1), HOT, prompt_logprobs=True, topk_prompt_logprobs=2))
     assert result.prompt_logprobs_T is not None
     assert np.isnan(result.prompt_logprobs_T).tolist() == [True]
     assert result.topk_prompt is not None
@@ -375,24 +306,24 @@ def test_a_prompt_of_one_token_has_the_logprobs_of_nothing(base: BaseModel):
 
 def test_a_prompt_that_was_seen_is_not_computed_again_and_answers_the_same(base: BaseModel):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
-    prompt = _prompt(30)
-    first = _run(sampler, _sample("a", prompt, prompt_logprobs=True))["a"]
-    again = _run(sampler, _sample("b", prompt))["b"]
-    scored = _run(sampler, _sample("c", prompt, prompt_logprobs=True))["c"]
-    turn = np.concatenate([prompt, first.sequences[0].tokens_T, _prompt(3)])
-    second_turn = _run(sampler, _sample("d", turn))["d"]
+    prompt = make_prompt(30)
+    first = run(sampler, make_sample("a", prompt, prompt_logprobs=True))["a"]
+    again = run(sampler, make_sample("b", prompt))["b"]
+    scored = run(sampler, make_sample("c", prompt, prompt_logprobs=True))["c"]
+    turn = np.concatenate([prompt, first.sequences[0].tokens_T, make_prompt(3)])
+    second_turn = run(sampler, make_sample("d", turn))["d"]
     hits = [r.prompt_cache_hit_tokens for r in (first, again, scored, second_turn)]
     assert hits == [0, 28, 0, 40]
-    _assert_same(again, replace(first, prompt_logprobs_T=None))
-    _assert_same(scored, first)
-    _assert_same(second_turn, _alone(base, _sample("d", turn)))
+    assert_same(again, replace(first, prompt_logprobs_T=None))
+    assert_same(scored, first)
+    assert_same(second_turn, alone(base, make_sample("d", turn)))
 
 
 def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
-    old, new = _adapter(base, 1), _adapter(base, 2)
+    old, new = make_adapter(base, 1), make_adapter(base, 2)
     versions = {"v": old}
     sampler = LocalSampler(base, versions, options=SamplerOptions(block_size=4))
-    sample = _sample("a", _prompt(14), version_id="v")
+    sample = make_sample("a", make_prompt(14), version_id="v")
     sampler.submit(sample)
     sampler.step()
     sampler.submit(replace(sample, request_id="waiting"))
@@ -400,9 +331,9 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     sampler.submit(replace(sample, request_id="new"))
     sampler.step()
     del versions["v"]
-    results = _finish(sampler)
+    results = finish(sampler)
     for request_id, adapter in (("a", old), ("waiting", old), ("new", new)):
-        _assert_same(results[request_id], _alone(base, sample, {"v": adapter}))
+        assert_same(results[request_id], alone(base, sample, {"v": adapter}))
     assert results["new"].prompt_cache_hit_tokens == 0
     assert results["a"].sequences[0].tokens_T.tolist() != results["new"].sequences[0].tokens_T.tolist()
     sampler.collect()
@@ -413,7 +344,7 @@ def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
 
 
 def _poisoned(base: BaseModel, value: float) -> Adapter:
-    adapter = _adapter(base, 9)
+    adapter = make_adapter(base, 9)
     adapter.flat_P.fill_(value)
     adapter.refresh()
     return adapter
@@ -423,16 +354,16 @@ def _poisoned(base: BaseModel, value: float) -> Adapter:
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
 def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[str, BaseModel], arch: str, value: float):
     base = bases[arch]
-    versions = {"good": _adapter(base, 1), "bad": _poisoned(base, value)}
+    versions = {"good": make_adapter(base, 1), "bad": _poisoned(base, value)}
     # 20 blocks: the poisoned blocks are handed on to the others.
     options = SamplerOptions(
         block_size=4, kv_cache_bytes=80 * LocalSampler(base, {})._cache.token_bytes, max_tokens_per_step=16
     )
     sampler = LocalSampler(base, versions, options=options)
     samples = [
-        _sample(
+        make_sample(
             f"{version_id}{i}",
-            _prompt(6 + i, seed=i),
+            make_prompt(6 + i, seed=i),
             version_id=version_id,
             num_samples=1 + i % 2,
             prompt_logprobs=i == 3,
@@ -440,14 +371,14 @@ def test_weights_that_are_not_finite_fail_their_own_requests_only(bases: dict[st
         for i in range(5)
         for version_id in ("good", "bad", None)
     ]
-    results = _run(sampler, *samples)
+    results = run(sampler, *samples)
     for sample in samples:
         outcome = results[sample.request_id]
         if sample.version_id == "bad":
             assert isinstance(outcome, UserError)
             assert "not finite" in str(outcome)
         else:
-            _assert_same(outcome, _alone(base, sample, versions))
+            assert_same(outcome, alone(base, sample, versions))
 
 
 def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_token_could_be_drawn(
@@ -463,14 +394,14 @@ def test_a_prompt_row_that_is_not_finite_fails_the_request_even_if_the_next_toke
 
     monkeypatch.setattr(base, "logits", poisoned)
     sampler = LocalSampler(base, {})
-    scored = _run(sampler, _sample("a", _prompt(9), prompt_logprobs=True))["a"]
+    scored = run(sampler, make_sample("a", make_prompt(9), prompt_logprobs=True))["a"]
     assert isinstance(scored, UserError)
-    assert isinstance(_run(sampler, _sample("b", _prompt(9)))["b"], SampleResult)
+    assert isinstance(run(sampler, make_sample("b", make_prompt(9)))["b"], SampleResult)
 
 
 def test_an_answer_runs_to_the_end_of_the_context_if_nothing_else_is_said(base: BaseModel):
     params = SamplingParams(stop_eos=False, seed=1)
-    answer = _alone(base, _sample("a", _prompt(250), params)).sequences[0]
+    answer = alone(base, make_sample("a", make_prompt(250), params)).sequences[0]
     assert (len(answer.tokens_T), answer.stop_reason) == (6, "length")
 
 
@@ -483,7 +414,7 @@ def test_a_request_beyond_the_context_is_refused_with_its_numbers(
 ):
     sampler = LocalSampler(base, {})
     with pytest.raises(UserError) as error:
-        sampler.submit(_sample("a", _prompt(length), SamplingParams(max_tokens=max_tokens)))
+        sampler.submit(make_sample("a", make_prompt(length), SamplingParams(max_tokens=max_tokens)))
     assert all(word in str(error.value) for word in words)
     assert not sampler.has_work
 
@@ -493,26 +424,30 @@ def test_a_request_that_the_cache_can_never_hold_is_refused_and_the_largest_that
     options = SamplerOptions(block_size=8, kv_cache_bytes=40 * token_bytes + 5)
     sampler = LocalSampler(base, {}, options=options)
     with pytest.raises(UserError, match=r"prompt \(30 tokens\) \+ max_tokens \(12\).*256.*can hold 41"):
-        sampler.submit(_sample("a", _prompt(30), replace(HOT, max_tokens=12)))
-    fits = _run(sampler, _sample("b", _prompt(30), replace(HOT, max_tokens=11)), _sample("c", _prompt(35, 1)[:29]))
+        sampler.submit(make_sample("a", make_prompt(30), replace(HOT, max_tokens=12)))
+    fits = run(
+        sampler,
+        make_sample("b", make_prompt(30), replace(HOT, max_tokens=11)),
+        make_sample("c", make_prompt(35, 1)[:29]),
+    )
     assert len(fits["b"].sequences[0].tokens_T) == 11
-    _assert_same(fits["c"], _alone(base, _sample("c", _prompt(35, 1)[:29])))
+    assert_same(fits["c"], alone(base, make_sample("c", make_prompt(35, 1)[:29])))
 
 
 @pytest.mark.parametrize("prompt", [[], [5, 300], [-1]])
 def test_a_prompt_without_tokens_or_with_unknown_ones_is_refused(base: BaseModel, prompt: list[int]):
     with pytest.raises(UserError):
-        LocalSampler(base, {}).submit(_sample("a", np.array(prompt, np.int32)))
+        LocalSampler(base, {}).submit(make_sample("a", np.array(prompt, np.int32)))
 
 
 def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: BaseModel):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4, max_sequences=4))
-    kept = _sample("kept", _prompt(9))
+    kept = make_sample("kept", make_prompt(9))
     sampler.submit(kept)
     sampler.step()
     held = sampler._batcher.pool.num_live
-    sampler.submit(_sample("running", _prompt(20), num_samples=3))
-    sampler.submit(_sample("waiting", _prompt(21, 1), num_samples=3))
+    sampler.submit(make_sample("running", make_prompt(20), num_samples=3))
+    sampler.submit(make_sample("waiting", make_prompt(21, 1), num_samples=3))
     for _ in range(2):
         sampler.step()
     assert sampler._batcher.pool.num_live > held + 4
@@ -521,9 +456,9 @@ def test_cancelling_frees_the_blocks_at_once_and_leaves_the_others_alone(base: B
     assert sampler._batcher.pool.num_live == held
     assert not sampler.cancel("running")
     assert not sampler.cancel("unknown")
-    results = _finish(sampler)
+    results = finish(sampler)
     assert list(results) == ["kept"]
-    _assert_same(results["kept"], _alone(base, kept))
+    assert_same(results["kept"], alone(base, kept))
     assert not sampler.cancel("kept")
 
 
@@ -532,7 +467,7 @@ def test_nothing_is_allocated_before_there_is_work_and_memory_follows_the_work(b
     assert sampler._cache.num_blocks == 0
     assert sampler.step() == []
     for turn in range(12):
-        _run(sampler, _sample(str(turn), _prompt(100, turn)))
+        run(sampler, make_sample(str(turn), make_prompt(100, turn)))
     assert sampler._cache.num_blocks <= 65
 
 
@@ -540,18 +475,18 @@ def test_a_bfloat16_base_scores_its_own_samples_as_it_drew_them(
     model_dirs: dict[str, Path], bases: dict[str, BaseModel]
 ):
     base = BaseModel.load(bases["qwen3"].shape, device="cpu", dtype="bfloat16")
-    versions = {"v": _adapter(base, 4)}
+    versions = {"v": make_adapter(base, 4)}
     for version_id in (None, "v"):
-        drawn = _alone(base, _sample("a", _prompt(20), version_id=version_id), versions).sequences[0]
-        whole = np.concatenate([_prompt(20), drawn.tokens_T])
-        scored = _alone(base, _sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
+        drawn = alone(base, make_sample("a", make_prompt(20), version_id=version_id), versions).sequences[0]
+        whole = np.concatenate([make_prompt(20), drawn.tokens_T])
+        scored = alone(base, make_sample("b", whole, version_id=version_id, prompt_logprobs=True), versions)
         assert scored.prompt_logprobs_T is not None
         np.testing.assert_allclose(scored.prompt_logprobs_T[20:], drawn.logprobs_T, atol=0.15)
 
 
 def test_a_failing_step_leaves_a_sampler_that_can_go_on(base: BaseModel, monkeypatch: pytest.MonkeyPatch):
     sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
-    sampler.submit(_sample("a", _prompt(12), num_samples=2))
+    sampler.submit(make_sample("a", make_prompt(12), num_samples=2))
     sampler.step()
     hidden: Callable[..., torch.Tensor] = base.hidden
     with monkeypatch.context() as patch:
@@ -561,4 +496,4 @@ def test_a_failing_step_leaves_a_sampler_that_can_go_on(base: BaseModel, monkeyp
     assert base.hidden == hidden
     assert sampler.cancel("a")
     assert sampler._batcher.pool.num_live == 0
-    _assert_same(_run(sampler, _sample("b", _prompt(12)))["b"], _alone(base, _sample("b", _prompt(12))))
+    assert_same(run(sampler, make_sample("b", make_prompt(12)))["b"], alone(base, make_sample("b", make_prompt(12))))

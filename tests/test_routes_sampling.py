@@ -122,7 +122,9 @@ def test_numbers_of_samples_start_at_zero_in_any_order(harness: Harness) -> None
         ({"sampling_params": {"temperature": -1}}, "temperature is -1"),
         ({"sampling_params": {"stop": {}}}, "sampling_params.stop"),
         ({"topk_prompt_logprobs": 51}, "topk_prompt_logprobs is 51"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+        ({"prompt_alt_tokens_k": 1025}, "prompt_alt_tokens_k is 1025"),
+        ({"prompt_logprobs_last_n": 1}, "prompt_logprobs is not set"),
+        ({"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}}, "needs 1 rows"),
     ],
 )
 def test_an_invalid_sample_is_a_refused_future(harness: Harness, changes: dict[str, object], words: str) -> None:

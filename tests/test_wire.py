@@ -276,6 +276,10 @@ def test_an_empty_top_k_row_reads_as_none() -> None:
     assert read.topk_prompt_logprobs[1] == [(2, pytest.approx(-1.8)), (3, pytest.approx(-1.2))]
 
 
+def targets(**changes: object) -> dict[str, object]:
+    return {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [2, 1]} | changes}
+
+
 def sample_body(**changes: object) -> bytes:
     request = SampleRequest(
         prompt=ModelInput(chunks=[EncodedTextChunk(tokens=[1, 2]), EncodedTextChunk(tokens=[3])]),
@@ -338,10 +342,23 @@ def test_stops_are_read_in_every_form(stop: object, strings: tuple, tokens: tupl
         ({"prompt": {"chunks": [{"tokens": ["1"]}]}}, "flat list of integers"),
         ({"prompt": {"chunks": [{"tokens": [-1]}]}}, "token ids lie between"),
         ({"prompt": {"chunks": [{"tokens": [2**31]}]}}, "token ids lie between"),
-        ({"prompt": {"chunks": [{"tokens": None}]}}, "list of token ids"),
-        ({"prompt_alt_tokens_k": 3}, "prompt_alt_tokens_k is not supported"),
-        ({"prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n is not supported"),
-        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not supported"),
+        ({"prompt": {"chunks": [{"tokens": None}]}}, "must be a list of integers"),
+        ({"prompt_alt_tokens_k": "3"}, "prompt_alt_tokens_k is '3'; it must be an integer"),
+        ({"prompt_logprobs_last_n": 1.5}, "prompt_logprobs_last_n is 1.5"),
+        ({"target_prompt_logprobs": [[1]]}, "target_prompt_logprobs is [[1]]; it must be an object"),
+        ({"target_prompt_logprobs": {"data": [1], "shape": [1, 1]}}, "target_prompt_logprobs.dtype is missing"),
+        (targets(dtype="float32"), "target_prompt_logprobs.dtype is 'float32'; token ids are 'int64'"),
+        (targets(shape=None), "target_prompt_logprobs.shape is None"),
+        (targets(shape=[2]), "target_prompt_logprobs.shape is [2]; it must be [len(prompt) - 1, K]"),
+        (targets(shape=[-1, -2]), "target_prompt_logprobs.shape is [-1, -2]"),
+        (targets(shape=[2, 2]), "holds 2 ids, which do not fill the shape [2, 2]"),
+        (targets(shape=[2**62, 4]), "holds 2 ids, which do not fill the shape"),
+        (targets(data=[1.0, 2.0]), "target_prompt_logprobs.data must be a flat list of integers"),
+        (targets(data=[2**63, 1]), "target_prompt_logprobs.data must be a flat list of integers"),
+        (targets(data=None), "target_prompt_logprobs.data is None"),
+        (targets(sparse_crow_indices=[0, 2]), "target_prompt_logprobs.sparse_col_indices is None"),
+        (targets(sparse_col_indices=[0, 2]), "target_prompt_logprobs.sparse_crow_indices is None"),
+        (targets(layout="coo"), "target_prompt_logprobs.layout is not supported"),
     ],
 )
 def test_a_wrong_sample_field_is_refused_by_name(change: dict[str, object], words: str) -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from tinsmith.errors import UserError
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams
+from tinsmith.losses import check_csr
+from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
 
 MAX_NUM_SAMPLES = 1024
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 1024
+MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
+MAX_TEMPERATURE = 1e30  # the sampler computes in float32
 MIN_RANK, MAX_RANK = 1, 256
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
@@ -24,11 +29,13 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
     _check_integer("num_samples", sample.num_samples, 1, MAX_NUM_SAMPLES)
     _check_prompt(sample, shape)
     _check_params(sample.params, shape)
-    for name, k in (
-        ("topk_prompt_logprobs", sample.topk_prompt_logprobs),
-        ("topk_sample_logprobs", sample.topk_sample_logprobs),
-    ):
-        _check_integer(name, k, 0, min(MAX_TOP_LOGPROBS, shape.vocab_size))
+    likeliest = min(MAX_TOP_LOGPROBS, shape.vocab_size)
+    _check_integer("topk_prompt_logprobs", sample.topk_prompt_logprobs, 0, likeliest)
+    _check_integer("topk_sample_logprobs", sample.topk_sample_logprobs, 0, likeliest)
+    _check_integer("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, 0, MAX_TOP_LOGPROBS)
+    _check_last_n(sample)
+    _check_targets(sample, shape)
+    _check_amounts(sample, shape)
 
 
 def _check_prompt(sample: Sample, shape: ModelShape) -> None:
@@ -52,7 +59,7 @@ def _check_prompt(sample: Sample, shape: ModelShape) -> None:
 def _check_params(params: SamplingParams, shape: ModelShape) -> None:
     if params.max_tokens is not None:
         _check_integer("sampling_params.max_tokens", params.max_tokens, 1, shape.max_context_length)
-    _check_number("sampling_params.temperature", params.temperature, low=0.0)
+    _check_number("sampling_params.temperature", params.temperature, low=0.0, high=MAX_TEMPERATURE)
     if params.top_k != -1:
         _check_integer("sampling_params.top_k", params.top_k, 1, 2**31 - 1, "; -1 turns it off")
     if not 0.0 < params.top_p <= 1.0:
@@ -65,6 +72,71 @@ def _check_params(params: SamplingParams, shape: ModelShape) -> None:
             raise UserError(f"sampling_params.stop has a string of {len(text)} characters; use 1 to {MAX_STOP_LENGTH}")
     for token in params.stop_tokens:
         _check_integer("sampling_params.stop token", token, 0, shape.vocab_size - 1)
+
+
+def _check_last_n(sample: Sample) -> None:
+    last_n = sample.prompt_logprobs_last_n
+    if last_n is None:
+        return
+    if not sample.prompt_logprobs:
+        raise UserError(f"prompt_logprobs_last_n is {last_n}, but prompt_logprobs is not set; set it or leave both out")
+    if len(sample.prompt_T) == 1:
+        raise UserError(
+            f"prompt_logprobs_last_n is {last_n}, but the prompt's only token has no logprob; leave it out or "
+            "send a longer prompt"
+        )
+    _check_integer(
+        "prompt_logprobs_last_n", last_n, 1, len(sample.prompt_T) - 1, " (the prompt's tokens but the first)"
+    )
+
+
+def _check_targets(sample: Sample, shape: ModelShape) -> None:
+    targets, name = sample.target_prompt_logprobs, "target_prompt_logprobs"
+    if targets is None:
+        return
+    num_rows, width = targets.shape
+    if num_rows != len(sample.prompt_T) - 1:
+        raise UserError(
+            f"{name}.shape is {list(targets.shape)}; a prompt of {len(sample.prompt_T)} tokens needs "
+            f"{len(sample.prompt_T) - 1} rows: row i is for prompt token i + 1"
+        )
+    if num_rows * width > MAX_LOGPROBS:
+        raise UserError(
+            f"{name}.shape is {list(targets.shape)}; at most {MAX_LOGPROBS} cells are scored in one request: "
+            "ask for fewer ids per token"
+        )
+    if isinstance(targets, SparseRows):
+        check_csr(name, targets)
+    ids = targets.values if isinstance(targets, SparseRows) else targets
+    wrong = ids[(ids < -1) | (ids >= shape.vocab_size)]
+    if wrong.size:
+        raise UserError(
+            f"{name} holds the id {wrong[0]}; token ids of {shape.name!r} lie between 0 and {shape.vocab_size - 1}, "
+            "and -1 asks for nothing"
+        )
+    if not np.any(ids >= 0):
+        raise UserError(f"{name} names no token; name at least one or leave it out")
+
+
+def _check_amounts(sample: Sample, shape: ModelShape) -> None:
+    """Bounds on what is kept until a sample ends, and then sent at once."""
+    num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
+    max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
+    for name, k, rows, what in (
+        ("topk_prompt_logprobs", sample.topk_prompt_logprobs, num_prompt, f"{num_prompt} prompt tokens"),
+        ("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, num_prompt, f"{num_prompt} prompt tokens"),
+        (
+            "topk_sample_logprobs",
+            sample.topk_sample_logprobs,
+            num_samples * max_tokens,
+            f"{num_samples} answers of up to {max_tokens} tokens",
+        ),
+    ):
+        if k * rows > MAX_LOGPROBS:
+            raise UserError(
+                f"{name} is {k}; for {what} that is more than {MAX_LOGPROBS} logprobs: "
+                f"use at most {MAX_LOGPROBS // rows}, or ask for fewer tokens"
+            )
 
 
 def check_adam(params: AdamParams) -> None:
@@ -110,6 +182,8 @@ def _check_integer(name: str, value: int, low: int, high: int, hint: str = "") -
         raise UserError(f"{name} is {value}; it must lie between {low} and {high}{hint}")
 
 
-def _check_number(name: str, value: float, *, low: float) -> None:
+def _check_number(name: str, value: float, *, low: float, high: float = math.inf) -> None:
     if not (math.isfinite(value) and value >= low):
         raise UserError(f"{name} is {value}; it must be finite and at least {low:g}")
+    if value > high:
+        raise UserError(f"{name} is {value}; it must be at most {high:g}")

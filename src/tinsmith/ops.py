@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import EllipsisType
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +45,78 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeRef:
+    """The result of an earlier node."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TorchConstant:
+    """A constant of torch by name: `kind` is dtype, device, layout or memory_format."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SliceArgument:
+    start: LossArgument
+    stop: LossArgument
+    step: LossArgument
+
+
+LossArgument: TypeAlias = (
+    bool
+    | int
+    | float
+    | str
+    | NodeRef
+    | TorchConstant
+    | SliceArgument
+    | EllipsisType
+    | list["LossArgument"]
+    | tuple["LossArgument", ...]
+    | dict[str, "LossArgument"]
+    | None
+)
+"""One encoded argument of a node (SDK: types/custom_loss_graph.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossNode:
+    """One node of a traced loss, as torch.fx records it. `target` is a name and nothing that could be called."""
+
+    op: str
+    name: str
+    target: str
+    args: tuple[LossArgument, ...]
+    kwargs: Mapping[str, LossArgument]
+
+
+@dataclass(frozen=True, slots=True)
+class LossInput:
+    """What a custom loss reads of a datum, with its rank; the first is `logprobs`."""
+
+    name: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A loss that a client traced: it runs once per datum, and the losses of all data are summed."""
+
+    name: str
+    inputs: tuple[LossInput, ...]
+    nodes: tuple[LossNode, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
-    """One `forward` or `forward_backward` request."""
+    """One `forward` or `forward_backward` request.
+
+    `custom_loss` is what its configuration's loss_id names. `replayed` marks a pass that took effect before.
+    """
 
     request_id: str
     model_id: str
@@ -52,6 +124,8 @@ class Pass:
     loss_fn: str
     loss_config: Mapping[str, float | str]
     forward_only: bool
+    custom_loss: CustomLoss | None = None
+    replayed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -90,12 +164,24 @@ class AdamParams:
 
 
 @dataclass(frozen=True, slots=True)
+class DimuonParams:
+    """Momentum, made orthogonal matrix by matrix (docs/optimizers.md). grad_clip_norm 0 or less means no clipping."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    grad_clip_norm: float = 0.0
+
+
+OptimParams = AdamParams | DimuonParams
+
+
+@dataclass(frozen=True, slots=True)
 class OptimStep:
-    """One `optim_step` request."""
+    """One `optim_step` request; its parameters are of the family that the model was created with."""
 
     request_id: str
     model_id: str
-    params: AdamParams
+    params: OptimParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +200,11 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One `asample` request against a frozen weight version; `version_id` None is the base model."""
+    """One `asample` request against a frozen weight version; `version_id` None is the base model.
+
+    `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
+    `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
+    """
 
     request_id: str
     version_id: str | None
@@ -124,13 +214,28 @@ class Sample:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: I64 | SparseRows | None = None
+    prompt_alt_tokens_k: int = 0
+
+
+EMPTY_LOGPROB = -99999.0
+"""The wire's mark, with token 0, of an empty top-k cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """Rows of the k likeliest tokens; an empty cell is token 0 with logprob -99999 (the wire's sentinel)."""
+    """Rows of the k likeliest tokens; an empty cell is token 0 with logprob EMPTY_LOGPROB."""
 
     token_ids_Tk: I32
+    logprobs_Tk: F32
+
+
+@dataclass(frozen=True, slots=True)
+class AltTokens:
+    """Tokens drawn in place of the prompt's own: row i holds k draws for prompt token i + 1, [T - 1, k]."""
+
+    token_ids_Tk: I64
     logprobs_Tk: F32
 
 
@@ -146,13 +251,18 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """`prompt_logprobs_T` is at temperature 1, with NaN at position 0."""
+    """All logprobs of the prompt are at temperature 1; `prompt_logprobs_T` is NaN where there is none.
+
+    `target_prompt` has the shape and the layout of the request's targets, with 0 where these are -1.
+    """
 
     request_id: str
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs_T: F32 | None = None
     topk_prompt: TopK | None = None
     prompt_cache_hit_tokens: int = 0
+    target_prompt: F32 | SparseRows | None = None
+    alt_tokens: AltTokens | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,7 @@ class Batcher:
 
     def _cached_blocks(self, sequence: Sequence) -> list[int] | None:
         """Blocks that a waiting sequence need not compute; None if it is worth waiting for one more."""
-        if not sequence.may_reuse_blocks:
-            return []
-        # At least one token must be computed, or there would be no logits to sample from.
-        usable = (sequence.length - 1) // self.block_size
+        usable = sequence.num_reusable // self.block_size
         hits = self.pool.match(sequence.key(i, self.block_size) for i in range(usable))
         if len(hits) < usable and sequence.key(len(hits), self.block_size) in self._computing:
             return None

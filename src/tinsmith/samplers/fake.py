@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.ops import ModelShape, Sample, SampledSequence, SampleResult, TopK
+from tinsmith.ops import (
+    EMPTY_LOGPROB,
+    F32,
+    I64,
+    AltTokens,
+    ModelShape,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SparseRows,
+    TopK,
+)
 
 DEFAULT_MAX_TOKENS = 8
 
@@ -44,27 +56,43 @@ class FakeSampler:
         length = len(sample.prompt_T)
         seed = [sample.params.seed or 0, int(abs(weight) * 1e6), length]
         sequences = tuple(self._sequence(sample, [*seed, index]) for index in range(sample.num_samples))
+        first = 1 if sample.prompt_logprobs_last_n is None else length - sample.prompt_logprobs_last_n
         prompt = np.full(length, -0.5, np.float32)
-        prompt[0] = np.nan
+        prompt[:first] = np.nan
         return SampleResult(
             request_id=sample.request_id,
             sequences=sequences,
             prompt_logprobs_T=prompt if sample.prompt_logprobs else None,
-            topk_prompt=_topk(length, sample.topk_prompt_logprobs, first_empty=True),
+            topk_prompt=_topk(length, sample.topk_prompt_logprobs, num_empty=first),
+            target_prompt=_target_logprobs(sample.target_prompt_logprobs),
+            alt_tokens=self._alt_tokens(length - 1, sample.prompt_alt_tokens_k, seed),
         )
+
+    def _alt_tokens(self, num_rows: int, k: int, seed: list[int]) -> AltTokens | None:
+        if k == 0:
+            return None
+        tokens = np.random.default_rng(seed).integers(0, self._shape.vocab_size, (num_rows, k))
+        return AltTokens(tokens, np.full((num_rows, k), -0.5, np.float32))
 
     def _sequence(self, sample: Sample, seed: list[int]) -> SampledSequence:
         count = min(sample.params.max_tokens or DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
         tokens = np.random.default_rng(seed).integers(0, self._shape.vocab_size, count).astype(np.int32)
-        topk = _topk(count, sample.topk_sample_logprobs, first_empty=False)
+        topk = _topk(count, sample.topk_sample_logprobs, num_empty=0)
         return SampledSequence(tokens, np.full(count, -0.25, np.float32), "length", topk)
 
 
-def _topk(length: int, k: int, *, first_empty: bool) -> TopK | None:
+def _target_logprobs(targets: I64 | SparseRows | None) -> F32 | SparseRows | None:
+    if targets is None:
+        return None
+    ids = targets.values if isinstance(targets, SparseRows) else targets
+    logprobs = np.where(ids < 0, 0.0, -0.75).astype(np.float32)
+    return replace(targets, values=logprobs) if isinstance(targets, SparseRows) else logprobs
+
+
+def _topk(length: int, k: int, *, num_empty: int) -> TopK | None:
     if k == 0:
         return None
     token_ids = np.tile(np.arange(k, dtype=np.int32), (length, 1))
     logprobs = np.tile(-np.arange(1, k + 1, dtype=np.float32), (length, 1))
-    if first_empty:
-        token_ids[0], logprobs[0] = 0, -99999.0
+    token_ids[:num_empty], logprobs[:num_empty] = 0, EMPTY_LOGPROB
     return TopK(token_ids, logprobs)

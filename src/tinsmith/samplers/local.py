@@ -31,9 +31,10 @@ from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.paged import PagedPlan, Rows
+from tinsmith.samplers.prompt_scores import max_target
 from tinsmith.samplers.sampling import Chosen, Draws, choose, top_rows, uniform
 from tinsmith.samplers.scoring import score_prompt
-from tinsmith.samplers.sequences import Request, Sequence, Weights
+from tinsmith.samplers.sequences import Request, Sequence, TopRow, Weights
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
@@ -120,6 +121,8 @@ class LocalSampler:
             raise UserError("the prompt is empty; it needs at least one token")
         if sample.prompt_T.min() < 0 or sample.prompt_T.max() >= self._base.vocab_size:
             raise UserError(f"the prompt holds token ids outside the vocabulary [0, {self._base.vocab_size})")
+        if max_target(sample) >= self._base.vocab_size:
+            raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
         # The last token is only ever returned: its keys and values need no room.
         capacity = self._batcher.pool.max_blocks * self._batcher.block_size + 1
         room = min(context, capacity) - num_prompt
@@ -179,7 +182,7 @@ class LocalSampler:
         for span in spans:
             begin, end = end, end + span.stop - span.start
             request = span.sequence.request
-            if request.num_scored < request.num_prompt and not score_prompt(
+            if request.scores.next_row is not None and not score_prompt(
                 self._base, request, hidden_TD[begin:end], span.start
             ):
                 self._settle(request, UserError(NOT_FINITE))
@@ -247,7 +250,7 @@ def _draws(sequences: Seq[Sequence]) -> Draws:
     )
 
 
-def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, tuple[list[int], list[float]]]:
+def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, TopRow]:
     """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
     wanted = {row: s.request.sample.topk_sample_logprobs for row, s in enumerate(sequences)}
     wanted = {row: k for row, k in wanted.items() if k > 0}
@@ -255,5 +258,8 @@ def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, tuple
         return {}
     rows = torch.tensor(list(wanted), device=logprobs_BV.device)
     ids_Bk, values_Bk = top_rows(logprobs_BV[rows], max(wanted.values()))
-    pairs = zip(ids_Bk.tolist(), values_Bk.tolist(), strict=True)
-    return {row: (ids[:k], values[:k]) for (row, k), (ids, values) in zip(wanted.items(), pairs, strict=True)}
+    pairs = zip(ids_Bk.to(torch.int32).cpu().numpy(), values_Bk.cpu().numpy(), strict=True)
+    # Copies, lest a narrow row keep the widest one's batch alive.
+    return {
+        row: (ids[:k].copy(), values[:k].copy()) for (row, k), (ids, values) in zip(wanted.items(), pairs, strict=True)
+    }

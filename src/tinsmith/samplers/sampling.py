@@ -36,6 +36,14 @@ def uniform(seed: int, index: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for the alternatives of a prompt: a stream of its own beside those of the samples."""
+    key = hashlib.blake2b(f"{seed},alternatives".encode(), digest_size=16).digest()
+    # The raw stream of a counter-based generator, which is the same in every version of numpy.
+    raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(num)
+    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 @dataclass(frozen=True, slots=True)
 class Draws:
     """How to draw each row's token. temperature 0: the likeliest; top_k < 1 and top_p >= 1: no truncation."""
@@ -57,13 +65,7 @@ class Chosen(NamedTuple):
 def choose(logits_BV: Tensor, draws: Draws) -> Chosen:
     device = logits_BV.device
     greedy_B = draws.temperature_B == 0
-    scale_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
-    scaled_BV = logits_BV.float()
-    if np.any(scale_B != 1):
-        # Relative to the row's maximum, so that a tiny temperature sends others to -inf and none to NaN.
-        scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-        scaled_BV = scaled_BV / torch.from_numpy(scale_B).to(device)[:, None]
-    logprobs_BV = torch.log_softmax(scaled_BV, dim=-1)
+    logprobs_BV = _logprobs_at(logits_BV, np.where(greedy_B, np.float32(1), draws.temperature_B))
 
     if greedy_B.all():
         token_ids_B = logits_BV.argmax(-1)
@@ -82,6 +84,26 @@ def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The likeliest tokens of each row, best first: (ids int64, logprobs), [B, min(k, V)] each."""
     values_Bk, ids_Bk = logprobs_BV.topk(min(k, logprobs_BV.shape[1]), dim=-1)
     return ids_Bk, values_Bk
+
+
+def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tensor:
+    """[R, k] token ids: k independent draws from every row's whole distribution; temperature 0: the likeliest."""
+    if temperature == 0:
+        return logits_RV.argmax(-1, keepdim=True).expand(uniform_Rk.shape).contiguous()
+    weights_RV = _logprobs_at(logits_RV, np.full(len(logits_RV), temperature, np.float32)).double().exp_()
+    sums_RV = weights_RV.cumsum_(-1)
+    target_Rk = uniform_Rk.clamp(max=ALMOST_ONE) * sums_RV[:, -1:]
+    # The first sum above the target: a token of weight zero adds nothing and is never the first.
+    return torch.searchsorted(sums_RV, target_Rk, right=True).clamp_(max=sums_RV.shape[1] - 1)
+
+
+def _logprobs_at(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> Tensor:
+    scaled_BV = logits_BV.float()
+    if np.any(temperature_B != 1):
+        # Relative to the row's maximum, so that a tiny temperature sends others to -inf and none to NaN.
+        scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+        scaled_BV = scaled_BV / torch.from_numpy(temperature_B).to(logits_BV.device)[:, None]
+    return torch.log_softmax(scaled_BV, dim=-1)
 
 
 def _draw(logprobs_BV: Tensor, draws: Draws, greedy_B: npt.NDArray[np.bool_], uniform_B: Tensor) -> Tensor:

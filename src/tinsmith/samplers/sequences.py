@@ -11,17 +11,18 @@ Letters: T tokens, k entries of a top-k row.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.ops import Sample, SampledSequence, SampleResult, TopK
+from tinsmith.ops import F32, I32, Sample, SampledSequence, SampleResult
 from tinsmith.samplers.blocks import chain_key, root_key
+from tinsmith.samplers.prompt_scores import PromptScores, empty_topk
 from tinsmith.samplers.stops import Decode, StopRule
 
-EMPTY_LOGPROB = -99999.0  # the wire's mark, with token 0, of an empty top-k cell
+TopRow = tuple[I32, F32]
+"""The likeliest tokens of one position and their logprobs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,13 +46,8 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
         self.prompt_cache_hit_tokens: int | None = None
+        self.scores = PromptScores(sample, self.seed)
         self._done: dict[int, SampledSequence] = {}
-
-        num_prompt, k = len(sample.prompt_T), sample.topk_prompt_logprobs
-        self.scores_prompt = num_prompt > 1 and (sample.prompt_logprobs or k > 0)
-        self.num_scored = 0 if self.scores_prompt else num_prompt
-        self.prompt_logprobs_T = np.full(num_prompt, np.nan, np.float32) if sample.prompt_logprobs else None
-        self.topk_prompt = _empty_topk(num_prompt, k) if k else None
 
     @property
     def num_prompt(self) -> int:
@@ -70,9 +66,11 @@ class Request:
         return SampleResult(
             request_id=self.sample.request_id,
             sequences=tuple(self._done[i] for i in range(self.sample.num_samples)),
-            prompt_logprobs_T=self.prompt_logprobs_T,
-            topk_prompt=self.topk_prompt,
+            prompt_logprobs_T=self.scores.prompt_logprobs_T,
+            topk_prompt=self.scores.topk_prompt,
             prompt_cache_hit_tokens=self.prompt_cache_hit_tokens or 0,
+            target_prompt=self.scores.target_prompt(),
+            alt_tokens=self.scores.alt_tokens,
         )
 
 
@@ -91,7 +89,7 @@ class Sequence:
         self.blocks: list[int] = []
         self._keys: list[bytes] = [root_key(request.weights.number)]
         self._logprobs: list[float] = []
-        self._topk: list[tuple[Seq[int], Seq[float]]] = []
+        self._topk: list[TopRow] = []
 
     @property
     def num_pending(self) -> int:
@@ -102,9 +100,12 @@ class Sequence:
         return self.length - self.request.num_prompt
 
     @property
-    def may_reuse_blocks(self) -> bool:
-        """Prompt logprobs come from computing the prompt: a request that still needs them skips nothing."""
-        return self.request.num_scored >= self.request.num_prompt
+    def num_reusable(self) -> int:
+        """How many tokens need not be computed if the cache has them: those before the first row whose hidden state
+        is wanted, for a prompt's logprobs or for the next token.
+        """
+        next_row = self.request.scores.next_row
+        return self.length - 1 if next_row is None else next_row
 
     def key(self, block_index: int, block_size: int) -> bytes:
         """The prefix key of a block that is full of known tokens."""
@@ -114,7 +115,7 @@ class Sequence:
             self._keys.append(chain_key(self._keys[-1], tokens.tobytes()))
         return self._keys[block_index + 1]
 
-    def append(self, token: int, logprob: float, topk: tuple[Seq[int], Seq[float]] | None) -> str | None:
+    def append(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
         """Add a generated token; 'stop' or 'length' if it is the last."""
         if self.length == len(self.tokens_T):
             self.tokens_T = np.concatenate([self.tokens_T, np.empty(self.length, np.int32)])
@@ -128,7 +129,7 @@ class Sequence:
         return "length" if self.num_generated >= self.request.max_new_tokens else None
 
     def answer(self, stop_reason: str) -> SampledSequence:
-        topk = _empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None
+        topk = empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None
         for row, (ids_k, logprobs_k) in enumerate(self._topk):
             assert topk is not None
             topk.token_ids_Tk[row, : len(ids_k)] = ids_k
@@ -139,7 +140,3 @@ class Sequence:
             stop_reason=stop_reason,
             topk=topk,
         )
-
-
-def _empty_topk(num_rows: int, k: int) -> TopK:
-    return TopK(np.zeros((num_rows, k), np.int32), np.full((num_rows, k), EMPTY_LOGPROB, np.float32))

@@ -3,7 +3,7 @@
 A field that asks for something this server cannot do is refused by name; one left at its empty value is
 accepted, because the SDK always sends its defaults. `record_stability_info` asks nothing of a server that
 keeps no such record and is accepted (docs/losses.md says what stable_reinforce does without it).
-Shape letters: T tokens, k entries of a top-k row.
+Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.ops import I32, Sample, SampleResult, SamplingParams, TopK
+from tinsmith.ops import F32, I32, I64, Sample, SampleResult, SamplingParams, SparseRows, TopK
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Fields, read_object, show
 from tinsmith.wire.training import refuse_chunk
@@ -26,11 +26,15 @@ REQUEST_FIELDS = frozenset(
         "prompt_logprobs",
         "topk_prompt_logprobs",
         "topk_sample_logprobs",
+        "target_prompt_logprobs",
+        "prompt_alt_tokens_k",
+        "prompt_logprobs_last_n",
         "record_stability_info",
         "type",
     )
 )
 PARAM_FIELDS = frozenset(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p", "type"))
+TENSOR_FIELDS = frozenset(("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices"))
 INT32_MAX = 2**31 - 1
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -52,6 +56,9 @@ def sample_of(fields: Fields, request_id: str, version_id: str | None) -> Sample
         prompt_logprobs=fields.flag_or("prompt_logprobs", False),
         topk_prompt_logprobs=fields.integer_or("topk_prompt_logprobs", 0),
         topk_sample_logprobs=fields.integer_or("topk_sample_logprobs", 0),
+        prompt_logprobs_last_n=fields.integer_or("prompt_logprobs_last_n", None),
+        target_prompt_logprobs=_targets(fields.fields_or("target_prompt_logprobs", None)),
+        prompt_alt_tokens_k=fields.integer_or("prompt_alt_tokens_k", 0),
     )
 
 
@@ -76,20 +83,48 @@ def _chunk(chunk: object, where: str) -> I32:
 
 def token_ids(value: object, where: str) -> I32:
     """A JSON list of integers as int32; whether the vocabulary has them is for admission to say."""
+    found = _integers(value, where)
+    if len(found) and (found.min() < 0 or found.max() > INT32_MAX):
+        raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
+    return found.astype(np.int32)
+
+
+def _integers(value: object, where: str) -> I64:
     if not isinstance(value, list):
-        raise UserError(f"{where} is {show(value)}; it must be a list of token ids")
+        raise UserError(f"{where} is {show(value)}; it must be a list of integers")
     if not value:
-        return np.empty(0, np.int32)
+        return np.empty(0, np.int64)
     try:
         # Without a dtype numpy shows what the list holds: floats, strings, nested lists are not 'i'.
         found = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{where} is not a flat list of token ids: {error}") from error
-    if found.dtype.kind not in "iu" or found.ndim != 1:
-        raise UserError(f"{where} must be a flat list of integers, which {show(value)} is not")
-    if found.min() < 0 or found.max() > INT32_MAX:
-        raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
-    return found.astype(np.int32)
+        raise UserError(f"{where} is not a flat list of integers: {error}") from error
+    if found.dtype.kind != "i" or found.ndim != 1:
+        raise UserError(f"{where} must be a flat list of integers below 2**63, which {show(value)} is not")
+    return found
+
+
+def _targets(fields: Fields | None) -> I64 | SparseRows | None:
+    """Ids [T - 1, K], dense or in CSR form; whether they fit the prompt is for admission to say."""
+    if fields is None:
+        return None
+    fields.refuse_unknown(TENSOR_FIELDS)
+    dtype, shape = fields.text("dtype"), fields.values.get("shape")
+    if dtype != "int64":
+        raise UserError(f"{fields.path('dtype')} is {show(dtype)}; token ids are 'int64'")
+    sizes = _integers(shape, fields.path("shape"))
+    if len(sizes) != 2 or sizes.min() < 0:
+        raise UserError(f"{fields.path('shape')} is {show(shape)}; it must be [len(prompt) - 1, K]")
+    num_rows, width = int(sizes[0]), int(sizes[1])
+    values = _integers(fields.values.get("data"), fields.path("data"))
+    if not (fields.has("sparse_crow_indices") or fields.has("sparse_col_indices")):
+        if len(values) != num_rows * width:
+            raise UserError(f"{fields.path('data')} holds {len(values)} ids, which do not fill the shape {show(shape)}")
+        return values.reshape(num_rows, width)
+    crow, col = (
+        _integers(fields.values.get(name), fields.path(name)) for name in ("sparse_crow_indices", "sparse_col_indices")
+    )
+    return SparseRows(values, crow, col, (num_rows, width))
 
 
 def _params(fields: Fields) -> SamplingParams:
@@ -134,6 +169,11 @@ def write_sample_result(result: SampleResult) -> bytes:
         message.prompt_logprobs = np.ascontiguousarray(result.prompt_logprobs_T, "<f4").tobytes()
     if result.topk_prompt is not None:
         _write_topk(message.topk_prompt_logprobs, result.topk_prompt)
+    if result.target_prompt is not None:
+        _write_tensor(message.target_prompt_logprobs, result.target_prompt)
+    if result.alt_tokens is not None:
+        _write_tensor(message.prompt_alt_tokens.tokens, result.alt_tokens.token_ids_Tk)
+        _write_tensor(message.prompt_alt_tokens.logprobs, result.alt_tokens.logprobs_Tk)
     return message.SerializeToString()
 
 
@@ -141,3 +181,16 @@ def _write_topk(message: pb.TopkLogprobs, topk: TopK) -> None:
     message.token_ids = np.ascontiguousarray(topk.token_ids_Tk, "<i4").tobytes()
     message.logprobs = np.ascontiguousarray(topk.logprobs_Tk, "<f4").tobytes()
     message.length, message.k = topk.token_ids_Tk.shape
+
+
+def _write_tensor(message: pb.Tensor, array: F32 | I64 | SparseRows) -> None:
+    values = array.values if isinstance(array, SparseRows) else array
+    message.dtype = pb.DTYPE_FLOAT32 if values.dtype.kind == "f" else pb.DTYPE_INT64
+    message.shape.extend(array.shape)
+    data = np.ascontiguousarray(values, "<f4" if values.dtype.kind == "f" else "<i8").tobytes()
+    if isinstance(array, SparseRows):
+        message.sparse_csr.values = data
+        message.sparse_csr.crow_indices = np.ascontiguousarray(array.crow_indices, "<i8").tobytes()
+        message.sparse_csr.col_indices = np.ascontiguousarray(array.col_indices, "<i8").tobytes()
+    else:
+        message.dense = data

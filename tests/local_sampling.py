@@ -1,0 +1,96 @@
+"""Helpers of the tests that drive the local sampler: adapters, prompts, requests, and transformers as the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
+from tinsmith.ops import LoraSpec, Sample, SampleResult, SamplingParams
+from tinsmith.samplers.local import LocalSampler
+
+HOT = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=7)
+
+
+def make_adapter(base: BaseModel, seed: int, *, rank: int = 4, train_unembed: bool = True) -> Adapter:
+    spec = LoraSpec(rank=rank, seed=seed, train_unembed=train_unembed)
+    layout = layout_for(spec, base.adaptable())
+    adapter = Adapter(spec, layout, initialise(layout, seed, base.device), base.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b_Or in adapter.weights.values():
+        b_Or.normal_(0, 0.05, generator=generator)
+    adapter.refresh()
+    return adapter
+
+
+def reference_model(path: Path, adapter: Adapter | None = None) -> PreTrainedModel:
+    """transformers' own model, with the adapter added into its weights."""
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+    for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
+        module = model.get_submodule(name)
+        # A new parameter, so that a tied embedding stays as it was.
+        module.weight = torch.nn.Parameter(module.weight.detach() + adapter.scale * b_Or @ a_rI)
+    return model
+
+
+def reference_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:
+    """[T, V], row t of the token after t."""
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+    return torch.log_softmax(logits.double() / temperature, -1)
+
+
+def make_prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(0, 256, length).astype(np.int32)
+
+
+def make_sample(
+    request_id: str,
+    prompt: np.ndarray,
+    params: SamplingParams = HOT,
+    *,
+    version_id: str | None = None,
+    num_samples: int = 1,
+    **options: object,
+) -> Sample:
+    return Sample(request_id, version_id, prompt, num_samples, params, **options)  # pyright: ignore[reportArgumentType]
+
+
+def run(sampler: LocalSampler, *samples: Sample) -> dict[str, SampleResult]:
+    for sample in samples:
+        sampler.submit(sample)
+    return finish(sampler)
+
+
+def finish(sampler: LocalSampler, max_steps: int = 3000) -> dict[str, SampleResult]:
+    outcomes: dict[str, SampleResult] = {}
+    for _ in range(max_steps):
+        if not sampler.has_work:
+            assert sampler._batcher.pool.num_live == 0
+            return outcomes
+        for request_id, outcome in sampler.step():
+            assert request_id not in outcomes
+            outcomes[request_id] = outcome
+    raise AssertionError("the sampler does not finish")
+
+
+def alone(base: BaseModel, sample: Sample, versions: Mapping[str, Adapter] | None = None) -> SampleResult:
+    return run(LocalSampler(base, versions or {}), sample)[sample.request_id]
+
+
+def assert_same(result: SampleResult, expected: SampleResult, atol: float = 2e-5) -> None:
+    assert len(result.sequences) == len(expected.sequences)
+    for ours, theirs in zip(result.sequences, expected.sequences, strict=True):
+        assert ours.tokens_T.tolist() == theirs.tokens_T.tolist()
+        assert ours.stop_reason == theirs.stop_reason
+        np.testing.assert_allclose(ours.logprobs_T, theirs.logprobs_T, atol=atol)
+        assert (ours.topk is None) == (theirs.topk is None)
+        if ours.topk is not None:
+            np.testing.assert_allclose(ours.topk.logprobs_Tk, theirs.topk.logprobs_Tk, atol=atol)
+    if expected.prompt_logprobs_T is not None:
+        np.testing.assert_allclose(result.prompt_logprobs_T, expected.prompt_logprobs_T, atol=atol)
