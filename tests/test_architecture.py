@@ -17,12 +17,14 @@ GENERATED = {"tinker_public_pb2"}
 # Module (or package) -> which parts of tinsmith it may import. Durable nouns know SQL and no device; backends and
 # samplers know a device and neither SQL nor HTTP; they meet in `engine` only.
 VALUES = {"errors", "ops"}
-DURABLE = {"futures", "sessions", "models", "sampling_sessions", "checkpoints", "engines"}
+DURABLE = {"audit", "checkpoints", "engines", "futures", "models", "sampling_sessions", "sessions", "traces", "usage"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ops": set(),
     "settings": {"errors"},
     "signing": {"errors"},
+    "quotas": {"db", "errors", "futures"},
+    "keys_cli": {"db", "errors", "quotas", "settings", "tenants"},
     "storage": {"errors"},
     "notify": set(),
     "logs": set(),
@@ -37,10 +39,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "admission": VALUES | {"losses", "wire", "checkpoints"},
     "futures": VALUES | {"db", "notify"},
     "sessions": VALUES | {"db"},
+    "audit": {"db"},
+    "usage": {"db", "futures"},
+    "traces": {"db"},
     "models": VALUES | {"db"},
     "sampling_sessions": VALUES | {"db"},
     "engines": {"db"},
-    "checkpoints": VALUES | {"db", "storage"},
+    "checkpoints": VALUES | {"db", "models", "storage"},
     "samplers": VALUES | {"samplers", "backends"},
     "backends": VALUES | {"losses", "samplers", "backends"},
     "encryption": {"errors"},

@@ -1,21 +1,24 @@
 """Checkpoints: immutable, named, owned; rows here and one directory each below the checkpoint root.
 
-A path is `tinker://{training_run_id}/{weights|sampler_weights}/{name}`. Directory names are made by `storage`,
-never from client text. States: pending -> completed | failed; only completed ones can be seen. The files are
-durable before the row is completed: a row that is completed has all its bytes.
+A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. Directory names are made by
+`storage`, never from client text. States: pending -> completed | failed; only completed ones can be seen, and only
+until they expire. The files are durable before the row is completed: a row that is completed has all its bytes. No
+directory is named by two rows: a copy has its own. Directories that no row names are swept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
 
 from tinsmith.db import CHECKPOINTS, Database, now
-from tinsmith.errors import CheckpointExistsError, NotFoundError, UserError
+from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
+from tinsmith.models import ids_of_project
 from tinsmith.ops import LoraSpec
 from tinsmith.storage import Directories
 
@@ -81,7 +84,8 @@ def parse_path(text: str) -> CheckpointRef:
     parts = rest.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise UserError(
-            f"path {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/weights|sampler_weights/NAME"
+            f"path {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME, "
+            f"KIND being {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
     return CheckpointRef(parts[0], parts[1], check_name(parts[2]))
 
@@ -102,10 +106,12 @@ class Checkpoints:
 
     # Reading, for the server and the engine.
 
-    def get(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
-        """A completed, unexpired checkpoint that the tenant may read: its own, or a published one."""
-        checkpoint = self._find(ref)
-        if checkpoint is None or not (checkpoint.tenant_id == tenant_id or checkpoint.public):
+    def get(self, tenant_id: str, ref: CheckpointRef, *, granted_by: str | None = None) -> Checkpoint:
+        """A completed, unexpired checkpoint that the tenant may read: its own, a published one, or one of the tenant
+        who granted it to read theirs.
+        """
+        checkpoint = self.find(ref)
+        if checkpoint is None or not (checkpoint.tenant_id in (tenant_id, granted_by) or checkpoint.public):
             raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
         return checkpoint
 
@@ -113,15 +119,32 @@ class Checkpoints:
         mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
         return self._select(mine, limit=None, offset=0)[0]
 
-    def page(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-        """The tenant's checkpoints, newest first, and how many there are."""
-        return self._select(CHECKPOINTS.c.tenant_id == tenant_id, limit=limit, offset=offset)
+    def page(
+        self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[Checkpoint], int]:
+        """The tenant's checkpoints (of one project, if it is named), newest first, and how many there are."""
+        mine = CHECKPOINTS.c.tenant_id == tenant_id
+        if project_id is not None:
+            mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
+        return self._select(mine, limit=limit, offset=offset)
 
-    def directory(self, checkpoint: Checkpoint) -> Path:
+    def stored_bytes(self, tenant_id: str) -> int:
+        """What the tenant's checkpoints take on disk; copies count like any other, although they share their files."""
+        query = sa.select(sa.func.sum(CHECKPOINTS.c.size_bytes)).where(CHECKPOINTS.c.tenant_id == tenant_id, _visible())
+        with self._db.read() as connection:
+            return int(connection.scalar(query) or 0)
+
+    def checked_directory(self, checkpoint: Checkpoint) -> Path:
+        """Where its files are, every byte of which is as it was written. Raises CorruptFilesError."""
         assert checkpoint.directory is not None
+        try:
+            self.files.check(checkpoint.directory)
+        except CorruptFilesError as error:
+            raise CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}") from error
         return self.files.path(checkpoint.directory)
 
-    def _find(self, ref: CheckpointRef) -> Checkpoint | None:
+    def find(self, ref: CheckpointRef) -> Checkpoint | None:
+        """A completed, unexpired checkpoint whoever owns it."""
         query = sa.select(CHECKPOINTS).where(_is(ref), _visible())
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
@@ -139,10 +162,14 @@ class Checkpoints:
 
     def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
         """Delete the tenant's own checkpoint, files too."""
-        checkpoint = self._own(tenant_id, ref)
+        mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & _visible()
         with self._db.write() as connection:
-            connection.execute(CHECKPOINTS.delete().where(_is(ref)))
-        self.files.discard(checkpoint.directory)
+            # Looked up in the same transaction: an overwrite in between would leave its files behind.
+            row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine)).one_or_none()
+            if row is None:
+                raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
+            connection.execute(CHECKPOINTS.delete().where(mine))
+        self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
         self._own(tenant_id, ref)
@@ -162,36 +189,73 @@ class Checkpoints:
             raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
         return checkpoint
 
-    def sweep_expired(self) -> list[CheckpointRef]:
+    def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable) -> bool:
+        """Add a copy with files of its own; `run` inserts the training run that it belongs to.
+
+        False, and nothing is changed, if that run exists by now. Raises NotFoundError if the source is gone by now.
+        """
+        assert source.directory is not None
+        try:
+            directory, size_bytes = self.files.copy(source.directory)
+        except CorruptFilesError as error:
+            if self.find(source.ref) != source:
+                raise NotFoundError(f"checkpoint {source.ref.path!r} was deleted while it was copied") from error
+            raise CorruptFilesError(f"checkpoint {source.ref.path!r} is damaged: {error}") from error
+        try:
+            with self._db.write() as connection:
+                for statement in (run, *completion(new, directory, size_bytes)):
+                    connection.execute(statement)
+        except BaseException as error:
+            self.files.discard(directory)
+            if isinstance(error, IntegrityError):
+                return False
+            raise
+        return True
+
+    def sweep_expired(self) -> list[Checkpoint]:
         """Delete what has outlived its TTL."""
-        expired = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.expires_at < now())
+        expired = CHECKPOINTS.c.expires_at < now()
         with self._db.read() as connection:
-            rows = [Checkpoint(**row._mapping) for row in connection.execute(expired)]
+            rows = [Checkpoint(**row._mapping) for row in connection.execute(sa.select(CHECKPOINTS).where(expired))]
+        swept = []
         for checkpoint in rows:
             with self._db.write() as connection:
-                connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref)))
-            self.files.discard(checkpoint.directory)
-        return [checkpoint.ref for checkpoint in rows]
+                # Unless it was overwritten in the meantime.
+                deleted = connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired))
+            if deleted.rowcount:
+                self.files.discard(checkpoint.directory)
+                swept.append(checkpoint)
+        return swept
+
+    def sweep_directories(self, age_s: float) -> list[str]:
+        """Delete directories in which nothing was written for `age_s` seconds and that no row names: of saves that
+        were cut short, and of checkpoints whose deletion was.
+        """
+        candidates = self.files.old(age_s)  # before the rows are read: a row that is added later names a newer one
+        with self._db.read() as connection:
+            named = set(connection.scalars(sa.select(CHECKPOINTS.c.directory)))
+        return self.files.discard_all(candidates, but=named)
 
     # Writing, for the engine.
 
-    def begin(self, new: NewCheckpoint, *, overwrite: bool) -> None:
-        """Claim the name before the first byte is written. Raises CheckpointExistsError."""
+    def begin(self, new: NewCheckpoint, *, overwrite: bool) -> str | None:
+        """Claim the name before the first byte is written. Raises CheckpointExistsError.
+
+        Returns the directory that the completion will leave behind, if it replaces a checkpoint.
+        """
+        columns = CHECKPOINTS.c.state, CHECKPOINTS.c.directory, CHECKPOINTS.c.expires_at
         with self._db.write() as connection:
-            row = connection.execute(sa.select(CHECKPOINTS.c.state).where(_is(new.ref))).one_or_none()
+            row = connection.execute(sa.select(*columns).where(_is(new.ref))).one_or_none()
             if row is not None and row.state == "completed":
-                if not overwrite:
+                expired = row.expires_at is not None and row.expires_at <= now()
+                if not (overwrite or expired):
                     raise CheckpointExistsError(
                         f"checkpoint {new.ref.path!r} exists already; pass overwrite=True or choose another name"
                     )
-                return  # stays visible until its successor is complete
+                return row.directory  # stays visible until its successor is complete
             connection.execute(CHECKPOINTS.delete().where(_is(new.ref)))
             connection.execute(CHECKPOINTS.insert().values(**_row(new), state="pending"))
-
-    def replaced_directory(self, ref: CheckpointRef) -> str | None:
-        """The directory that a completion of `ref` would leave behind."""
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(CHECKPOINTS.c.directory).where(_is(ref)))
+        return None
 
     def recover(self, base_model: str) -> None:
         """After a restart of this base model's engine: interrupted saves have failed."""
@@ -202,8 +266,10 @@ class Checkpoints:
             )
 
 
-def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> list[sa.Executable]:
-    """Statements for the transaction that settles the save."""
+def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[sa.Executable]:
+    """Statements for the transaction that settles the save. What they replace is gone with its TTL, its metadata and
+    its being public: the new weights have not been published.
+    """
     values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
     return [
         CHECKPOINTS.delete().where(_is(new.ref)),

@@ -1,19 +1,23 @@
 """The janitor: what must happen as time passes.
 
 Sessions whose heartbeats stopped are closed and their models told to unload (as futures, which the engine
-settles); the files of their ephemeral versions are deleted, and their results some time later; checkpoints past
-their TTL are deleted.
+settles); the files of their ephemeral versions are deleted, and their results some time later, of which the usage
+stays; checkpoints past their TTL and audit entries past their retention are deleted, and
+so are checkpoint directories that no row names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith import usage
+from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import now
 from tinsmith.futures import Futures, NewFuture
@@ -22,6 +26,14 @@ from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+
+DAY_S = 86400
+
+UNNAMED_AGE_S = 3600.0
+"""A directory that no row names may be one whose row is about to come; after this long it is not."""
+
+DIRECTORIES_SWEEP_S = 3600.0
+"""How often such directories are looked for."""
 
 log = structlog.get_logger()
 
@@ -36,12 +48,14 @@ class SweptParts:
     futures: Futures
     checkpoints: Checkpoints
     versions: Directories
+    audit: Audit
 
 
 class Janitor:
     def __init__(self, settings: Settings, parts: SweptParts) -> None:
         self._settings = settings
         self._parts = parts
+        self._next_directories = 0.0  # with the first sweep
 
     async def run(self) -> None:
         """Sweep until cancelled; does nothing if either interval is negative."""
@@ -63,14 +77,24 @@ class Janitor:
                 reason = f"no heartbeat for {timeout_s:g} s"
                 if parts.sessions.close(session.session_id, reason, timeout_s=timeout_s):
                     log.info("session closed", session_id=session.session_id, reason=session.reason or reason)
+                    if session.state == "active":
+                        expired = {"session_id": session.session_id, "reason": reason}
+                        parts.audit.record(session.tenant_id, "session_expired", expired)
         for model, reason in parts.models.orphaned():
             self._unload(model, f"its session ended ({reason})")
+        parts.futures.cancel_of_closed_sessions()
         for directory in parts.samplers.forget_moved():
             parts.versions.discard(directory)
         if forgotten := parts.sessions.closed_before(now() - self._settings.result_grace_s):
-            parts.futures.delete_of_sessions(forgotten)
-        for ref in parts.checkpoints.sweep_expired():
-            log.info("checkpoint expired", path=ref.path)
+            parts.futures.delete_of_sessions(forgotten, usage.folded)
+        for checkpoint in parts.checkpoints.sweep_expired():
+            log.info("checkpoint expired", path=checkpoint.ref.path)
+            parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
+        if time.monotonic() >= self._next_directories:
+            self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
+            for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):
+                log.info("a checkpoint's directory that no row names was deleted", directory=directory)
+        parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
 
     def _unload(self, model: Model, reason: str) -> None:
         """Tell the engine, once: the request_id makes every further time the same request."""

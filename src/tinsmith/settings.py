@@ -27,6 +27,14 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
+    public_url: str = Field(default="", pattern=r"^(https?://[^/?#]+[^?#]*)?$")
+    """Address in front of the links that clients are given, `https://HOST/PREFIX`; empty means the one that the client
+    used. Behind a proxy that strips a path prefix, set this."""
+
+    trust_forwarded_headers: bool = False
+    """Whether X-Forwarded-Host, -Proto and -Prefix say where the client found this server; only behind a proxy that
+    sets them."""
+
     data_dir: Path = Path("~/.tinsmith")
     """Directory of the database, the checkpoints and the logs of the engines."""
 
@@ -72,6 +80,26 @@ class Settings(BaseSettings):
     signing_secret: SecretStr = SecretStr("")
     """Secret of 32 or more bytes that signs tokens and download addresses; empty means one that is made in the data
     directory. Servers that share a database must share it."""
+
+    audit_retention_days: float = Field(default=90.0, gt=0)
+    """How long entries of the audit log are kept."""
+
+    quota_queued_requests: int = Field(default=20_000, ge=0)
+    """Most requests that one tenant may have waiting; 0 is no limit. As for all quotas, more are answered with 429 and
+    sent again by the client, and a tenant's own limit (`tinsmith keys create --quota`) comes first."""
+
+    quota_queued_bytes: int = Field(default=4096 * MEBIBYTE, ge=0)
+    """Most bytes of request bodies that one tenant may have waiting; 0 is no limit."""
+
+    quota_models: int = Field(default=0, ge=0)
+    """Most models that one tenant may have loaded at a time; 0 is no limit."""
+
+    quota_checkpoint_bytes: int = Field(default=0, ge=0)
+    """A tenant whose checkpoints take this many bytes can save no more; 0 is no limit."""
+
+    quota_tokens_per_minute: int = Field(default=0, ge=0)
+    """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
+    server counts for itself."""
 
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""

@@ -9,14 +9,14 @@ a run and a publish writes no file.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import orjson
 import sqlalchemy as sa
 
-from tinsmith import sampling_sessions
+from tinsmith import encryption, sampling_sessions
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import (
     CheckpointRef,
@@ -34,7 +34,11 @@ from tinsmith.sampling_sessions import NewSamplingSession, SamplingSession, Samp
 from tinsmith.storage import Directories
 from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
 
-CHECKPOINT_KINDS = {"save_weights": "weights", "save_weights_for_sampler": "sampler_weights"}
+CHECKPOINT_KINDS = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
 
 VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
@@ -71,6 +75,7 @@ class Operations:
             "load_weights": self._load_weights,
             "save_weights": self._save_weights,
             "save_weights_for_sampler": self._save_weights,
+            "save_weights_external": self._save_weights,
         }[request.kind]
         return operation(request, model, body)
 
@@ -112,7 +117,8 @@ class Operations:
 
     def _directory_of(self, sampler: SamplingSession) -> Path:
         if sampler.model_path is not None:
-            return self._checkpoints.directory(self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path)))
+            checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
+            return self._checkpoints.checked_directory(checkpoint)
         if sampler.directory is None:
             raise LostStateError(
                 f"the weights of sampling session {sampler.sampling_session_id!r} are gone: its model was "
@@ -146,8 +152,9 @@ class Operations:
 
     def load_into(self, model: Model, load: LoadWeights) -> None:
         """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it."""
-        checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path))
-        if checkpoint.base_model != model.base_model:
+        checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path), granted_by=load.granted_by)
+        # Another base that the client asked for was found to hold the same weights when the model was created.
+        if model.base_model not in (checkpoint.base_model, load.base_model):
             raise UserError(f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}")
         if load.optimizer and checkpoint.kind != "weights":
             raise UserError(
@@ -157,7 +164,7 @@ class Operations:
         # The checkpoint decides the shape of the adapter, but a model's own rank was promised at creation.
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
-        directory = self._checkpoints.directory(checkpoint)
+        directory = self._checkpoints.checked_directory(checkpoint)
         self._backend.load(model.model_id, model.lora, directory, optimizer=load.optimizer)
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
@@ -174,12 +181,13 @@ class Operations:
             user_metadata=save.user_metadata,
             ttl_s=save.ttl_s,
         )
-        self._checkpoints.begin(new, overwrite=save.overwrite)
+        replaced = self._checkpoints.begin(new, overwrite=save.overwrite)
 
         def fill(directory: Path) -> None:
             self._backend.save(model.model_id, directory, optimizer=kind == "weights")
+            if save.recipients:
+                encryption.encrypt_files(directory, save.recipients)
 
-        replaced = self._checkpoints.replaced_directory(new.ref)
         directory, size_bytes = self._checkpoints.files.write(fill)
 
         def clean_up() -> None:
@@ -187,7 +195,9 @@ class Operations:
             self._backend.drop_version(new.ref.path)
             self._checkpoints.files.discard(replaced)
 
-        answer = {"path": new.ref.path, "type": request.kind}
+        answer: dict[str, str | int] = {"path": new.ref.path, "type": request.kind}
+        if kind == "external_weights":
+            answer["size_bytes"] = size_bytes
         return _answer(request, answer, completion(new, directory, size_bytes), clean_up)
 
     def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
@@ -235,7 +245,7 @@ def require_usable(model: Model) -> None:
 
 def _answer(
     request: Pending,
-    answer: dict[str, str],
+    answer: Mapping[str, str | int],
     effects: Sequence[sa.Executable] = (),
     clean_up: Callable[[], None] | None = None,
 ) -> Settlement:

@@ -9,23 +9,48 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from tinsmith.routes import (
+    audit,
+    auth,
     checkpoints,
+    copies,
+    downloads,
     futures,
     models,
     sampling,
+    search,
     service,
     sessions,
+    traces,
     training,
     unsupported,
+    usage,
     weights,
 )
+from tinsmith.routes.call import PREFIX
 
-PREFIX = "/api/v1"
+__all__ = ["API", "PREFIX"]
 
 # Routes are matched in order, so those that a client calls all the time come first. A flat list, since a Mount would
 # have every request matched twice.
 API = [
     Route(PREFIX + route.path, route.endpoint, methods=route.methods)
-    for noun in (futures, sampling, training, weights, sessions, models, checkpoints, service, unsupported)
+    for noun in (
+        futures,
+        sampling,
+        training,
+        weights,
+        sessions,
+        search,
+        models,
+        checkpoints,
+        copies,
+        downloads,
+        auth,
+        usage,
+        audit,
+        traces,
+        service,
+        unsupported,
+    )
     for route in noun.ROUTES
 ]

@@ -10,29 +10,34 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
+from tinsmith.quotas import Quotas
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
-from tinsmith.tenants import LocalTenants, Tenants
+from tinsmith.tenants.stored import StoredTenants
+from tinsmith.traces import Traces
+from tinsmith.usage import Usage
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, read_object, show
 
 T = TypeVar("T")
 
+PREFIX = "/api/v1"  # of every path
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 
@@ -50,10 +55,14 @@ class Services:
     sampling_sessions: SamplingSessions
     checkpoints: Checkpoints
     futures: Futures
+    usage: Usage
+    audit: Audit
+    traces: Traces
     waiters: Waiters
     signer: Signer
+    tenants: StoredTenants
+    quotas: Quotas
     queue_state: Callable[[str], tuple[str, str | None]]
-    tenants: Tenants = field(default_factory=LocalTenants)
     reads_wait: bool = True
 
 
@@ -92,7 +101,7 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
     """The route of a function; `takes` is the content type of its body, None if it has none."""
 
     async def respond(request: Request) -> Response:
-        services, tenant_id = authenticate(request)
+        services, tenant_id = await authenticate(request)
         body = b"" if takes is None else await read_body(request, takes)
         encoding = request.headers.get("content-encoding")
 
@@ -112,11 +121,13 @@ def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -
     )
 
 
-def authenticate(request: Request) -> tuple[Services, str]:
+async def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
     if "\x00" in request.scope["path"]:
         raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
-    return services, services.tenants.authenticate(request.headers.get("x-api-key"))
+    credential = request.headers.get("x-api-key")
+    caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
+    return services, caller.tenant_id
 
 
 async def read_body(request: Request, takes: str) -> bytes:

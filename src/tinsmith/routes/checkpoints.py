@@ -10,7 +10,7 @@ from tinsmith.admission import check_ttl
 from tinsmith.checkpoints import Checkpoint, CheckpointRef, parse_path
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject, endpoint
-from tinsmith.routes.sessions import refuse_project_filter
+from tinsmith.routes.sessions import check_scope
 from tinsmith.wire.bodies import JSON_TYPE
 
 # A path's middle segment -> the type that the SDK shows.
@@ -21,9 +21,9 @@ CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
 
 
 def list_training_runs(call: Call) -> JsonObject:
-    refuse_project_filter(call)
+    check_scope(call)
     limit, offset = call.page(default_limit=20)
-    models, total = call.services.models.page(call.tenant_id, limit, offset)
+    models, total = call.services.models.page(call.tenant_id, limit, offset, call.query.get("project_id"))
     return {
         "training_runs": [_run(call, model) for model in models],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -31,6 +31,7 @@ def list_training_runs(call: Call) -> JsonObject:
 
 
 def get_training_run(call: Call) -> JsonObject:
+    check_scope(call)
     return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
 
 
@@ -41,9 +42,8 @@ def list_run_checkpoints(call: Call) -> JsonObject:
 
 
 def list_checkpoints(call: Call) -> JsonObject:
-    refuse_project_filter(call)
     limit, offset = call.page(default_limit=100)
-    found, total = call.services.checkpoints.page(call.tenant_id, limit, offset)
+    found, total = call.services.checkpoints.page(call.tenant_id, limit, offset, call.query.get("project_id"))
     return {
         "checkpoints": [_checkpoint(checkpoint) for checkpoint in found],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
@@ -64,28 +64,29 @@ def weights_info(call: Call) -> JsonObject:
 
 
 def delete(call: Call) -> JsonObject:
-    call.services.checkpoints.delete(call.tenant_id, _ref(call))
+    call.services.checkpoints.delete(call.tenant_id, ref_of(call))
     return {}
 
 
 def publish(call: Call) -> JsonObject:
-    call.services.checkpoints.set_public(call.tenant_id, _ref(call), True)
+    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True)
     return {}
 
 
 def unpublish(call: Call) -> JsonObject:
-    call.services.checkpoints.set_public(call.tenant_id, _ref(call), False)
+    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False)
     return {}
 
 
 def set_ttl(call: Call) -> JsonObject:
     ttl_s = call.fields().integer_or("ttl_seconds", None)
     check_ttl(ttl_s)
-    call.services.checkpoints.set_ttl(call.tenant_id, _ref(call), ttl_s)
+    call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), ttl_s)
     return {}
 
 
-def _ref(call: Call) -> CheckpointRef:
+def ref_of(call: Call) -> CheckpointRef:
+    """The checkpoint that the path names."""
     return parse_path("tinker://{run_id}/{kind}/{name}".format(**call.path))
 
 

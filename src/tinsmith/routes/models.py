@@ -7,13 +7,14 @@ from collections.abc import Callable
 from starlette.routing import Route
 
 from tinsmith.admission import check_lora, check_position
+from tinsmith.checkpoints import Checkpoint
 from tinsmith.errors import UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import NewModel
 from tinsmith.ops import ModelShape
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.submission import owned_model
-from tinsmith.routes.weights import load_into_model, loadable
+from tinsmith.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, text_values
 from tinsmith.wire.weights import create_model_of, load_of
@@ -42,28 +43,40 @@ def create_model(call: Call) -> JsonObject:
 
 def load_weights(call: Call) -> JsonObject:
     """With a session, the load creates the model (its number 0); with a model, it is an operation of it."""
+    call, wrong_token = exchange_token(call)
     fields = call.fields()
     if fields.has("model_id"):
-        return load_into_model(call)
+        return load_into_model(call, wrong_token)
 
     def plan(model_id: str, session_id: str) -> NewModel:
+        if wrong_token:
+            raise wrong_token
         asked = load_of(fields)
         checkpoint = loadable(call, asked)
-        call.services.bases.get(checkpoint.base_model)
-        if asked.base_model not in (None, checkpoint.base_model):
-            raise UserError(
-                f"base_model is {asked.base_model!r}, but {asked.path!r} was trained on {checkpoint.base_model!r}"
-            )
         return NewModel(
             model_id=model_id,
             session_id=session_id,
             tenant_id=call.tenant_id,
-            base_model=checkpoint.base_model,
+            base_model=_base_for(call, checkpoint, asked.base_model),
             lora=checkpoint.lora,
             user_metadata=text_values(asked.user_metadata),
         )
 
     return _submit_creation(call, fields, "load_model", plan)
+
+
+def _base_for(call: Call, checkpoint: Checkpoint, asked: str | None) -> str:
+    """The base model of a run that begins with a checkpoint: its own, or another name for the same weights."""
+    if asked in (None, checkpoint.base_model):
+        return call.services.bases.get(checkpoint.base_model).name
+    other = call.services.bases.get(asked)
+    own = next((shape for shape in call.services.bases if shape.name == checkpoint.base_model), None)
+    if own is None or own.path != other.path:
+        raise UserError(
+            f"base_model is {asked!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; only "
+            "another name that this server serves from the same directory can take its place"
+        )
+    return other.name
 
 
 def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
@@ -73,7 +86,10 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     model_id = f"{session.session_id}:train:{number}"
     refusal, base_model = None, ""  # a refused model waits in no queue
     try:
-        base_model = services.models.create(plan(model_id, session.session_id)).base_model
+        model = services.models.create(plan(model_id, session.session_id))
+        if model.state == "copied":
+            raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
+        base_model = model.base_model
     except UserError as error:
         refusal = error
     new = NewFuture(

@@ -65,6 +65,11 @@ def owned_model(call: Call, model_id: str) -> Model:
     if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # from protobuf it comes unbounded
         raise NotFoundError(f"model_id {show(model_id)} is unknown")
     model = call.services.models.get(call.tenant_id, model_id)
+    if model.state == "copied":
+        raise UserError(
+            f"training run {model_id!r} holds a copied checkpoint ({model.reason}) and cannot be trained; "
+            "create a model from its checkpoint (create_training_client_from_state)"
+        )
     call.services.sessions.require_active(call.tenant_id, model.session_id)
     return model
 

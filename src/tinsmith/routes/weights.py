@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import orjson
 from starlette.routing import Route
 
 from tinsmith.admission import check_position, check_ttl
 from tinsmith.checkpoints import Checkpoint, check_name, parse_path
-from tinsmith.errors import UserError
+from tinsmith.encryption import read_recipients
+from tinsmith.errors import NotAuthenticatedError, UserError
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.submission import submit_json_operation
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields
-from tinsmith.wire.weights import LoadWeights, load_of, save_of
+from tinsmith.wire.weights import GRANTED_BY, TOKEN, LoadWeights, SaveWeights, load_of, save_of
 
 
 def save_weights(call: Call) -> JsonObject:
@@ -22,11 +24,31 @@ def save_weights(call: Call) -> JsonObject:
 
 
 def _check_save(_model: Model, fields: Fields) -> None:
-    asked = save_of(fields)
+    _refuse_recipients(_named(save_of(fields)))
+
+
+def _named(asked: SaveWeights) -> SaveWeights:
     if asked.name is None:
         raise UserError("path is missing; it names the checkpoint")
     check_name(asked.name)
     check_ttl(asked.ttl_s)
+    return asked
+
+
+def _refuse_recipients(asked: SaveWeights) -> None:
+    if asked.recipients:
+        raise UserError(
+            "age_encryption_recipients goes with save_weights_external; other checkpoints stay readable here"
+        )
+
+
+def save_weights_external(call: Call) -> JsonObject:
+    """An export in PEFT's format, to be downloaded."""
+    return submit_json_operation(call, "save_weights_external", _check_export)
+
+
+def _check_export(_model: Model, fields: Fields) -> None:
+    read_recipients(_named(save_of(fields)).recipients)
 
 
 def save_weights_for_sampler(call: Call) -> JsonObject:
@@ -43,12 +65,15 @@ def _check_sampler_save(_model: Model, fields: Fields) -> None:
     else:
         check_position("sampling_session_seq_id", asked.sampling_session_seq_id)
     check_ttl(asked.ttl_s)
+    _refuse_recipients(asked)
 
 
-def load_into_model(call: Call) -> JsonObject:
+def load_into_model(call: Call, wrong_token: UserError | None) -> JsonObject:
     """A load as an operation of an existing model: the adapter's form must be the checkpoint's."""
 
     def check(model: Model, fields: Fields) -> None:
+        if wrong_token:
+            raise wrong_token
         checkpoint = loadable(call, load_of(fields))
         if checkpoint.base_model != model.base_model or checkpoint.lora != replace(model.lora, seed=None):
             raise UserError(
@@ -60,9 +85,35 @@ def load_into_model(call: Call) -> JsonObject:
     return submit_json_operation(call, "load_weights", check)
 
 
+def exchange_token(call: Call) -> tuple[Call, UserError | None]:
+    """A load with its access token replaced by the tenant who granted it: what is stored must hold no secret.
+
+    Also returns why the token is worth nothing, for whoever answers the request.
+    """
+    values = dict(call.fields().values)
+    values.pop(GRANTED_BY, None)
+    token, wrong = values.pop(TOKEN, None), None
+    if token is not None:
+        try:
+            values[GRANTED_BY] = granting_tenant(call, token)
+        except UserError as error:
+            wrong = error
+    return replace(call, body=orjson.dumps(values)), wrong
+
+
+def granting_tenant(call: Call, token: object) -> str:
+    """Whose checkpoints an access token opens: it is a key of theirs. Raises UserError."""
+    try:
+        return call.services.tenants.authenticate(token if isinstance(token, str) else None).tenant_id
+    except NotAuthenticatedError:
+        # Not as it is: a 401 would say that the caller's own key is wrong.
+        raise UserError(f"{TOKEN} is no valid key of this server; use an API key of the checkpoint's owner") from None
+
+
 def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
     """The checkpoint that a load asks for, if it may be read and holds what the load needs."""
-    checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(asked.path))
+    ref = parse_path(asked.path)
+    checkpoint = call.services.checkpoints.get(call.tenant_id, ref, granted_by=asked.granted_by)
     if checkpoint.kind == "external_weights":
         raise UserError(f"path {asked.path!r} is an export; load a 'weights' checkpoint")
     if asked.optimizer and checkpoint.kind != "weights":
@@ -75,4 +126,5 @@ def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
 ROUTES = [
     Route("/save_weights", endpoint(save_weights, JSON_TYPE), methods=["POST"]),
     Route("/save_weights_for_sampler", endpoint(save_weights_for_sampler, JSON_TYPE), methods=["POST"]),
+    Route("/save_weights_external", endpoint(save_weights_external, JSON_TYPE), methods=["POST"]),
 ]

@@ -14,6 +14,11 @@ from tinsmith.ops import LoraSpec
 from tinsmith.wire.fields import Fields, read_object, show
 
 DEFAULT_RANK = 32  # the SDK's
+MAX_RECIPIENTS = 10  # the SDK's
+TOKEN = "weights_access_token"
+GRANTED_BY = "granted_by"
+"""What the server writes into a stored body in place of TOKEN; from a client it is worth nothing."""
+
 LORA_FIELDS = frozenset(("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
 
 
@@ -28,7 +33,7 @@ class CreateModel:
 
 @dataclass(frozen=True, slots=True)
 class SaveWeights:
-    """save_weights and save_weights_for_sampler. `sampler_kind` is 'snapshot' or 'inflight'."""
+    """save_weights, save_weights_for_sampler, save_weights_external. `sampler_kind` is 'snapshot' or 'inflight'."""
 
     model_id: str
     name: str | None
@@ -37,11 +42,15 @@ class SaveWeights:
     user_metadata: Mapping[str, str] | None = None
     sampling_session_seq_id: int | None = None
     sampler_kind: str = "snapshot"
+    recipients: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWeights:
-    """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`."""
+    """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`.
+
+    `granted_by` is the tenant whose access token came with the request; the token itself is never stored.
+    """
 
     path: str
     optimizer: bool
@@ -50,6 +59,7 @@ class LoadWeights:
     model_seq_id: int | None
     base_model: str | None
     user_metadata: Mapping[str, object] | None
+    granted_by: str | None
 
 
 def create_model_of(fields: Fields) -> CreateModel:
@@ -91,6 +101,7 @@ def save_of(fields: Fields) -> SaveWeights:
         user_metadata=fields.text_metadata_or_none("user_metadata"),
         sampling_session_seq_id=session_seq_id,
         sampler_kind=kind,
+        recipients=tuple(fields.texts_or_empty("age_encryption_recipients", max_items=MAX_RECIPIENTS)),
     )
 
 
@@ -100,8 +111,6 @@ def read_load(body: bytes) -> LoadWeights:
 
 def load_of(fields: Fields) -> LoadWeights:
     _refuse_other_optimizers(fields)
-    if fields.has("weights_access_token"):
-        raise NotSupportedError("weights_access_token is not supported yet; publish the checkpoint instead")
     return LoadWeights(
         path=fields.text("path"),
         optimizer=fields.flag_or("optimizer", False),
@@ -110,6 +119,7 @@ def load_of(fields: Fields) -> LoadWeights:
         model_seq_id=fields.integer_or("model_seq_id", None),
         base_model=fields.text_or("base_model", None),
         user_metadata=fields.metadata_or_none("user_metadata"),
+        granted_by=fields.text_or(GRANTED_BY, None),
     )
 
 

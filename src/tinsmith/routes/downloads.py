@@ -1,0 +1,133 @@
+"""Downloading a checkpoint's files: signed links, which need the key, and what they lead to, which does not.
+
+A link names the directory that it was made for: after an overwrite it is gone, rather than half old and half new.
+File names come from the directory's manifest; nothing that a client sends becomes a path.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from email.utils import format_datetime
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinsmith.checkpoints import Checkpoint, parse_path
+from tinsmith.errors import GoneError, NotFoundError, UserError
+from tinsmith.routes.call import Call, JsonObject, Services, authenticate, call_of, endpoint, run
+from tinsmith.routes.checkpoints import CHECKPOINT, ref_of
+from tinsmith.routes.links import follow_link, sign_link
+
+PURPOSE = "download"
+DOWNLOAD = "/downloads/{directory}/{run_id}/{kind}/{name}"
+
+BLOCK_BYTES = 512  # of a tar archive
+CHUNK_BYTES = 1 << 20
+
+
+def external_weights_urls(call: Call) -> JsonObject:
+    checkpoint = _readable(call)
+    if checkpoint.kind != "external_weights":
+        raise UserError(
+            f"{checkpoint.ref.path!r} is no export; only 'external_weights' checkpoints have links to their files "
+            "(save_weights_external makes one)"
+        )
+    files = call.services.checkpoints.files.files(checkpoint.directory or "")
+    links = {file: sign_link(call, PURPOSE, f"{_path(checkpoint)}/files/{file}") for file in sorted(files)}
+    expires = min(link.expires for link in links.values())
+    return {
+        "urls": {file: link.url for file, link in links.items()},
+        "expires": expires.isoformat().replace("+00:00", "Z"),
+    }
+
+
+async def archive_link(request: Request) -> Response:
+    """302 to one tar of all files, for a checkpoint of any kind."""
+    services, tenant_id = await authenticate(request)
+    call = call_of(request, services, tenant_id, b"")
+
+    def work() -> Response:
+        link = sign_link(call, PURPOSE, f"{_path(_readable(call))}/archive")
+        return RedirectResponse(link.url, 302, {"expires": format_datetime(link.expires, usegmt=True)})
+
+    return await run(work)
+
+
+async def download_file(request: Request) -> Response:
+    """One file, whole or in ranges."""
+    file = request.path_params["file"]
+
+    def work() -> Response:
+        services, directory = _opened(request)
+        if file not in services.checkpoints.files.files(directory.name):
+            raise NotFoundError(f"the checkpoint has no file {file!r}")
+        return FileResponse(directory / file, media_type="application/octet-stream", filename=file)
+
+    return await run(work)
+
+
+async def download_archive(request: Request) -> Response:
+    """A tar, made while it is sent."""
+
+    def work() -> Response:
+        services, directory = _opened(request)
+        sizes = services.checkpoints.files.files(directory.name)
+        name = "{run_id}_{kind}_{name}.tar".format(**request.path_params).replace(":", "_")
+        headers = {
+            "content-length": str(sum(_padded(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
+            "content-disposition": f'attachment; filename="{name}"',
+        }
+        content = () if request.method == "HEAD" else _tar(directory, sizes)
+        return StreamingResponse(content, headers=headers, media_type="application/x-tar")
+
+    return await run(work)
+
+
+def _readable(call: Call) -> Checkpoint:
+    checkpoint = call.services.checkpoints.get(call.tenant_id, ref_of(call))
+    call.services.checkpoints.files.check_sizes(checkpoint.directory or "")
+    return checkpoint
+
+
+def _path(checkpoint: Checkpoint) -> str:
+    ref = checkpoint.ref
+    return f"/downloads/{checkpoint.directory}/{ref.training_run_id}/{ref.kind}/{ref.name}"
+
+
+def _opened(request: Request) -> tuple[Services, Path]:
+    """The directory that a link leads to."""
+    services = follow_link(request, PURPOSE)
+    ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
+    checkpoint = services.checkpoints.find(ref)
+    directory: str = request.path_params["directory"]
+    if checkpoint is None or checkpoint.directory != directory:
+        raise GoneError(f"checkpoint {ref.path!r} was deleted or overwritten, or has expired")
+    services.checkpoints.files.check_sizes(directory)
+    return services, services.checkpoints.files.path(directory)
+
+
+def _tar(directory: Path, sizes: dict[str, int]) -> Iterator[bytes]:
+    for file, size in sizes.items():
+        member = tarfile.TarInfo(file)
+        member.size = size
+        yield member.tobuf(tarfile.GNU_FORMAT)
+        with (directory / file).open("rb") as opened:
+            while chunk := opened.read(CHUNK_BYTES):
+                yield chunk
+        yield bytes(_padded(size) - size)
+    yield bytes(2 * BLOCK_BYTES)
+
+
+def _padded(size: int) -> int:
+    return -(-size // BLOCK_BYTES) * BLOCK_BYTES
+
+
+ROUTES = [
+    Route(CHECKPOINT + "/external_weights_urls", endpoint(external_weights_urls), methods=["GET"]),
+    Route(CHECKPOINT + "/archive", archive_link, methods=["GET"]),
+    Route(DOWNLOAD + "/files/{file}", download_file, methods=["GET"]),
+    Route(DOWNLOAD + "/archive", download_archive, methods=["GET"]),
+]
