@@ -22,6 +22,11 @@ from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.unsupported import FEATURES
 
+OPEN = {PREFIX + "/healthz"}
+SIGNED = {  # the link is the key
+    PREFIX + "/sessions/{session_id}/trace",
+}
+
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
@@ -39,7 +44,7 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     assert not config.sample_join_sampling_session
     assert not config.custom_loss_server_side
     dynamic = ClientDynamicConfigResponse.model_validate(harness.ok("client/dynamic_config", {}))
-    assert not dynamic.sample_cancel_enabled
+    assert dynamic.sample_cancel_enabled
 
 
 def test_capabilities_list_every_served_model(harness: Harness) -> None:
@@ -66,12 +71,12 @@ def test_telemetry_is_accepted_and_dropped(harness: Harness) -> None:
 @pytest.mark.parametrize("headers", [{}, {"X-API-Key": "tml-carol"}, {"Authorization": "Bearer tml-alice"}])
 def test_every_other_path_refuses_a_stranger(harness: Harness, headers: dict[str, str]) -> None:
     for route in API:
-        if route.path == PREFIX + "/healthz":
+        if route.path in OPEN:
             continue
-        path = route.path.format(session_id="s", run_id="r", kind="weights", name="n", sampling_session_id="x")
+        path = re.sub(r"\{\w+\}", "x", route.path)
         for method in (route.methods or set()) - {"HEAD"}:
             answer = harness.client.request(method, path, json={}, headers=headers)
-            assert answer.status_code == 401, (method, path)
+            assert answer.status_code == (403 if route.path in SIGNED else 401), (method, path)
             assert answer.json()["detail"]
 
 
@@ -145,14 +150,6 @@ def test_sessions_are_listed_newest_first_in_pages(harness: Harness) -> None:
     page = ListSessionsResponse.model_validate(harness.get("sessions?limit=2&offset=0&access_scope=owned").json())
     assert page.sessions == [sessions[2], sessions[1]]
     assert harness.get("sessions?offset=2").json()["sessions"] == [sessions[0]]
-
-
-def test_a_project_can_be_set_and_not_yet_filtered_by(harness: Harness) -> None:
-    session_id = harness.session()
-    assert harness.send("PUT", f"sessions/{session_id}/project", {"project_id": "p"}).status_code == 200
-    assert harness.services.sessions.get("alice", session_id).project_id == "p"
-    for path in ("sessions", "training_runs", "checkpoints"):
-        assert harness.get(f"{path}?project_id=p").status_code == 501
 
 
 def test_another_tenants_session_is_unknown(harness: Harness) -> None:

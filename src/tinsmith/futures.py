@@ -237,9 +237,7 @@ class Futures:
 
     def _submit_cancel(self, name: str, tenant_id: str, session_id: str, base_model: str, reason: str) -> None:
         """`name` is a sample's request_id, or a sampling_session_id for all of its samples."""
-        self.submit(
-            NewFuture(name + _CANCEL, tenant_id, session_id, base_model, kind="cancel", body=reason.encode())
-        )
+        self.submit(NewFuture(name + _CANCEL, tenant_id, session_id, base_model, kind="cancel", body=reason.encode()))
 
     def base_model_of(self, request_id: str) -> str | None:
         """Whose queue a request waits in."""

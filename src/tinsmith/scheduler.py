@@ -9,7 +9,8 @@ next request by at most one step. No I/O, no clock, no device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinsmith.ops import Pending
@@ -145,16 +146,16 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     return taken, Fairness(kept, tuple(left + served))
 
 
-def take_in_turns(waiting: Mapping[str, Sequence[Pending]], room: int, last_tenant: str) -> tuple[list[Pending], str]:
+def take_in_turns(waiting: Mapping[str, Iterable[Pending]], room: int, last_tenant: str) -> tuple[list[Pending], str]:
     """Up to `room` samples, one tenant after the other, beginning after `last_tenant`; and who came last."""
-    tenants = sorted(tenant_id for tenant_id, requests in waiting.items() if requests)
+    tenants = sorted(waiting)
     tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
+    queues = deque((tenant_id, iter(waiting[tenant_id])) for tenant_id in tenants)
     taken: list[Pending] = []
-    depth = 0
-    while len(taken) < room and any(depth < len(waiting[tenant_id]) for tenant_id in tenants):
-        for tenant_id in tenants:
-            if depth < len(waiting[tenant_id]) and len(taken) < room:
-                taken.append(waiting[tenant_id][depth])
-                last_tenant = tenant_id
-        depth += 1
+    while queues and len(taken) < room:
+        tenant_id, queue = queues.popleft()
+        if (request := next(queue, None)) is not None:
+            taken.append(request)
+            last_tenant = tenant_id
+            queues.append((tenant_id, queue))
     return taken, last_tenant

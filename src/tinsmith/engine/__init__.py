@@ -141,6 +141,8 @@ class Engine:
                 self._queues.add_sample(request)
         elif request.kind == "unload_model":
             self._queues.unloads.append(request)
+        elif request.kind == "cancel":
+            self._queues.cancels.append(request)
         elif request.model_id is not None:
             self._enqueue_in_lane(request, request.model_id)
 

@@ -5,8 +5,8 @@ Holds which seq_id each model may run next; skips refused and given-up numbers. 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections import OrderedDict, defaultdict
+from collections.abc import Collection, Iterable
 
 from tinsmith.ops import Pending
 from tinsmith.scheduler import ModelQueue
@@ -56,22 +56,39 @@ class Lane:
 
 
 class Queues:
-    """All lanes, the samples by tenant, and what must happen out of order (unloading)."""
+    """All lanes, the samples by tenant, and what must happen out of order (unloading, cancelling)."""
 
     def __init__(self) -> None:
         self.lanes: dict[str, Lane] = {}
-        self.samples: defaultdict[str, deque[Pending]] = defaultdict(deque)
+        # By request_id, in order of arrival. Linked, since a plain dict has to search for its first entry after many
+        # were taken from its front.
+        self.samples: defaultdict[str, OrderedDict[str, Pending]] = defaultdict(OrderedDict)
         self.unloads: list[Pending] = []
+        self.cancels: list[Pending] = []
         self.known: set[str] = set()
 
     def add_sample(self, request: Pending) -> None:
-        self.samples[request.tenant_id].append(request)
+        self.samples[request.tenant_id][request.request_id] = request
+
+    def waiting_samples(self) -> dict[str, Collection[Pending]]:
+        """The samples of each tenant that has any."""
+        return {tenant_id: requests.values() for tenant_id, requests in self.samples.items()}
 
     def take_samples(self, taken: Iterable[Pending]) -> None:
         for request in taken:
-            self.samples[request.tenant_id].remove(request)
+            del self.samples[request.tenant_id][request.request_id]
             if not self.samples[request.tenant_id]:
                 del self.samples[request.tenant_id]
+
+    def withdraw_samples(self, tenant_id: str, name: str) -> list[str]:
+        """Take out one sample, or all of one sampling session; returns their request_ids."""
+        requests = self.samples.get(tenant_id, OrderedDict())
+        if name in requests:
+            gone = [requests[name]]
+        else:
+            gone = [request for request in requests.values() if request.sampling_session_id == name]
+        self.take_samples(gone)
+        return [request.request_id for request in gone]
 
     def model_queues(self) -> list[ModelQueue]:
         return [

@@ -1,7 +1,8 @@
 """Samples: from their queue into the sampler's continuous batch, and out of it one by one.
 
 Tenants take turns at the door of the sampler, so that a flood of one tenant's prompts does not hold up
-another's. Between training steps the sampler decodes for about as long as the last step took.
+another's. Between training steps the sampler decodes for about as long as the last step took. What is cancelled leaves
+the queue or the batch and is settled as failed, together with the request to cancel it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import structlog
 from tinsmith.backends import Backend
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.queues import Queues
-from tinsmith.errors import EngineFailedError, TinsmithError
-from tinsmith.futures import SampleCost, Settlement
+from tinsmith.errors import EngineFailedError, TinsmithError, UserError
+from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Pending, SampleResult
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -41,7 +42,8 @@ class Sampling:
         self._last_tenant = ""
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
-        """Admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
+        """Cancel and admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
+        self._cancel(queues)
         self._admit(queues)
         if not self._backend.sampler.has_work:
             return False
@@ -68,11 +70,30 @@ class Sampling:
         if settlements:
             self._finish(settlements)
 
+    def _cancel(self, queues: Queues) -> None:
+        if not queues.cancels:
+            return
+        cancels, queues.cancels = queues.cancels, []
+        bodies = self._nouns.futures.bodies([cancel.request_id for cancel in cancels])
+        settlements: list[Settlement] = []
+        for cancel in cancels:
+            name = cancelled_name(cancel.request_id)
+            reason = UserError(bodies[cancel.request_id].decode())
+            gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
+            settlements += [Settlement(request_id, error=reason) for request_id in gone]
+            settlements.append(Settlement(cancel.request_id, effects=[deletion(cancel.request_id)]))
+        self._finish(settlements)
+
+    def _withdraw(self, name: str) -> list[str]:
+        """Take one sample, or all of one sampling session, out of the sampler."""
+        gone = [request_id for request_id in self._inside if name in (request_id, request_id.rpartition(":")[0])]
+        return [request_id for request_id in gone if self._backend.sampler.cancel(request_id)]
+
     def _admit(self, queues: Queues) -> None:
         room = MAX_IN_SAMPLER - len(self._inside)
         if room <= 0 or not queues.samples:
             return
-        taken, self._last_tenant = take_in_turns(queues.samples, room, self._last_tenant)
+        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
         queues.take_samples(taken)
         bodies = self._nouns.futures.bodies([request.request_id for request in taken])
         for request in taken:
@@ -98,7 +119,7 @@ class Sampling:
     def _finish(self, settlements: Sequence[Settlement]) -> None:
         self._settle(settlements, {})
         for settlement in settlements:
-            del self._inside[settlement.request_id]
+            self._inside.pop(settlement.request_id, None)
 
 
 def _settlement(request_id: str, outcome: SampleResult | TinsmithError, prompt_tokens: int) -> Settlement:

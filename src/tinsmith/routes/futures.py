@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.futures import Outcome
-from tinsmith.routes.call import JsonObject, Services, answer, authenticate, read_body, run
+from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import read_object
 
@@ -22,7 +22,7 @@ RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
 
 
 async def retrieve_future(request: Request) -> Response:
-    services, tenant_id = authenticate(request)
+    services, tenant_id = await authenticate(request)
     request_id = read_object(await read_body(request, JSON_TYPE)).text("request_id")
     outcome = await _wait(services, tenant_id, request_id)
     if outcome is None:
@@ -64,4 +64,13 @@ async def _try_again(services: Services, request_id: str) -> Response:
     return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
 
 
-ROUTES = [Route("/retrieve_future", retrieve_future, methods=["POST"])]
+def cancel_future(call: Call) -> JsonObject:
+    """Only samples can be cancelled; for everything else this is an answer without an effect."""
+    call.services.futures.cancel(call.tenant_id, call.fields().text("request_id"), "cancelled by the client")
+    return {}
+
+
+ROUTES = [
+    Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/cancel_future", endpoint(cancel_future, JSON_TYPE), methods=["POST"]),
+]

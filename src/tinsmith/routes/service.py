@@ -1,4 +1,4 @@
-"""What a client asks of the server itself: flags, health, capabilities, the owner of its key."""
+"""What a client asks of the server itself: flags, health, capabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinsmith.wire.bodies import JSON_TYPE
 # uses its plain httpx transport, which takes a fifth less of its own CPU per call than the default one and does not
 # time out sooner than a poll is held. A flag is on only if this server has what it calls for.
 CLIENT_FLAGS: JsonObject = {
-    "pjwt_auth_enabled": False,
+    "pjwt_auth_enabled": True,
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": True,
     "use_pyqwest_transport": False,
@@ -21,7 +21,7 @@ CLIENT_FLAGS: JsonObject = {
     "sample_join_sampling_session": False,
     "custom_loss_server_side": False,
 }
-DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
 async def healthz(_request: Request) -> Response:
@@ -49,11 +49,6 @@ def get_server_capabilities(call: Call) -> JsonObject:
     return {"supported_models": models}
 
 
-def apikey_me(call: Call) -> JsonObject:
-    details = {"org_details": {"name": call.tenant_id}, "user_details": {"email": ""}}
-    return {"key_id": 0, "name": call.tenant_id, "details": details}
-
-
 def telemetry(_call: Call) -> JsonObject:
     # Dropped unread: a client's report of a failed request contains its headers, the key among them.
     return {"status": "accepted"}
@@ -64,6 +59,5 @@ ROUTES = [
     Route("/client/config", endpoint(client_config, JSON_TYPE), methods=["POST"]),
     Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE), methods=["POST"]),
     Route("/get_server_capabilities", endpoint(get_server_capabilities), methods=["GET"]),
-    Route("/auth/apikey/me", endpoint(apikey_me), methods=["GET"]),
     Route("/telemetry", endpoint(telemetry, JSON_TYPE), methods=["POST"]),
 ]
