@@ -317,7 +317,8 @@ class Database:
     def insert_once(self, table: sa.Table) -> sa.Insert:
         """An INSERT that changes nothing, and counts no row, where a row of the same key exists or is being made."""
         dialect = sqlite if self.is_sqlite else postgresql
-        return dialect.insert(table).on_conflict_do_nothing().inline()
+        statement = dialect.insert(table).on_conflict_do_nothing().inline()
+        return statement.execution_options(preserve_rowcount=True)
 
     def clock(self) -> sa.ColumnElement[float]:
         """The time as the database has it: the processes of several machines agree on it."""
