@@ -94,3 +94,13 @@ def assert_same(result: SampleResult, expected: SampleResult, atol: float = 2e-5
             np.testing.assert_allclose(ours.topk.logprobs_Tk, theirs.topk.logprobs_Tk, atol=atol)
     if expected.prompt_logprobs_T is not None:
         np.testing.assert_allclose(result.prompt_logprobs_T, expected.prompt_logprobs_T, atol=atol)
+    if expected.topk_prompt is not None:
+        assert result.topk_prompt is not None
+        np.testing.assert_allclose(result.topk_prompt.logprobs_Tk, expected.topk_prompt.logprobs_Tk, atol=atol)
+    if isinstance(expected.target_prompt, np.ndarray):
+        assert isinstance(result.target_prompt, np.ndarray)
+        np.testing.assert_allclose(result.target_prompt, expected.target_prompt, atol=atol)
+    if expected.alt_tokens is not None:
+        assert result.alt_tokens is not None
+        assert result.alt_tokens.token_ids_Tk.tolist() == expected.alt_tokens.token_ids_Tk.tolist()
+        np.testing.assert_allclose(result.alt_tokens.logprobs_Tk, expected.alt_tokens.logprobs_Tk, atol=atol)
