@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
 from tinsmith.ops import LoraSpec, ModelShape, Pending
+from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
@@ -39,6 +41,8 @@ SHAPES = (
     ModelShape(name="local/other", path="/models/other", vocab_size=50, max_context_length=16, arch="Tiny"),
 )
 MAX_BODY_BYTES = 100_000
+NO_LIMITS = Limits()
+FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 5}
 ALICE, BOB = "tml-alice", "tml-bob"
 
 
@@ -94,6 +98,18 @@ class Harness:
                 connection.execute(statement)
         return new.ref.path
 
+    def saved(self, model_id: str, kind: str = "weights", name: str = "one", files: Mapping[str, bytes] = FILES) -> str:
+        """A checkpoint with files."""
+        model = self.services.models.find(model_id)
+        assert model is not None
+        checkpoints = self.services.checkpoints
+        directory, size_bytes = checkpoints.files.write(lambda path: write_files(path, files))
+        new = NewCheckpoint(CheckpointRef(model_id, kind, name), model.tenant_id, model.base_model, model.lora)
+        with self.services.models._db.write() as connection:
+            for statement in completion(new, directory, size_bytes):
+                connection.execute(statement)
+        return new.ref.path
+
     def settle(self, request_id: str, body: bytes = b"{}", result_type: str = "json") -> None:
         self._settle(Settlement(request_id, body=body, result_type=result_type))
 
@@ -121,7 +137,7 @@ class Harness:
         return answer.json()
 
 
-def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) -> Harness:
+def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: Limits = NO_LIMITS) -> Harness:
     database = Database(fresh_url(directory))
     woken: list[str] = []
     queue: dict[str, tuple[str, str | None]] = {}
@@ -142,6 +158,7 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False) 
         waiters=Waiters(),
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer)),
+        quotas=Quotas(database, limits),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
     )
     app = create_app(services)
@@ -155,6 +172,11 @@ def _let_in(database: Database, *secrets: str) -> None:
         for secret in secrets:
             row = {"tenant_id": secret.removeprefix("tml-"), "name": "", "digest": digest_of(secret), "created_at": 1.0}
             connection.execute(KEYS.insert(), row)
+
+
+def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
 
 
 def close(harness: Harness) -> None:

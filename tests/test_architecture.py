@@ -56,13 +56,39 @@ MAY_IMPORT: dict[str, set[str]] = {
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
     | DURABLE
-    | {"admission", "bases", "encryption", "losses", "nano", "notify", "routes", "settings", "signing", "tenants", "wire"},
-    "app": {"routes", "tenants"},
+    | {
+        "admission",
+        "bases",
+        "encryption",
+        "losses",
+        "nano",
+        "notify",
+        "quotas",
+        "routes",
+        "settings",
+        "signing",
+        "tenants",
+        "wire",
+    },
+    "app": {"routes"},
     "server": DURABLE
-    | {"app", "bases", "db", "errors", "janitor", "notify", "settings", "signing", "storage", "supervisor", "tenants"},
+    | {
+        "app",
+        "bases",
+        "db",
+        "errors",
+        "janitor",
+        "notify",
+        "quotas",
+        "settings",
+        "signing",
+        "storage",
+        "supervisor",
+        "tenants",
+    },
     "doctor": {"bases", "errors", "settings"},
     "demo": {"errors", "nano"},
-    "cli": {"", "demo", "doctor", "errors", "logs", "server", "settings"},
+    "cli": {"", "demo", "doctor", "errors", "keys_cli", "logs", "server", "settings"},
 }
 
 # Process entry -> libraries that importing it must not load.

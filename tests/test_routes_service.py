@@ -39,7 +39,7 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     config = ClientConfigResponse.model_validate(harness.ok("client/config", {"sdk_version": "0.38.0"}))
     assert config.proto_compress_fwdbwd
     assert config.parallel_fwdbwd_chunks
-    assert not config.pjwt_auth_enabled
+    assert config.pjwt_auth_enabled
     assert not config.sample_use_retrieve_futures
     assert not config.sample_join_sampling_session
     assert not config.custom_loss_server_side

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith import __version__
+from tinsmith import __version__, keys_cli
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load
 
@@ -57,6 +57,9 @@ def serve(
         "log_level": log_level,
     }
     _serve(load(_without_none(given)))
+
+
+app.add_typer(keys_cli.app, name="keys")
 
 
 @app.command()
@@ -110,7 +113,8 @@ def _serve(settings: Settings) -> None:
     def announce(url: str) -> None:
         names = ", ".join(shape.name for shape in server.bases)
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
-        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY=tml-local", highlight=False)
+        key = "tml-local" if server.accepts_anyone else "..."
+        output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}", highlight=False)
         output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
 
     server.run(announce)

@@ -37,6 +37,10 @@ class ForbiddenError(UserError):
     status = 403
 
 
+class InvalidTokenError(NotAuthenticatedError):
+    """The token is not valid (any more): exchange the key for a new one."""
+
+
 class NotFoundError(UserError):
     """There is no such thing, or it belongs to someone else."""
 
@@ -65,7 +69,10 @@ class TooManyRequestsError(UserError):
     """A limit is reached; try again later."""
 
     status = 429
-    retry_after_s: float = 1.0
+
+    def __init__(self, message: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NotSupportedError(UserError):

@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 
 from tinsmith import bases as base_models
 from tinsmith.app import Services, create_app
+from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import Database
@@ -31,12 +32,19 @@ from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Mailbox, Waiters, socket_dir
+from tinsmith.quotas import NAMES as QUOTAS
+from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
 from tinsmith.storage import Directories, claim
 from tinsmith.supervisor import Supervisor
+from tinsmith.tenants.keys import Keys
+from tinsmith.tenants.stored import StoredTenants
+from tinsmith.tenants.tokens import Tokens
+from tinsmith.traces import Traces
+from tinsmith.usage import Usage
 
 SHUTDOWN_S = 5
 """How long requests in flight may take once the server is told to stop."""
@@ -72,6 +80,11 @@ class Server:
         host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
+    @property
+    def accepts_anyone(self) -> bool:
+        """Whether any key will do."""
+        return self.app.state.services.tenants.accepts_anyone()
+
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Serve until SIGTERM or Ctrl-C; returns when every engine is gone. Raises SettingsError if one refuses."""
         # uvicorn stops on these signals and then raises them again, for whoever handled them before: nobody.
@@ -104,7 +117,6 @@ class Server:
 
 def build(settings: Settings) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
-    _refuse_public_address(settings)
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
@@ -118,6 +130,8 @@ def build(settings: Settings) -> Server:
     engines = Engines(database)
     supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
+    if services.tenants.accepts_anyone():
+        _refuse_public_address(settings)
     swept = SweptParts(
         services.sessions,
         services.models,
@@ -125,6 +139,7 @@ def build(settings: Settings) -> Server:
         services.futures,
         services.checkpoints,
         Directories(data_dir / "versions"),
+        services.audit,
     )
     janitor = Janitor(settings, swept)
 
@@ -152,12 +167,18 @@ def build(settings: Settings) -> Server:
 def _services(
     settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
 ) -> Services:
+    signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     return Services(
         settings=settings,
         bases=served,
         futures=futures,
+        usage=Usage(database),
+        audit=Audit(database),
+        traces=Traces(database),
         waiters=waiters,
-        signer=Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)),
+        signer=signer,
+        tenants=StoredTenants(Keys(database), Tokens(signer)),
+        quotas=Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS})),
         sessions=Sessions(database),
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
@@ -193,7 +214,8 @@ def _refuse_public_address(settings: Settings) -> None:
         if ipaddress.ip_address(host).is_loopback:
             return
     raise SettingsError(
-        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; use 127.0.0.1"
+        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; make one "
+        "(tinsmith keys create TENANT), or use 127.0.0.1"
     )
 
 

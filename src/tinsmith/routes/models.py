@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from starlette.routing import Route
 
 from tinsmith.admission import check_lora, check_position
 from tinsmith.checkpoints import Checkpoint
-from tinsmith.errors import UserError
+from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import NewModel
 from tinsmith.ops import ModelShape
@@ -84,24 +85,29 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
     number = check_position("model_seq_id", fields.integer("model_seq_id"))
     model_id = f"{session.session_id}:train:{number}"
-    refusal, base_model = None, ""  # a refused model waits in no queue
-    try:
-        model = services.models.create(plan(model_id, session.session_id))
-        if model.state == "copied":
-            raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
-        base_model = model.base_model
-    except UserError as error:
-        refusal = error
     new = NewFuture(
         request_id=f"{model_id}:0",
         tenant_id=call.tenant_id,
         session_id=session.session_id,
-        base_model=base_model,
+        base_model="",  # a refused model waits in no queue
         kind=kind,
         body=call.body,
         model_id=model_id,
         seq_id=0,
     )
+    refusal = None
+    try:
+        planned = plan(model_id, session.session_id)
+        with services.quotas.creation(call.tenant_id, model_id):
+            services.quotas.admit(new)
+            model = services.models.create(planned)
+        if model.state == "copied":
+            raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
+        new = replace(new, base_model=model.base_model)
+    except TooManyRequestsError:
+        raise
+    except UserError as error:
+        refusal = error
     return {"request_id": services.futures.submit(new, refusal), "model_id": model_id}
 
 

@@ -7,6 +7,7 @@ the log has the rest. Nothing of a request's body or headers reaches the log.
 
 from __future__ import annotations
 
+import math
 import uuid
 from http import HTTPStatus
 
@@ -16,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
-from tinsmith.errors import TinsmithError, TooManyRequestsError
+from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
 from tinsmith.routes.call import answer
 
 log = structlog.get_logger()
@@ -28,7 +29,10 @@ def on_tinsmith_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)
     headers = {}
     if isinstance(error, TooManyRequestsError):
-        headers = {"retry-after-ms": str(round(error.retry_after_s * 1000))}
+        wait_s = error.retry_after_s
+        headers = {"retry-after-ms": str(round(wait_s * 1000)), "retry-after": str(math.ceil(wait_s))}
+    elif isinstance(error, InvalidTokenError):
+        headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # so the SDK exchanges its key and tries again
     return answer({"detail": str(error)}, error.status, headers)
 
 

@@ -80,6 +80,8 @@ def asample(call: Call) -> JsonObject:
         sampling_session_id=sampling_session.sampling_session_id,
         seq_id=seq_id,
     )
+    if refusal is None:
+        services.quotas.admit(new)
     return {"request_id": services.futures.submit(new, refusal), "sample_sequence_ids": sequence_ids}
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tinsmith.admission import check_seq_id
-from tinsmith.errors import GoneError, NotFoundError, UserError
+from tinsmith.errors import GoneError, NotFoundError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject
 from tinsmith.wire.fields import Fields, show
 
 MAX_ID_LENGTH = 128
+SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")  # with a path, to a checkpoint
 
 Judge = Callable[[Model, str], int]
 """Checks a request for (model, request_id); answers its tokens, or raises UserError."""
@@ -32,6 +33,8 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int, judge: J
     try:
         require_usable(model)
         num_tokens = judge(model, request_id)
+    except TooManyRequestsError:
+        raise  # nothing is stored, and the client sends it again
     except UserError as error:
         refusal = error
     new = NewFuture(
@@ -45,6 +48,8 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int, judge: J
         model_id=model.model_id,
         seq_id=seq_id,
     )
+    if refusal is None:
+        call.services.quotas.admit(new)
     call.services.futures.submit(new, refusal)
     return {"request_id": request_id, "model_id": model.model_id}
 
@@ -53,8 +58,10 @@ def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields]
     """The same for a JSON body, which names its model and number itself."""
     fields = call.fields()
 
-    def judge(model: Model, _request_id: str) -> int:
+    def judge(model: Model, request_id: str) -> int:
         check(model, fields)
+        if kind in SAVES and fields.has("path"):
+            call.services.quotas.admit_checkpoint(call.tenant_id, request_id)
         return 0
 
     return submit_operation(call, kind, fields.text("model_id"), fields.integer("seq_id"), judge)

@@ -1,0 +1,128 @@
+"""`tinsmith keys`: make, list and revoke API keys in the database itself, whether a server runs or not.
+
+A running server notices within two seconds. A key is printed once, when it is made; nobody can print it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.settings import load
+
+if TYPE_CHECKING:
+    from tinsmith.db import Database
+
+app = typer.Typer(
+    help="API keys: each names a tenant, and a server that has any takes no others.", no_args_is_help=True
+)
+output = Console(soft_wrap=True, highlight=False)
+errors = Console(stderr=True, soft_wrap=True, highlight=False)
+
+DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]
+
+
+@app.command()
+def create(
+    tenant: Annotated[str, typer.Argument(help="Whom the key names; a new name makes a new tenant.")],
+    name: Annotated[str, typer.Option(help="A note of what the key is for.")] = "",
+    quota: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE", help="A limit of this tenant in place of the server's; 0 is none. Repeat it."
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a key and print it, once."""
+    from tinsmith.quotas import read_quotas
+    from tinsmith.tenants import LOCAL_TENANT
+    from tinsmith.tenants.keys import Keys
+
+    with _database(data_dir) as database:
+        keys = Keys(database)
+        first = not keys.any()
+        key, secret = keys.create(tenant, name, read_quotas(quota or []))
+    typer.echo(secret)
+    errors.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
+    if first and tenant != LOCAL_TENANT:
+        errors.print(
+            "This is the first key: from now on the server takes no others. What was made without keys belongs to "
+            f"tenant {LOCAL_TENANT!r}; `tinsmith keys create {LOCAL_TENANT}` makes a key for it."
+        )
+
+
+@app.command("list")
+def list_keys(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """List the keys, never what they are."""
+    from tinsmith.tenants.keys import Keys
+
+    with _database(data_dir) as database:
+        found = Keys(database).list_all()
+    if as_json:
+        rows = [
+            {
+                "key_id": key.key_id,
+                "tenant": key.tenant_id,
+                "name": key.name,
+                "created_at": _iso(key.created_at),
+                "revoked_at": _iso(key.revoked_at),
+            }
+            for key in found
+        ]
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("id", "tenant", "name", "created", "revoked", box=None, pad_edge=False)
+    for key in found:
+        table.add_row(
+            str(key.key_id), key.tenant_id, escape(key.name), _iso(key.created_at), _iso(key.revoked_at) or ""
+        )
+    output.print(table)
+
+
+@app.command()
+def revoke(
+    key_id: Annotated[int, typer.Argument(help="Its id, as `tinsmith keys list` shows it.")],
+    data_dir: DataDir = None,
+) -> None:
+    """End a key, and every token that was made for it."""
+    from tinsmith.tenants.keys import Keys
+
+    with _database(data_dir) as database:
+        key = Keys(database).revoke(key_id)
+    output.print(f"key {key.key_id} of tenant {key.tenant_id!r} is revoked")
+
+
+@contextmanager
+def _database(data_dir: Path | None) -> Iterator[Database]:
+    """The server's database, migrated; TINSMITH_DATABASE_URL says where it is, if not in the data directory."""
+    from tinsmith.db import Database
+
+    settings = load({} if data_dir is None else {"data_dir": data_dir})
+    if not settings.database_url:
+        settings.resolved_data_dir.mkdir(parents=True, exist_ok=True)
+    database = Database(settings.resolved_database_url)
+    try:
+        database.migrate()
+        yield database
+    except UserError as error:
+        raise SettingsError(str(error)) from None
+    finally:
+        database.close()
+
+
+def _iso(moment_s: float | None) -> str | None:
+    return None if moment_s is None else datetime.fromtimestamp(moment_s, UTC).isoformat(timespec="seconds")

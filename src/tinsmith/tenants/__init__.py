@@ -1,0 +1,37 @@
+"""Who is asking: a credential (an API key, or a token exchanged for one) names a tenant; all else belongs to a tenant.
+
+`stored.StoredTenants` is what the routes ask. As long as no key was ever made, every
+well-formed credential is the one tenant of this machine (such a server listens on loopback only; `server` sees to
+that). Keys are never stored, logged or repeated in a message; `keys` holds their digests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tinsmith.errors import NotAuthenticatedError
+
+LOCAL_TENANT = "local"
+KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK accepts as a key, and as a token
+MAX_CREDENTIAL_LENGTH = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whom a credential names. `key_id` is 0 and `name` the tenant's where the server takes any key; `expires_at` is
+    that of a token.
+    """
+
+    tenant_id: str
+    key_id: int = 0
+    name: str = LOCAL_TENANT
+    expires_at: float | None = None
+
+
+def check_form(credential: str | None) -> str:
+    """The credential, if it could be one."""
+    if not credential:
+        raise NotAuthenticatedError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
+    if not credential.startswith((KEY_PREFIX, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:
+        raise NotAuthenticatedError("the header X-API-Key holds no key; a key starts with 'tml-'")
+    return credential
