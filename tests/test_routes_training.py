@@ -379,7 +379,7 @@ def test_a_model_made_from_a_checkpoint_takes_its_adapter(harness: Harness) -> N
         (lambda h, m: "weights/x", {}, "not a checkpoint path"),
         (lambda h, m: h.checkpoint(m, "sampler_weights"), {}, "no optimizer state"),
         (lambda h, m: h.checkpoint(m), {"base_model": "local/other"}, "was trained on"),
-        (lambda h, m: h.checkpoint(m), {"weights_access_token": "t"}, "not supported yet"),
+        (lambda h, m: h.checkpoint(m), {"weights_access_token": "t"}, "no valid key of this server"),
         (lambda h, m: h.checkpoint(m, base_model="gone/base"), {}, "'gone/base' is not served"),
         (lambda h, m: h.checkpoint(h.model(key=BOB)), {}, "does not exist"),
     ],
