@@ -10,6 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from databases import fresh_url
+from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import FUTURES, SESSIONS, Database, now
 from tinsmith.futures import Futures
@@ -35,7 +36,8 @@ def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
 def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions = Directories(tmp_path / "versions")
-    return SweptParts(Sessions(db), Models(db), SamplingSessions(db), Futures(db), checkpoints, versions)
+    nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
+    return SweptParts(*nouns, checkpoints, versions, Audit(db))
 
 
 def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:

@@ -20,11 +20,14 @@ from tinker.types import (
 
 from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.routes import API, PREFIX
+from tinsmith.routes.downloads import DOWNLOAD
 from tinsmith.routes.unsupported import FEATURES
 
 OPEN = {PREFIX + "/healthz"}
 SIGNED = {  # the link is the key
     PREFIX + "/sessions/{session_id}/trace",
+    PREFIX + DOWNLOAD + "/files/{file}",
+    PREFIX + DOWNLOAD + "/archive",
 }
 
 

@@ -6,6 +6,10 @@ future never changes; settling a step, and every row that the step changes, is o
 submits and reads; only the engine settles. Payloads are opaque here.
 
 A request to cancel is a future, too, so that it outlives an engine; settling it deletes its row.
+
+The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
+polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
+engine; a server, what it refuses): on SQLite writers take turns, elsewhere the sampling session's row is locked first.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from typing import Protocol
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SESSIONS, Database, now
-from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, engine_mailbox
 from tinsmith.ops import Pending
 
@@ -26,6 +30,7 @@ from tinsmith.ops import Pending
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step")
 _CHUNK = 500  # variables of one IN (...) clause
 _CANCEL = ":cancel"
+UNBOUNDED = 2**62
 
 
 class Waker(Protocol):
@@ -50,12 +55,16 @@ class NewFuture:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a future ended: `error` and `category`, or `body` of `result_type` proto or json."""
+    """How a future ended: `error` and `category`, or `body` of `result_type` proto or json.
+
+    A body that is larger than was asked for is None; `body_bytes` is its size.
+    """
 
     result_type: str | None
     body: bytes | None
     error: str | None
     category: str | None
+    body_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +120,14 @@ _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam(
 _ADD_BODY = BODIES.insert()
 _ADD_RESULT = RESULTS.insert()
 _OUTCOME = (
-    sa.select(FUTURES.c.state, FUTURES.c.result_type, FUTURES.c.error, FUTURES.c.category, RESULTS.c.body)
+    sa.select(
+        FUTURES.c.state,
+        FUTURES.c.result_type,
+        FUTURES.c.error,
+        FUTURES.c.category,
+        sa.func.length(RESULTS.c.body).label("body_bytes"),
+        sa.case((sa.func.length(RESULTS.c.body) <= sa.bindparam("inline_bytes"), RESULTS.c.body)).label("body"),
+    )
     .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
@@ -131,10 +147,29 @@ _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_
 _FREE = BODIES.delete().where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *SampleCost.__dataclass_fields__)
 _NO_COST = dict.fromkeys(SampleCost.__dataclass_fields__)
+_EARLIER = FUTURES.alias("earlier")
+_LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
+_NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
 _SETTLE = (
     FUTURES.update()
     .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
     .values({name: sa.bindparam(name) for name in _SETTLED_COLUMNS})
+    .values(
+        settle_order=sa.case(
+            (FUTURES.c.sampling_session_id.is_not(None), sa.func.coalesce(_NEXT_ORDER.scalar_subquery(), 0) + 1)
+        )
+    )
+)
+_ORDER_OF = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
+)
+# In one order, so that two transactions never wait for each other.
+_LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
+_LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
+_SETTLED_AMONG = sa.select(FUTURES.c.request_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
 )
 _ADVANCE = (
     MODELS.update()
@@ -170,30 +205,56 @@ class Futures:
             "category": refusal.category if refusal else None,
             "created_at": created_at,
             "settled_at": created_at if refusal else None,
+            "settle_order": None,
         }
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
         with self._db.write() as connection:
             if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
                 return new.request_id
+            if refusal and new.sampling_session_id:
+                row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if connection.execute(self._add, row).rowcount == 0:
                 return new.request_id  # another server was a moment faster
             if packed is not None:
                 connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model), [new.request_id])
+            if refusal:
+                self._db.notify(connection, SERVER, [new.request_id])
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
 
-    def outcome(self, tenant_id: str, request_id: str) -> Outcome | None:
-        """How a request ended; None while it is pending. Raises NotFoundError."""
+    def _next_order(self, connection: sa.Connection, sampling_session_id: str) -> int:
+        session = {"sampling_session_id": sampling_session_id}
+        if not self._db.is_sqlite:
+            connection.execute(_LOCK_SESSION, session)
+        return (connection.scalar(_ORDER_OF, session) or 0) + 1
+
+    def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> Outcome | None:
+        """How a request ended; None while it is pending. A body of more than `inline_bytes` is left out.
+
+        Raises NotFoundError, and GoneError if the result was acknowledged and deleted.
+        """
+        asked = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
         with self._db.read() as connection:
-            row = connection.execute(_OUTCOME, {"request_id": request_id, "tenant_id": tenant_id}).one_or_none()
+            row = connection.execute(_OUTCOME, asked).one_or_none()
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         if row.state == "pending":
             return None
-        return Outcome(result_type=row.result_type, body=row.body, error=row.error, category=row.category)
+        if row.state == "done" and row.body_bytes is None:
+            raise GoneError(f"the result of {request_id!r} was acknowledged as retrieved, and deleted")
+        return Outcome(row.result_type, row.body, row.error, row.category, row.body_bytes)
+
+    def settled_among(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these have ended."""
+        found: list[str] = []
+        with self._db.read() as connection:
+            for start in range(0, len(request_ids), _CHUNK):
+                some = request_ids[start : start + _CHUNK]
+                found += connection.scalars(_SETTLED_AMONG, {"request_ids": some})
+        return found
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
         """Tell the engine to give up a pending sample. Raises NotFoundError.
@@ -297,6 +358,8 @@ class Futures:
         settled_at = now()
         freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
+            if not self._db.is_sqlite:
+                connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
             for settlement in settlements:
                 error = settlement.error
                 changed = connection.execute(

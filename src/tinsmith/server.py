@@ -18,6 +18,7 @@ from typing import IO
 import structlog
 import uvicorn
 import uvloop
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
 from tinsmith import bases as base_models
@@ -149,7 +150,7 @@ def build(settings: Settings) -> Server:
         wake.bind(loop)
         loop.add_reader(mailbox.fileno(), lambda: waiters.settled(mailbox.drain()))
         supervisor.start()
-        tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(waiters))]
+        tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
         try:
             yield
         finally:
@@ -188,11 +189,22 @@ def _services(
     )
 
 
-async def _poll_slowly(waiters: Waiters) -> None:
-    """Covers wake-ups that were lost."""
+async def _poll_slowly(services: Services) -> None:
+    """Covers wake-ups that were lost, with a few questions for all the polls that are held."""
+    waiters = services.waiters
+    orders: dict[str, int | None] = {}
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
-        waiters.wake_all()
+        request_ids, sampling_session_ids = waiters.watched()
+        try:
+            settled = await asyncio.to_thread(services.futures.settled_among, request_ids)
+            newest = await asyncio.to_thread(services.sampling_sessions.last_orders, sampling_session_ids)
+        except SQLAlchemyError as error:
+            log.warning("could not look for settled futures; the next look may", error=repr(error))
+            continue
+        waiters.settled(settled)
+        waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
+        orders = newest
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:

@@ -2,19 +2,22 @@
 
 States: active -> finished (the client said so) | expired (its heartbeats stopped). A session that ended is closed
 once its models have been told to unload. A finished session may still be used until it is closed, since the
-SDK's last requests can arrive after its farewell.
+SDK's last requests can arrive after its farewell. The first farewell counts, and none after the session expired.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
 from tinsmith.db import FUTURES, SESSIONS, Database, now
 from tinsmith.errors import GoneError, NotFoundError
+
+FINISH_TYPES = ("success", "errored", "interrupted")
+_SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,30 @@ class Session:
     ended_at: float | None = None
     closed_at: float | None = None
     finish_type: str | None = None
+
+    @property
+    def finish_detail(self) -> str | None:
+        """The client's own words at its farewell."""
+        if self.state != "finished" or self.reason is None:
+            return None
+        return self.reason.removeprefix(_finish_reason(self.finish_type or "", "")).removeprefix(": ") or None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the sessions that are looked for have in common; None does not filter.
+
+    With both, `session_id` or `display_name` must match; every word of the latter occurs in the session's, whatever
+    the case. `finish_types` are those of finished sessions; `states` are without them.
+    """
+
+    session_id: str | None = None
+    display_name: str | None = None
+    project_ids: Sequence[str] | None = None
+    states: Sequence[str] | None = None
+    finish_types: Sequence[str] = ()
+    limit: int = 50
+    after: tuple[float, str] | None = None  # created_at and id of the last one of the previous page
 
 
 # Built once: every request asks.
@@ -93,12 +120,14 @@ class Sessions:
             mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
             connection.execute(mine.values(last_heartbeat_at=now()))
 
-    def finish(self, tenant_id: str, session_id: str, reason: str) -> None:
-        """The client's farewell; the first one counts."""
+    def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
+        """The client's farewell, one of FINISH_TYPES; False if it was not the first, or the session had expired."""
         self.get(tenant_id, session_id)
+        reason = _finish_reason(finish_type, detail)
         with self._db.write() as connection:
             mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
-            connection.execute(mine.values(state="finished", reason=f"finished: {reason}", ended_at=now()))
+            ended = mine.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+            return connection.execute(ended).rowcount == 1
 
     def set_project(self, tenant_id: str, session_id: str, project_id: str) -> None:
         self.get(tenant_id, session_id)
@@ -106,17 +135,54 @@ class Sessions:
             mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
             connection.execute(mine.values(project_id=project_id))
 
-    def list_ids(self, tenant_id: str, limit: int, offset: int) -> list[str]:
+    def list_ids(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> list[str]:
         """Newest first."""
-        query = (
-            sa.select(SESSIONS.c.session_id)
-            .where(SESSIONS.c.tenant_id == tenant_id)
-            .order_by(SESSIONS.c.created_at.desc())
-            .limit(limit)
-            .offset(offset)
-        )
+        query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.tenant_id == tenant_id)
+        if project_id is not None:
+            query = query.where(SESSIONS.c.project_id == project_id)
+        query = query.order_by(SESSIONS.c.created_at.desc(), SESSIONS.c.session_id.desc()).limit(limit).offset(offset)
         with self._db.read() as connection:
             return list(connection.scalars(query))
+
+    def of_ids(self, session_ids: Sequence[str]) -> dict[str, Session]:
+        """Sessions whoever owns them; the caller has their ids from rows of its tenant."""
+        query = sa.select(SESSIONS).where(SESSIONS.c.session_id.in_(session_ids))
+        with self._db.read() as connection:
+            return {row.session_id: Session(**row._mapping) for row in connection.execute(query)}
+
+    def search(
+        self, tenant_id: str, asked: Search, has_metadata: Callable[[Session], bool]
+    ) -> tuple[list[Session], bool]:
+        """A page of the tenant's sessions, newest first, and whether there are more.
+
+        `has_metadata` says whether a session has the metadata that is asked for.
+        """
+        found: list[Session] = []
+        after = asked.after
+        while len(found) <= asked.limit:
+            some = self._scan(tenant_id, asked, after)
+            found += [session for session in some if _is_named(session, asked) and has_metadata(session)]
+            if len(some) < _SCANNED_AT_A_TIME:
+                break
+            after = (some[-1].created_at, some[-1].session_id)
+        return found[: asked.limit], len(found) > asked.limit
+
+    def _scan(self, tenant_id: str, asked: Search, after: tuple[float, str] | None) -> list[Session]:
+        """The next sessions that satisfy what SQL can tell the same way on every database."""
+        created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
+        query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
+        if asked.session_id is not None and asked.display_name is None:
+            query = query.where(session_id == asked.session_id)
+        if asked.project_ids is not None:
+            query = query.where(SESSIONS.c.project_id.in_(asked.project_ids))
+        if asked.states is not None or asked.finish_types:
+            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(asked.finish_types)
+            query = query.where(SESSIONS.c.state.in_(asked.states or ()) | finished)
+        if after is not None:
+            query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
+        query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
+        with self._db.read() as connection:
+            return [Session(**row._mapping) for row in connection.execute(query)]
 
     def silent(self, timeout_s: float) -> list[Session]:
         """Open sessions whose last heartbeat is older than `timeout_s`."""
@@ -149,3 +215,15 @@ class Sessions:
         query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < moment, has_futures).limit(limit)
         with self._db.read() as connection:
             return list(connection.scalars(query))
+
+
+def _finish_reason(finish_type: str, detail: str) -> str:
+    return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
+
+
+def _is_named(session: Session, asked: Search) -> bool:
+    if asked.display_name is None:
+        return True  # the id alone, if it is asked for, was SQL's to compare
+    name = (session.display_name or "").casefold()
+    by_name = all(word in name for word in asked.display_name.casefold().split())
+    return by_name or (asked.session_id is not None and session.session_id == asked.session_id)

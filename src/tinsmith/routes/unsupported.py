@@ -8,8 +8,6 @@ from tinsmith.errors import NotSupportedError
 from tinsmith.routes.call import Call, Endpoint, JsonObject, endpoint
 
 FEATURES = (
-    ("POST", "/join_sampling_session", "joining a sampling session"),
-    ("POST", "/retrieve_futures", "polling many futures at once"),
     ("POST", "/create_custom_loss", "running custom losses on the server (use forward_backward_custom)"),
 )
 
