@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tinsmith import admission
 from tinsmith.errors import NotAuthenticatedError, UserError
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams
+from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
 from tinsmith.tenants import check_form
 
 SHAPE = ModelShape(name="local/tiny", path="/x", vocab_size=50, max_context_length=16, arch="Tiny")
@@ -29,6 +29,15 @@ def sample(*, tokens: list[int] | None = None, num_samples: int = 1, k: int = 0,
     )
 
 
+def asking(**options: object) -> Sample:
+    """A prompt of three tokens, and what is asked about it."""
+    return replace(sample(), **options)  # type: ignore[arg-type]
+
+
+def sparse(values: list[int], crow: list[int], col: list[int], width: int = 2) -> SparseRows:
+    return SparseRows(np.array(values), np.array(crow), np.array(col), (2, width))
+
+
 @pytest.mark.parametrize(
     "good",
     [
@@ -40,6 +49,13 @@ def sample(*, tokens: list[int] | None = None, num_samples: int = 1, k: int = 0,
         sample(temperature=0.0, top_p=1.0, top_k=1, seed=-5),
         sample(stop_strings=("x",) * 64, stop_tokens=(0, 49)),
         sample(k=50),
+        sample(temperature=admission.MAX_TEMPERATURE),
+        asking(prompt_logprobs=True, prompt_logprobs_last_n=1),
+        asking(prompt_logprobs=True, prompt_logprobs_last_n=2),
+        asking(prompt_alt_tokens_k=1024),
+        asking(target_prompt_logprobs=np.array([[-1], [49]])),
+        asking(target_prompt_logprobs=sparse([0, 49], [0, 1, 2], [1, 0])),
+        replace(sample(tokens=[1]), prompt_alt_tokens_k=1),
     ],
 )
 def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
@@ -74,12 +90,54 @@ def test_a_sample_at_its_limits_is_admitted(good: Sample) -> None:
         (sample(k=51), "topk_prompt_logprobs is 51"),
         (sample(k=-1), "topk_prompt_logprobs is -1"),
         (replace(sample(), topk_sample_logprobs=51), "topk_sample_logprobs is 51"),
+        (sample(temperature=1e31), "temperature is 1e+31; it must be at most 1e+30"),
+        (asking(prompt_alt_tokens_k=-1), "prompt_alt_tokens_k is -1; it must lie between 0 and 1024"),
+        (asking(prompt_alt_tokens_k=1025), "prompt_alt_tokens_k is 1025"),
+        (asking(prompt_logprobs_last_n=1), "prompt_logprobs_last_n is 1, but prompt_logprobs is not set"),
+        (asking(prompt_logprobs=True, prompt_logprobs_last_n=0), "prompt_logprobs_last_n is 0; it must lie between 1"),
+        (asking(prompt_logprobs=True, prompt_logprobs_last_n=3), "prompt_logprobs_last_n is 3; it must lie between 1"),
+        (
+            replace(sample(tokens=[1]), prompt_logprobs=True, prompt_logprobs_last_n=1),
+            "the prompt's only token has no logprob",
+        ),
+        (
+            asking(target_prompt_logprobs=np.array([[1], [2], [3]])),
+            "shape is [3, 1]; a prompt of 3 tokens needs 2 rows",
+        ),
+        (asking(target_prompt_logprobs=np.array([[1], [50]])), "holds the id 50; token ids of 'local/tiny'"),
+        (asking(target_prompt_logprobs=np.array([[1], [-2]])), "holds the id -2"),
+        (asking(target_prompt_logprobs=np.full((2, 3), -1)), "target_prompt_logprobs names no token"),
+        (asking(target_prompt_logprobs=np.zeros((2, 0), np.int64)), "names no token"),
+        (asking(target_prompt_logprobs=np.zeros((2, 2**22 + 1), np.int64)), "at most 8388608 cells"),
+        (asking(target_prompt_logprobs=sparse([1], [0, 0, 1], [2**61], width=2**62)), "at most 8388608 cells"),
+        (asking(target_prompt_logprobs=sparse([1], [0, 1], [0])), "target_prompt_logprobs.crow_indices"),
+        (asking(target_prompt_logprobs=sparse([1], [0, 0, 1], [2])), "target_prompt_logprobs.col_indices reach"),
+        (asking(target_prompt_logprobs=sparse([1, 2], [0, 0, 2], [0, 0])), "lists a cell twice"),
+        (asking(target_prompt_logprobs=sparse([50], [0, 0, 1], [0])), "holds the id 50"),
     ],
 )
 def test_a_sample_beyond_its_limits_is_refused_with_the_reason(bad: Sample, words: str) -> None:
     with pytest.raises(UserError) as refusal:
         admission.check_sample(bad, SHAPE)
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"topk_prompt_logprobs": 900}, "topk_prompt_logprobs is 900; for 10000 prompt tokens that is more than"),
+        ({"prompt_alt_tokens_k": 900}, "use at most 838, or ask for fewer tokens"),
+        ({"topk_sample_logprobs": 900, "num_samples": 2}, "for 2 answers of up to 6384 tokens"),
+    ],
+)
+def test_answers_beyond_memory_are_refused_before_they_begin(options: dict[str, int], words: str) -> None:
+    shape = replace(SHAPE, vocab_size=2000, max_context_length=16384)
+    big = replace(sample(tokens=[1] * 10_000), **options)
+    with pytest.raises(UserError) as refusal:
+        admission.check_sample(big, shape)
+    assert words in str(refusal.value)
+    name = next(iter(options))
+    admission.check_sample(replace(big, **{name: 600}), shape)
 
 
 @pytest.mark.parametrize(
@@ -100,19 +158,19 @@ def test_a_sample_beyond_its_limits_is_refused_with_the_reason(bad: Sample, word
 )
 def test_an_adam_parameter_out_of_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"adam_params\.{name} is "):
-        admission.check_adam(replace(AdamParams(), **{name: value}))
+        admission.check_optimizer("adamw", replace(AdamParams(), **{name: value}))
 
 
 def test_the_default_and_the_extreme_adam_parameters_are_admitted() -> None:
-    admission.check_adam(AdamParams())
-    admission.check_adam(AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0))
+    admission.check_optimizer("adamw", AdamParams())
+    admission.check_optimizer("adamw", AdamParams(learning_rate=0.0, beta1=0.0, beta2=0.0, eps=1.0))
 
 
 @given(st.floats(), st.floats(), st.floats())
 def test_admitted_adam_parameters_are_finite(learning_rate: float, beta1: float, eps: float) -> None:
     params = AdamParams(learning_rate=learning_rate, beta1=beta1, eps=eps)
     try:
-        admission.check_adam(params)
+        admission.check_optimizer("adamw", params)
     except UserError:
         return
     assert math.isfinite(learning_rate) and learning_rate >= 0

@@ -7,10 +7,12 @@ import json
 import numpy as np
 import orjson
 import pytest
+import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tinker.lib.public_interfaces.sampling_client import _tensor_data_to_model
 from tinker.proto import response_conv
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import (
@@ -257,6 +259,40 @@ def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits:
     check_topk(read.topk_prompt_logprobs_np, topk_prompt if prompt and k else None)
 
 
+@given(hnp.arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(1, 3)), elements=any_float32))
+@settings(max_examples=30, deadline=None)
+def test_the_sdk_reads_back_targets_and_alternatives(logprobs: np.ndarray) -> None:
+    tokens = np.arange(logprobs.size).reshape(logprobs.shape) + 2**40
+    result = ops.SampleResult("r", (), target_prompt=logprobs, alt_tokens=ops.AltTokens(tokens, logprobs))
+    read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
+    assert read.target_prompt_logprobs is not None and read.prompt_alt_tokens is not None
+    for got, sent in (
+        (read.target_prompt_logprobs, logprobs),
+        (read.prompt_alt_tokens.tokens, tokens),
+        (read.prompt_alt_tokens.logprobs, logprobs),
+    ):
+        assert (got.shape, got.dtype) == (list(sent.shape), str(sent.dtype))
+        np.testing.assert_array_equal(got.to_numpy(), sent)
+
+
+def test_the_sdk_reads_back_sparse_targets() -> None:
+    values = np.array([-1.5, -0.25, -3.0], np.float32)
+    rows = ops.SparseRows(values, np.array([0, 0, 2, 3]), np.array([0, 4, 2]), (3, 5))
+    result = ops.SampleResult("r", (), target_prompt=rows)
+    read = response_conv.deserialize_sample_response(sampling.write_sample_result(result)).target_prompt_logprobs
+    assert read is not None
+    assert (read.shape, read.dtype) == ([3, 5], "float32")
+    assert (read.sparse_crow_indices, read.sparse_col_indices) == ([0, 0, 2, 3], [0, 4, 2])
+    assert read.data == values.tolist()
+    assert read.to_numpy()[1].tolist() == [-1.5, 0, 0, 0, -0.25]
+
+
+def test_a_result_without_extras_has_none() -> None:
+    read = response_conv.deserialize_sample_response(sampling.write_sample_result(ops.SampleResult("r", ())))
+    assert read.target_prompt_logprobs is None
+    assert read.prompt_alt_tokens is None
+
+
 def check_topk(got: object, sent: ops.TopK | None) -> None:
     if sent is None:
         assert got is None
@@ -305,6 +341,24 @@ def test_a_sample_holds_what_the_sdk_asks_for() -> None:
     assert (read.request_id, read.version_id, read.num_samples) == ("r", "v", 2)
     assert (read.prompt_logprobs, read.topk_prompt_logprobs, read.topk_sample_logprobs) == (True, 3, 2)
     assert read.params == ops.SamplingParams(9, 4, ("a", "bc"), (), True, 0.5, 7, 0.9)
+    assert (read.prompt_logprobs_last_n, read.target_prompt_logprobs, read.prompt_alt_tokens_k) == (None, None, 0)
+    extras = sampling.read_sample(sample_body(prompt_logprobs_last_n=2, prompt_alt_tokens_k=4), "r", None)
+    assert (extras.prompt_logprobs_last_n, extras.prompt_alt_tokens_k) == (2, 4)
+
+
+def test_targets_are_read_in_both_layouts() -> None:
+    ids = torch.full((2, 6), -1)
+    ids[1, 4], ids[1, 5] = 0, 9
+    for tensor in (TensorData.from_torch(ids), TensorData.from_torch_sparse(ids, pad_value=-1)):
+        body = sample_body(target_prompt_logprobs=_tensor_data_to_model(tensor).model_dump(exclude_none=True))
+        read = sampling.read_sample(body, "r", None).target_prompt_logprobs
+        if tensor.sparse_crow_indices is None:
+            assert isinstance(read, np.ndarray)
+            assert read.tolist() == ids.tolist()
+        else:
+            assert isinstance(read, ops.SparseRows)
+            assert (read.shape, read.values.tolist()) == ((2, 6), [0, 9])
+            assert (read.crow_indices.tolist(), read.col_indices.tolist()) == ([0, 0, 2], [4, 5])
 
 
 @pytest.mark.parametrize(
@@ -437,7 +491,16 @@ def test_the_default_adam_parameters_are_the_sdks() -> None:
     ("body", "words"),
     [
         ({"model_id": "m"}, "adam_params is missing"),
-        ({"model_id": "m", "optimizer_params": {"type": "dimuon"}}, "optimizer_params.type is 'dimuon'"),
+        ({"model_id": "m", "optimizer_params": {"type": "sgd"}}, "optimizer_params.type is 'sgd'"),
+        ({"model_id": "m", "optimizer_params": {"type": "dimuon"}}, "optimizer_params.learning_rate is missing"),
+        (
+            {"model_id": "m", "optimizer_params": {"type": "dimuon", "learning_rate": 1, "beta2": 1}},
+            "optimizer_params.beta2 is not supported",
+        ),
+        (
+            {"model_id": "m", "adam_params": {}, "optimizer_params": {"type": "dimuon", "learning_rate": 1}},
+            "both there",
+        ),
         ({"model_id": "m", "adam_params": {"amsgrad": True}}, "adam_params.amsgrad is not supported"),
         ({"model_id": "m", "adam_params": {"beta1": "x"}}, "adam_params.beta1 is 'x'"),
         ({"adam_params": {}}, "model_id is missing"),
