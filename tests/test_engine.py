@@ -60,9 +60,11 @@ class FlakyBackend(FakeBackend):
         (directory / "half-written").unlink()
         super().save(model_id, directory, optimizer=optimizer)
 
-    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
         self.break_if_told("load")
-        super().load(model_id, spec, directory, optimizer=optimizer)
+        super().load(model_id, spec, directory, optimizer=optimizer, optimizer_type=optimizer_type)
 
     def break_if_told(self, method: str) -> None:
         if method in self.breaks:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import tiny_models
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.adamw import Trained, step_adamw
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import (
@@ -28,6 +27,8 @@ from tinsmith.backends.torch.lora import (
     initialise,
     layout_for,
 )
+from tinsmith.backends.torch.optimizers import step_together
+from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -274,7 +275,7 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
             optimizer.param_groups[0].update(lr=rate, betas=(beta1, 0.95), eps=1e-8, weight_decay=decay)
             optimizer.step()
             params.append(AdamParams(rate, beta1, 0.95, 1e-8, decay, clip))
-        outcomes = step_adamw(list(zip(mine, params, strict=True)))
+        outcomes = step_together(list(zip(mine, params, strict=True)))
         assert all(isinstance(outcome, dict) for outcome in outcomes)
     for t, p in zip(mine, theirs, strict=True):
         torch.testing.assert_close(t.adapter.flat_P, p.detach(), rtol=1e-5, atol=1e-6)
@@ -283,10 +284,10 @@ def test_merged_steps_honour_every_parameter_of_each(requests: list[tuple[float,
 def test_a_step_without_a_gradient_is_a_step_with_zero() -> None:
     one = trained(0)
     before = one.adapter.flat_P.clone()
-    (metrics,) = step_adamw([(one, AdamParams(0.1))])
+    (metrics,) = step_together([(one, AdamParams(0.1))])
     assert metrics == {"grad_norm": 0.0, "learning_rate": 0.1, "step": 1.0}
     assert torch.equal(one.adapter.flat_P, before)
-    step_adamw([(one, AdamParams(0.1, weight_decay=0.5))])
+    step_together([(one, AdamParams(0.1, weight_decay=0.5))])
     torch.testing.assert_close(one.adapter.flat_P, before * 0.95)
 
 

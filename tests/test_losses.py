@@ -55,7 +55,7 @@ def test_every_loss_has_a_formula_and_no_formula_lacks_a_loss() -> None:
     assert LOSSES.keys() == OBJECTIVES.keys()
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("loss_fn", LOSSES.keys() - {"custom"})  # whose formula is the client's
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_each_formula_and_its_slope_equal_a_float64_loop(loss_fn: str, seed: int) -> None:
@@ -100,7 +100,7 @@ def test_good_passes_are_admitted() -> None:
     )
     check_pass(pass_of(many), SHAPE)
     check_pass(pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))), SHAPE)
-    for name in LOSSES.keys() - {"cross_entropy"}:
+    for name in LOSSES.keys() - {"cross_entropy", "custom"}:
         check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)
     # A datum may carry inputs of other losses, whatever they hold.
     check_pass(pass_of(policy(weights=np.array([np.nan], F32)), loss_fn="dro"), SHAPE)

@@ -79,7 +79,9 @@ def test_creating_a_model_twice_makes_one(harness: Harness) -> None:
         ({"lora_config": {"rank": 300}}, "rank is 300"),
         ({"lora_config": {"rank": 8, "dropout": 0.1}}, "lora_config.dropout is not supported"),
         ({"lora_config": {"train_attn": False, "train_mlp": False, "train_unembed": False}}, "trains nothing"),
-        ({"optimizer_config": {"type": "dimuon", "version": 1}}, "optimizer_config.type is 'dimuon'"),
+        ({"optimizer_config": {"type": "sgd"}}, "optimizer_config.type is 'sgd'; it must be one of adamw, dimuon"),
+        ({"optimizer_config": {"type": "dimuon", "version": 2}}, "optimizer_config.version is 2"),
+        ({"optimizer_config": {"type": "adamw", "version": 1}}, "optimizer_config.version is not supported"),
         ({"user_metadata": 3}, "user_metadata is 3"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinsmith.errors import UserError
 from tinsmith.losses import check_csr
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
+from tinsmith.ops import AdamParams, DimuonParams, LoraSpec, ModelShape, OptimParams, Sample, SamplingParams, SparseRows
 
 MAX_NUM_SAMPLES = 1024
 MAX_STOPS = 64
@@ -139,7 +139,29 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
             )
 
 
-def check_adam(params: AdamParams) -> None:
+def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
+    """Raise UserError unless these are good parameters for a model of this optimizer family."""
+    if params.family != optimizer_type:
+        wanted = "adam_params" if optimizer_type == "adamw" else f"optimizer_params of type {optimizer_type!r}"
+        raise UserError(
+            f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
+            f"{params.family!r}; send {wanted}"
+        )
+    if isinstance(params, AdamParams):
+        _check_adam(params)
+    else:
+        _check_dimuon(params)
+
+
+def _check_dimuon(params: DimuonParams) -> None:
+    _check_number("optimizer_params.learning_rate", params.learning_rate, low=0.0)
+    if not math.isfinite(params.grad_clip_norm):
+        raise UserError(f"optimizer_params.grad_clip_norm is {params.grad_clip_norm}; it must be finite")
+    if not 0.0 <= params.beta1 < 1.0:
+        raise UserError(f"optimizer_params.beta1 is {params.beta1}; it must be at least 0 and below 1")
+
+
+def _check_adam(params: AdamParams) -> None:
     _check_number("adam_params.learning_rate", params.learning_rate, low=0.0)
     _check_number("adam_params.weight_decay", params.weight_decay, low=0.0)
     _check_number("adam_params.grad_clip_norm", params.grad_clip_norm, low=0.0)

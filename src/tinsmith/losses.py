@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import UserError
-from tinsmith.ops import F32, I64, Array, Datum, ModelShape, Pass, SparseRows
+from tinsmith.ops import F32, I64, Array, CustomLoss, Datum, ModelShape, Pass, SparseRows
 
 MAX_TARGETS_PER_DATUM = 1 << 24
 """Results are dense, so a sparse tensor of huge shape would be expanded: refused above this many cells."""
@@ -55,7 +55,11 @@ LOSSES: Mapping[str, Loss] = {
     "gspo": Loss(_POLICY, ("sequence_ratio_mask", *_CLIPS), {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4}),
     # Its formula is not published; docs/losses.md says what stands in for it.
     "stable_reinforce": Loss(_POLICY, (), {"kl_coeff": 0.0}),
+    # Its formula and its further inputs are the client's own.
+    "custom": Loss(("target_tokens",), many_targets=True),
 }
+
+LOSS_ID = "loss_id"
 
 
 def check_pass(pass_: Pass, shape: ModelShape) -> None:
@@ -76,10 +80,28 @@ def check_pass(pass_: Pass, shape: ModelShape) -> None:
         _check_clips(pass_.data, config)
     if "sequence_ratio_mask" in loss.optional:
         _check_ratio_masks(pass_.data)
+    if pass_.custom_loss is not None:
+        for index, datum in enumerate(pass_.data):
+            _check_custom_inputs(index, datum, pass_.custom_loss)
+
+
+def loss_id_of(pass_: Pass) -> str | None:
+    """What a custom loss is stored under; None for every other loss. Raises UserError if it is missing."""
+    if pass_.loss_fn != "custom":
+        return None
+    loss_id = pass_.loss_config.get(LOSS_ID)
+    if not isinstance(loss_id, str) or len(pass_.loss_config) != 1:
+        raise UserError(
+            f"loss_fn_config is {_quote(dict(pass_.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
+            "create_custom_loss answers"
+        )
+    return loss_id
 
 
 def resolve_config(pass_: Pass) -> dict[str, float]:
     """The pass's configuration with its loss's defaults filled in. Raises UserError on a bad key or value."""
+    if loss_id_of(pass_) is not None:
+        return {}
     defaults = LOSSES[pass_.loss_fn].config
     for key, value in pass_.loss_config.items():
         where = f"loss_fn_config[{_quote(key)}]"
@@ -234,6 +256,27 @@ def _check_clips(data: Sequence[Datum], config: Mapping[str, float]) -> None:
             raise UserError(
                 f"data[{index}].loss_fn_inputs: {CLIP_LOW} must lie between 0 and {CLIP_HIGH} at every position "
                 f"(a threshold that is not given is {config[CLIP_LOW]} or {config[CLIP_HIGH]})"
+            )
+
+
+def _check_custom_inputs(index: int, datum: Datum, loss: CustomLoss) -> None:
+    """Every input that the loss reads, with the rank that it declared. On the wire a scalar is one value."""
+    for each in loss.inputs:
+        name = "target_tokens" if each.name == "logprobs" else each.name
+        where = f"data[{index}].loss_fn_inputs[{name!r}]"
+        if name not in datum.inputs:
+            raise UserError(f"{where} is missing; custom loss {_quote(loss.name)} reads it")
+        array = datum.inputs[name]
+        if isinstance(array, SparseRows):
+            check_csr(where, array)
+        elif array.dtype not in (np.float32, np.int64) or array.size > MAX_TARGETS_PER_DATUM:
+            raise UserError(
+                f"{where} is {array.size} values of {array.dtype}; it must be float32 or int64, "
+                f"at most {MAX_TARGETS_PER_DATUM}"
+            )
+        if len(array.shape) != each.rank and not (each.rank == 0 and array.shape == (1,)):
+            raise UserError(
+                f"{where} has rank {len(array.shape)}; custom loss {_quote(loss.name)} declared {each.rank}"
             )
 
 

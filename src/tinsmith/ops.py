@@ -162,6 +162,10 @@ class AdamParams:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
+    @property
+    def family(self) -> str:
+        return "adamw"
+
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
@@ -170,6 +174,10 @@ class DimuonParams:
     learning_rate: float
     beta1: float = 0.9
     grad_clip_norm: float = 0.0
+
+    @property
+    def family(self) -> str:
+        return "dimuon"
 
 
 OptimParams = AdamParams | DimuonParams

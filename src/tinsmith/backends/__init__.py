@@ -25,8 +25,8 @@ class Backend(Protocol):
         """The sampler that shares this backend's base weights and its published versions."""
         ...
 
-    def create_model(self, model_id: str, spec: LoraSpec) -> None:
-        """Add a fresh adapter: A seeded, B zero, no gradient, step 0. Raises UserError on a bad rank."""
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
+        """Add a fresh adapter: A seeded, B zero, no gradient, step 0. Raises UserError on a bad rank or optimizer."""
         ...
 
     def unload_model(self, model_id: str) -> None:
@@ -46,15 +46,17 @@ class Backend(Protocol):
         ...
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        """Apply AdamW to each named adapter (distinct model_ids), then zero its gradient."""
+        """Apply its own optimizer to each named adapter (distinct model_ids), then zero its gradient."""
         ...
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         """Write the adapter in PEFT's format, and `optimizer.safetensors` beside it if asked, into a directory."""
         ...
 
-    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
-        """Create an adapter from a saved one. Raises UserError if optimizer state is asked for and absent."""
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
+        """Create an adapter from a saved one. Raises UserError if optimizer state is asked for and is not there."""
         ...
 
     def publish(self, model_id: str, version_id: str) -> None:

@@ -27,6 +27,7 @@ class FakeAdapter:
     weight: float = 0.0
     gradient: float = 0.0
     step: int = 0
+    optimizer_type: str = "adamw"
 
 
 class FakeBackend:
@@ -40,8 +41,8 @@ class FakeBackend:
     def sampler(self) -> FakeSampler:
         return self._sampler
 
-    def create_model(self, model_id: str, spec: LoraSpec) -> None:
-        self._models[model_id] = FakeAdapter(spec)
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
+        self._models[model_id] = FakeAdapter(spec, optimizer_type=optimizer_type)
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -72,6 +73,9 @@ class FakeBackend:
         results: list[dict[str, float] | UserError] = []
         for step in steps:
             adapter = self._models[step.model_id]
+            if step.params.family != adapter.optimizer_type:
+                results.append(UserError(f"the model was created with {adapter.optimizer_type!r}"))
+                continue
             if not np.isfinite(adapter.gradient):
                 self._models[step.model_id] = replace(adapter, gradient=0.0)
                 results.append(NonFiniteGradientError())
@@ -88,13 +92,19 @@ class FakeBackend:
     def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
         adapter = self._models[model_id]
         state = {"weight": adapter.weight, "step": adapter.step if optimizer else None}
+        state |= {"optimizer_type": adapter.optimizer_type}
         (directory / STATE_FILE).write_text(json.dumps(state))
 
-    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
         state = json.loads((directory / STATE_FILE).read_text())
         if optimizer and state["step"] is None:
             raise UserError("the checkpoint holds no optimizer state; load it without the optimizer")
-        self._models[model_id] = FakeAdapter(spec, state["weight"], 0.0, state["step"] if optimizer else 0)
+        if optimizer and state["optimizer_type"] != optimizer_type:
+            raise UserError(f"the checkpoint holds the state of {state['optimizer_type']!r}, not {optimizer_type!r}")
+        step = state["step"] if optimizer else 0
+        self._models[model_id] = FakeAdapter(spec, state["weight"], 0.0, step, optimizer_type)
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._versions[version_id] = self._models[model_id].weight

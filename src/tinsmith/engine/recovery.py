@@ -47,10 +47,12 @@ class Recovery:
         if model.snapshot_seq_id is not None and model.snapshot_directory is not None:
             covered = model.snapshot_seq_id
             directory = self._snapshots.path(model.snapshot_directory)
-            self._backend.load(model.model_id, model.lora, directory, optimizer=True)
+            self._backend.load(
+                model.model_id, model.lora, directory, optimizer=True, optimizer_type=model.optimizer_type
+            )
             self._directories[model.model_id] = model.snapshot_directory
         else:
-            self._backend.create_model(model.model_id, model.lora)
+            self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
         replayed = self._futures.log_of(model.model_id, covered, model.applied_seq_id)
         for request in replayed:
             self._replay(model, request)

@@ -12,6 +12,7 @@ from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.sessions import check_scope
 from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.weights import optimizer_config
 
 # A path's middle segment -> the type that the SDK shows.
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -55,7 +56,7 @@ def weights_info(call: Call) -> JsonObject:
     return {
         "base_model": found.base_model,
         "is_lora": True,
-        "optimizer_config": {"type": found.optimizer_type},
+        "optimizer_config": optimizer_config(found.optimizer_type),
         "lora_rank": found.lora_rank,
         "train_unembed": found.train_unembed,
         "train_mlp": found.train_mlp,
@@ -65,16 +66,19 @@ def weights_info(call: Call) -> JsonObject:
 
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
+    record(call, "checkpoint_deleted", ref_of(call))
     return {}
 
 
 def publish(call: Call) -> JsonObject:
-    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True)
+    if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
+        record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
 def unpublish(call: Call) -> JsonObject:
-    call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False)
+    if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
+        record(call, "checkpoint_unpublished", ref_of(call))
     return {}
 
 
@@ -82,7 +86,14 @@ def set_ttl(call: Call) -> JsonObject:
     ttl_s = call.fields().integer_or("ttl_seconds", None)
     check_ttl(ttl_s)
     call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), ttl_s)
+    record(call, "checkpoint_ttl_set", ref_of(call), ttl_seconds=ttl_s)
     return {}
+
+
+def record(call: Call, event: str, ref: CheckpointRef, **details: object) -> None:
+    """Note in the audit log what was done to a checkpoint."""
+    whose = {"model_id": ref.training_run_id, "tinker_path": ref.path}
+    call.services.audit.record(call.tenant_id, event, whose | details)
 
 
 def ref_of(call: Call) -> CheckpointRef:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from starlette.routing import Route
 
-from tinsmith.admission import check_adam
+from tinsmith.admission import check_optimizer
 from tinsmith.losses import check_pass
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject, endpoint
@@ -40,8 +40,8 @@ def optim_step(call: Call) -> JsonObject:
     return submit_json_operation(call, "optim_step", _check_optim_step)
 
 
-def _check_optim_step(_model: Model, fields: Fields) -> None:
-    check_adam(optim_step_of(fields, "").params)
+def _check_optim_step(model: Model, fields: Fields) -> None:
+    check_optimizer(model.optimizer_type, optim_step_of(fields, "").params)
 
 
 ROUTES = [

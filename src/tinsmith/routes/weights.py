@@ -74,7 +74,18 @@ def load_into_model(call: Call, wrong_token: UserError | None) -> JsonObject:
     def check(model: Model, fields: Fields) -> None:
         if wrong_token:
             raise wrong_token
-        checkpoint = loadable(call, load_of(fields))
+        asked = load_of(fields)
+        checkpoint = loadable(call, asked)
+        if asked.optimizer_type not in (None, model.optimizer_type):
+            raise UserError(
+                f"optimizer_config.type is {asked.optimizer_type!r}, but the model was created with "
+                f"{model.optimizer_type!r}; leave optimizer_config out"
+            )
+        if asked.optimizer and checkpoint.optimizer_type != model.optimizer_type:
+            raise UserError(
+                f"checkpoint {checkpoint.ref.path!r} holds the optimizer state of {checkpoint.optimizer_type!r}, and "
+                f"the model was created with {model.optimizer_type!r}; load it without the optimizer"
+            )
         if checkpoint.base_model != model.base_model or checkpoint.lora != replace(model.lora, seed=None):
             raise UserError(
                 f"checkpoint {checkpoint.ref.path!r} has base model {checkpoint.base_model!r} and "

@@ -15,12 +15,26 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.ops import F32, I32, I64, AdamParams, Array, Datum, OptimStep, Pass, PassResult, SparseRows
+from tinsmith.ops import (
+    F32,
+    I32,
+    I64,
+    AdamParams,
+    Array,
+    Datum,
+    DimuonParams,
+    OptimParams,
+    OptimStep,
+    Pass,
+    PassResult,
+    SparseRows,
+)
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Fields, read_object, show
 
 RECORD_TYPE = "ArrayRecord"
 ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
+DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
 _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -163,17 +177,35 @@ def read_optim_step(body: bytes, request_id: str) -> OptimStep:
 
 
 def optim_step_of(fields: Fields, request_id: str) -> OptimStep:
-    other = fields.fields_or("optimizer_params", None)
-    if other is not None and other.values.get("type") != "adamw":
-        raise NotSupportedError(
-            f"optimizer_params.type is {show(other.values.get('type'))}; this server trains with AdamW: "
-            "send adam_params"
-        )
-    adam = fields.fields_or("adam_params", other)
+    return OptimStep(request_id=request_id, model_id=fields.text("model_id"), params=_optim_params(fields))
+
+
+def _optim_params(fields: Fields) -> OptimParams:
+    adam, other = fields.fields_or("adam_params", None), fields.fields_or("optimizer_params", None)
+    if adam is not None and other is not None:
+        raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
+    family = "adamw" if other is None else other.text("type")
+    if family == "dimuon" and other is not None:
+        other.refuse_unknown(DIMUON_FIELDS | {"type"})
+        return _dimuon_params(other)
+    if family != "adamw":
+        raise UserError(f"optimizer_params.type is {show(family)}; it must be 'adamw' or 'dimuon'")
+    adam = adam or other
     if adam is None:
-        raise UserError("adam_params is missing")
+        raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
     adam.refuse_unknown(ADAM_FIELDS | {"type"})
-    return OptimStep(request_id=request_id, model_id=fields.text("model_id"), params=_adam_params(adam))
+    return _adam_params(adam)
+
+
+def _dimuon_params(fields: Fields) -> DimuonParams:
+    learning_rate = fields.number_or("learning_rate", None)
+    if learning_rate is None:
+        raise UserError(f"{fields.path('learning_rate')} is missing")
+    return DimuonParams(
+        learning_rate=learning_rate,
+        beta1=fields.number_or("beta1", 0.9),
+        grad_clip_norm=fields.number_or("grad_clip_norm", 0.0),
+    )
 
 
 def _adam_params(fields: Fields) -> AdamParams:

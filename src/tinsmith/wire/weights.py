@@ -19,6 +19,9 @@ TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
 """What the server writes into a stored body in place of TOKEN; from a client it is worth nothing."""
 
+OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
+"""The optimizer families, each with the one version of it that there is."""
+
 LORA_FIELDS = frozenset(("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
 
 
@@ -28,6 +31,7 @@ class CreateModel:
     model_seq_id: int
     base_model: str
     lora: LoraSpec
+    optimizer_type: str
     user_metadata: Mapping[str, object] | None
 
 
@@ -49,6 +53,8 @@ class SaveWeights:
 class LoadWeights:
     """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`.
 
+    `optimizer_type` None leaves the choice to the checkpoint or, without its state, to the default.
+
     `granted_by` is the tenant whose access token came with the request; the token itself is never stored.
     """
 
@@ -58,12 +64,12 @@ class LoadWeights:
     session_id: str | None
     model_seq_id: int | None
     base_model: str | None
+    optimizer_type: str | None
     user_metadata: Mapping[str, object] | None
     granted_by: str | None
 
 
 def create_model_of(fields: Fields) -> CreateModel:
-    _refuse_other_optimizers(fields)
     lora = fields.fields_or("lora_config", Fields({}))
     lora.refuse_unknown(LORA_FIELDS)
     return CreateModel(
@@ -77,6 +83,7 @@ def create_model_of(fields: Fields) -> CreateModel:
             train_mlp=lora.flag_or("train_mlp", True),
             train_unembed=lora.flag_or("train_unembed", True),
         ),
+        optimizer_type=_optimizer_type(fields) or "adamw",
         user_metadata=fields.metadata_or_none("user_metadata"),
     )
 
@@ -110,7 +117,6 @@ def read_load(body: bytes) -> LoadWeights:
 
 
 def load_of(fields: Fields) -> LoadWeights:
-    _refuse_other_optimizers(fields)
     return LoadWeights(
         path=fields.text("path"),
         optimizer=fields.flag_or("optimizer", False),
@@ -118,13 +124,26 @@ def load_of(fields: Fields) -> LoadWeights:
         session_id=fields.text_or("session_id", None),
         model_seq_id=fields.integer_or("model_seq_id", None),
         base_model=fields.text_or("base_model", None),
+        optimizer_type=_optimizer_type(fields),
         user_metadata=fields.metadata_or_none("user_metadata"),
         granted_by=fields.text_or(GRANTED_BY, None),
     )
 
 
-def _refuse_other_optimizers(fields: Fields) -> None:
+def optimizer_config(optimizer_type: str) -> dict[str, object]:
+    """As answers name it."""
+    return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}
+
+
+def _optimizer_type(fields: Fields) -> str | None:
     config = fields.fields_or("optimizer_config", None)
-    kind = "adamw" if config is None else config.text_or("type", "adamw")
-    if kind != "adamw":
-        raise NotSupportedError(f"optimizer_config.type is {show(kind)}; this server trains with 'adamw' only")
+    if config is None:
+        return None
+    kind = config.text_or("type", "adamw")
+    if kind not in OPTIMIZERS:
+        raise UserError(f"{config.path('type')} is {show(kind)}; it must be one of {', '.join(OPTIMIZERS)}")
+    config.refuse_unknown(frozenset(("type", *OPTIMIZERS[kind])))
+    for name, only in OPTIMIZERS[kind].items():
+        if config.integer_or(name, only) != only:
+            raise NotSupportedError(f"{config.path(name)} is {config.integer(name)}; this server knows {kind} {only}")
+    return kind

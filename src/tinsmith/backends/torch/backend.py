@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.backends.torch import files
-from tinsmith.backends.torch.adamw import Trained, check_params, step_adamw
+from tinsmith.backends.torch import files, optimizers
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
+from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -69,10 +69,11 @@ class TorchBackend:
             self._sampler = LocalSampler(self._base, self._versions)
         return self._sampler
 
-    def create_model(self, model_id: str, spec: LoraSpec) -> None:
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
-        self._models[model_id] = Trained(self._adapter(spec, layout, initialise(layout, seed, self._base.device)))
+        adapter = self._adapter(spec, layout, initialise(layout, seed, self._base.device))
+        self._models[model_id] = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -90,11 +91,12 @@ class TorchBackend:
         good = []
         for index, step in enumerate(steps):
             try:
-                check_params(step.params)
-                good.append((index, (self._model(step.model_id), step.params)))
+                trained = self._model(step.model_id)
+                optimizers.check_params(trained.optimizer_type, step.params)
+                good.append((index, (trained, step.params)))
             except UserError as error:
                 results[index] = error
-        outcomes = step_adamw([request for _, request in good]) if good else []
+        outcomes = optimizers.step_together([request for _, request in good]) if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
         return results
@@ -105,7 +107,9 @@ class TorchBackend:
         if optimizer:
             files.save_optimizer(trained, directory)
 
-    def load(self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool) -> None:
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
         layout = self._layout(spec)
         saved = self._read_adapter(directory)
         if saved.rank != spec.rank or saved.pairs.keys() != {target.name for target in layout.targets}:
@@ -113,7 +117,8 @@ class TorchBackend:
                 f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
                 f"rank {spec.rank} on {len(layout.targets)}"
             )
-        trained = Trained(self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device)))
+        adapter = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
+        trained = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
         if optimizer:
             files.load_optimizer(trained, directory)
         self._models[model_id] = trained

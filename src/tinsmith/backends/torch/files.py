@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.adamw import Trained
 from tinsmith.backends.torch.lora import Adapter, Layout, Target
+from tinsmith.backends.torch.optimizers import MOMENTS
+from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 from tinsmith.ops import LORA_ALPHA
 
@@ -79,8 +80,9 @@ def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], 
 def save_optimizer(trained: Trained, directory: Path) -> None:
     layout = trained.adapter.layout
     zeros_P = torch.zeros_like(trained.adapter.flat_P)
+    names = MOMENTS[trained.optimizer_type]
     tensors = {"step": trained.step.cpu().clone()}
-    for moment, flat_P in zip(("exp_avg", "exp_avg_sq"), trained.moments or (zeros_P, zeros_P), strict=True):
+    for moment, flat_P in zip(names, trained.moments or [zeros_P] * len(names), strict=True):
         for name, (a_rI, b_Or) in layout.views(flat_P).items():
             tensors[f"{name}.lora_A.{moment}"] = a_rI.cpu().clone()
             tensors[f"{name}.lora_B.{moment}"] = b_Or.cpu().clone()
@@ -123,14 +125,21 @@ def fill(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], device: tor
 
 
 def load_optimizer(trained: Trained, directory: Path) -> None:
-    """Raises UserError if there is no optimizer state, or one of another adapter."""
+    """Raises UserError if there is no optimizer state, or one of another adapter or optimizer family."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
     tensors = _read_tensors(path)
     layout, device = trained.adapter.layout, trained.adapter.flat_P.device
+    family = trained.optimizer_type
+    held = {name.rpartition(".")[2] for name in tensors} - {"step"}
+    if held != set(MOMENTS[family]):
+        raise UserError(
+            f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
+            f"({', '.join(MOMENTS[family])}); load it without the optimizer"
+        )
     moments = []
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in MOMENTS[family]:
         try:
             pairs = {
                 target.name: (
@@ -142,7 +151,7 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
         except KeyError as error:
             raise UserError(f"{OPTIMIZER_FILE} has no {error}") from None
         moments.append(fill(layout, pairs, device))
-    trained.moments = (moments[0], moments[1])
+    trained.moments = tuple(moments)
     trained.step = tensors["step"].to(device)
 
 

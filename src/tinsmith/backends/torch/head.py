@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.lora import Routing
 from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.backends.torch.packing import COLUMNS, MicroBatch
-from tinsmith.ops import I64
+from tinsmith.ops import F32, I64
 
 
 class Objective(NamedTuple):
-    """A pass's loss: a name in OBJECTIVES and its complete configuration."""
+    """A pass's loss: a name in OBJECTIVES and its complete configuration, or the client's own loss at work."""
 
     loss_fn: str
     config: Mapping[str, float]
+    custom: CustomRun | None = None
 
 
 class _Chunk(NamedTuple):
@@ -63,9 +65,11 @@ class Head:
     ) -> tuple[Tensor, Tensor]:
         """[P] log probabilities and [T, D] the loss's gradient; the unembedding's adapters get theirs."""
         logprob_P = torch.empty(len(batch.row_P), device=hidden_TD.device)
-        active_T = batch.rows_with(batch.column_P("weight") != 0)
+        weight_P = self._weights(batch, hidden_TD, objectives)
+        active_T = batch.rows_with(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
         columns = {name: self._device(batch.column_P(name)) for name in COLUMNS}
+        columns["weight"] = self._device(weight_P)
         columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, objectives, columns)
         grad_TD = torch.zeros_like(hidden_TD)
         for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T)):
@@ -135,6 +139,21 @@ class Head:
         counted_P = (columns["ratio_mask"] != 0) & self._device(gspo_P)
         example_P = self._device(batch.example_P)
         return sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(batch.examples))
+
+    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]) -> F32:
+        """[P] Each pair's weight. A custom loss gives its own: minus its gradient, at log probabilities scored here."""
+        weight_P = batch.column_P("weight")
+        custom_P = np.array([objective.custom is not None for objective in objectives])[batch.pass_P]
+        if not custom_P.any():
+            return weight_P
+        scored_P = torch.zeros(len(weight_P), device=hidden_TD.device)
+        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(custom_P)), scored_P)
+        scored_P = scored_P.cpu()
+        for example, (start, stop) in zip(batch.examples, pairwise(batch.example_starts.tolist()), strict=True):
+            if (custom := objectives[example.pass_index].custom) is not None:
+                logprobs = scored_P[start:stop].view(example.target_shape)
+                weight_P[start:stop] = custom.weights(example.datum_index, logprobs).reshape(-1)
+        return weight_P
 
     def _chunks(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64) -> Iterator[_Chunk]:
         for first in range(0, len(rows_R), self._chunk_rows):

@@ -110,4 +110,6 @@ OBJECTIVES: Mapping[str, Callable[[Columns, Mapping[str, float]], Terms]] = {
     "dro": dro,
     "gspo": gspo,
     "stable_reinforce": stable_reinforce,
+    # What its gradient makes of it, as weights; see head.
+    "custom": cross_entropy,
 }

@@ -4,10 +4,14 @@ All or nothing: gradients of a step gather in buffers of their own and join the 
 gradients only when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight
 (forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
 optimizer and no file.
+
+A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer
+is dropped, and what else wanted that adapter runs again without the failed pass; other adapters notice nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,13 +19,15 @@ import torch
 from torch import Tensor
 
 from tinsmith import losses
-from tinsmith.backends.torch.adamw import Trained
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.head import Head, Objective
 from tinsmith.backends.torch.metrics import measure
 from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
+from tinsmith.loss_graphs import MAX_SECONDS
 from tinsmith.ops import F32, Pass, PassResult
 
 
@@ -57,10 +63,28 @@ class Trainer:
         batches += [(batch, False) for batch in pack(score, self._max_tokens)]
         objectives = [job.objective if isinstance(job, _Job) else Objective("", {}) for job in jobs]
         buffers = self._run_all(batches, objectives, jobs, between)
+        results = [_result(job) if isinstance(job, _Job) else job for job in jobs]
+        spoiled = {
+            id(job.trained.adapter)
+            for job, result in zip(jobs, results, strict=True)
+            if isinstance(job, _Job) and isinstance(result, UserError) and job.trained is not None
+        }
+        again = [
+            index
+            for index, job in enumerate(jobs)
+            if isinstance(job, _Job)
+            and not isinstance(results[index], UserError)
+            and job.trained is not None
+            and id(job.trained.adapter) in spoiled
+        ]
+        if again:
+            for index, result in zip(again, self.run([passes[i] for i in again], models, between), strict=True):
+                results[index] = result
         trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
         for key, buffer_P in buffers.items():
-            trained_by_adapter[key].add_gradient(buffer_P)
-        return [_result(job) if isinstance(job, _Job) else job for job in jobs]
+            if key not in spoiled:
+                trained_by_adapter[key].add_gradient(buffer_P)
+        return results
 
     def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> _Job | UserError:
         trained = models.get(pass_.model_id)
@@ -68,10 +92,11 @@ class Trainer:
             return UserError(f"model {pass_.model_id!r} is not loaded")
         try:
             losses.check_pass(pass_, self._base.shape)
+            custom = _custom_run(pass_)
         except UserError as error:
             return error
         return _Job(
-            Objective(pass_.loss_fn, losses.resolve_config(pass_)),
+            Objective(pass_.loss_fn, losses.resolve_config(pass_), custom),
             examples_of(pass_, index, trained.adapter),
             [None] * len(pass_.data),
             None if pass_.forward_only else trained,
@@ -125,7 +150,22 @@ class Trainer:
             job.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
 
 
-def _result(job: _Job) -> PassResult:
+def _custom_run(pass_: Pass) -> CustomRun | None:
+    if (loss_id := losses.loss_id_of(pass_)) is None:
+        return None
+    if pass_.custom_loss is None:
+        raise UserError(f"loss_id {loss_id!r} is unknown")
+    # A replayed pass was within its time once, and must take effect again.
+    return CustomRun(pass_.custom_loss, pass_.data, max_seconds=math.inf if pass_.replayed else MAX_SECONDS)
+
+
+def _result(job: _Job) -> PassResult | UserError:
     logprobs = [array for array in job.logprobs if array is not None]
-    metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
-    return PassResult(tuple(logprobs), metrics)
+    if job.objective.custom is None:
+        metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
+        return PassResult(tuple(logprobs), metrics)
+    outcome = job.objective.custom.finish(logprobs)
+    if isinstance(outcome, UserError):
+        return outcome
+    num_tokens = float(sum(example.num_tokens for example in job.examples))
+    return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens})

@@ -1,0 +1,65 @@
+"""The optimizer families, and one step of many adapters whatever their families.
+
+A model's family is fixed when it is created; parameters of another are refused. Every request's parameters count
+for itself, and an adapter whose gradient is not finite is left as it was, without its gradient. Clipping is by the
+norm over the whole adapter, as torch's clip_grad_norm_ does it. Knows no request and no file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tinsmith.backends.torch import adamw, dimuon
+from tinsmith.backends.torch.trained import Trained
+from tinsmith.errors import NonFiniteGradientError, UserError
+from tinsmith.ops import AdamParams, OptimParams
+
+CLIP_EPSILON = 1e-6
+"""What torch's clip_grad_norm_ adds to the norm before it divides."""
+
+MOMENTS: Mapping[str, tuple[str, ...]] = {"adamw": adamw.MOMENTS, "dimuon": dimuon.MOMENTS}
+"""Each family's state by name, as a checkpoint holds it."""
+
+
+def check_family(optimizer_type: str) -> str:
+    if optimizer_type not in MOMENTS:
+        raise UserError(f"optimizer_config.type is {optimizer_type!r}; it must be one of {', '.join(MOMENTS)}")
+    return optimizer_type
+
+
+def check_params(optimizer_type: str, params: OptimParams) -> None:
+    """Raise UserError unless these are good parameters of this family."""
+    if params.family != optimizer_type:
+        raise UserError(f"the model was created with {optimizer_type!r}, and the step has {params.family!r} parameters")
+    if isinstance(params, AdamParams):
+        adamw.check_adam(params)
+    else:
+        dimuon.check_dimuon(params)
+
+
+@torch.no_grad()
+def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[str, float] | NonFiniteGradientError]:
+    """Metrics of each checked request: the norm is the gradient's before clipping. Gradients are gone afterwards."""
+    outcomes: list[dict[str, float] | NonFiniteGradientError] = []
+    adam: dict[AdamParams, list[tuple[Trained, Tensor]]] = {}
+    gradients = [trained.take_gradient() for trained, _ in requests]
+    norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).tolist()
+    for (trained, params), gradient_P, norm in zip(requests, gradients, norms, strict=True):
+        if not math.isfinite(norm):
+            outcomes.append(NonFiniteGradientError())
+            continue
+        if 0 < params.grad_clip_norm < norm + CLIP_EPSILON:
+            gradient_P.mul_(params.grad_clip_norm / (norm + CLIP_EPSILON))
+        number = float(trained.step) + 1
+        outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": number})
+        if isinstance(params, AdamParams):
+            adam.setdefault(params, []).append((trained, gradient_P))
+        else:
+            dimuon.step_dimuon(trained, gradient_P, params)
+    for params, group in adam.items():
+        adamw.step_adamw(group, params)
+    return outcomes
