@@ -18,7 +18,7 @@ from tinsmith.routes.submission import owned_model
 from tinsmith.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, text_values
-from tinsmith.wire.weights import create_model_of, load_of
+from tinsmith.wire.weights import LoadWeights, create_model_of, load_of, optimizer_config
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -36,6 +36,7 @@ def create_model(call: Call) -> JsonObject:
             tenant_id=call.tenant_id,
             base_model=asked.base_model,
             lora=asked.lora,
+            optimizer_type=asked.optimizer_type,
             user_metadata=text_values(asked.user_metadata),
         )
 
@@ -60,10 +61,23 @@ def load_weights(call: Call) -> JsonObject:
             tenant_id=call.tenant_id,
             base_model=_base_for(call, checkpoint, asked.base_model),
             lora=checkpoint.lora,
+            optimizer_type=_optimizer_for(checkpoint, asked),
             user_metadata=text_values(asked.user_metadata),
         )
 
     return _submit_creation(call, fields, "load_model", plan)
+
+
+def _optimizer_for(checkpoint: Checkpoint, asked: LoadWeights) -> str:
+    """Restored optimizer state decides the family; without it, the request does."""
+    if not asked.optimizer:
+        return asked.optimizer_type or "adamw"
+    if asked.optimizer_type not in (None, checkpoint.optimizer_type):
+        raise UserError(
+            f"optimizer_config.type is {asked.optimizer_type!r}, but {asked.path!r} holds the optimizer state of "
+            f"{checkpoint.optimizer_type!r}; leave optimizer_config out, or load without the optimizer"
+        )
+    return checkpoint.optimizer_type
 
 
 def _base_for(call: Call, checkpoint: Checkpoint, asked: str | None) -> str:
@@ -125,7 +139,7 @@ def get_info(call: Call) -> JsonObject:
         },
         "is_lora": True,
         "lora_rank": model.lora_rank,
-        "optimizer_config": {"type": model.optimizer_type},
+        "optimizer_config": optimizer_config(model.optimizer_type),
     }
 
 
