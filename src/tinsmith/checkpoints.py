@@ -177,11 +177,15 @@ class Checkpoints:
             expires_at = None if ttl_s is None else now() + ttl_s
             connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
 
-    def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> None:
-        """Idempotent: publishing a published checkpoint is no error (the SDK would retry a 409 for minutes)."""
+    def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
+        """Idempotent: publishing a published checkpoint is no error (the SDK would retry a 409 for minutes).
+
+        Returns whether it changed anything.
+        """
         self._own(tenant_id, ref)
+        other = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
         with self._db.write() as connection:
-            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(public=public))
+            return connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount == 1
 
     def _own(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
         checkpoint = self.get(tenant_id, ref)
@@ -189,8 +193,9 @@ class Checkpoints:
             raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
         return checkpoint
 
-    def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable) -> bool:
-        """Add a copy with files of its own; `run` inserts the training run that it belongs to.
+    def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable, *effects: sa.Executable) -> bool:
+        """Add a copy with files of its own; `run` inserts the training run that it belongs to, and `effects` are
+        statements of the same transaction.
 
         False, and nothing is changed, if that run exists by now. Raises NotFoundError if the source is gone by now.
         """
@@ -203,7 +208,7 @@ class Checkpoints:
             raise CorruptFilesError(f"checkpoint {source.ref.path!r} is damaged: {error}") from error
         try:
             with self._db.write() as connection:
-                for statement in (run, *completion(new, directory, size_bytes)):
+                for statement in (run, *completion(new, directory, size_bytes), *effects):
                     connection.execute(statement)
         except BaseException as error:
             self.files.discard(directory)

@@ -9,12 +9,13 @@ one by one, so that only the guilty fail. The engine is the only settler of futu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import orjson
 import structlog
 
+from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.engine.operations import Operations, require_usable
@@ -24,7 +25,7 @@ from tinsmith.engine.sampling import Sampling
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, set_state
-from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox
+from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps
 from tinsmith.ops import ModelShape, PassResult, Pending
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.scheduler import Fairness, plan
@@ -51,7 +52,7 @@ class Nouns:
 
 
 class Engine:
-    def __init__(self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: Mailbox, settings: Settings) -> None:
+    def __init__(self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: WakeUps, settings: Settings) -> None:
         self._shape = shape
         self._backend = backend
         self._nouns = nouns
@@ -96,8 +97,7 @@ class Engine:
             self._fetch_late()
             self._give_up_gaps()
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
-            self._mailbox.drain()
-            self._fetch()
+            self._fetch(self._mailbox.drain())
         return busy
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
@@ -118,8 +118,11 @@ class Engine:
 
     # Reading what arrived.
 
-    def _fetch(self) -> None:
-        for request in self._nouns.futures.incoming(self._shape.name, self._last_arrival):
+    def _fetch(self, named: Collection[str] = ()) -> None:
+        """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
+        found = self._nouns.futures.incoming(self._shape.name, self._last_arrival)
+        late = set(named) - {"", *self._queues.known, *(request.request_id for request in found)}
+        for request in [*found, *self._nouns.futures.arrived(sorted(late))]:
             self._last_arrival = max(self._last_arrival, request.arrival)
             self._enqueue(request)
 
@@ -212,7 +215,11 @@ class Engine:
                 self._recovery.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
             settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
-            effects = [set_state(request.model_id, "unloaded", reason)]
+            unloaded = {"model_id": request.model_id, "reason": reason}
+            effects = [
+                set_state(request.model_id, "unloaded", reason),
+                entry(request.tenant_id, "model_unloaded", unloaded),
+            ]
             settlements.append(Settlement(request.request_id, body=answer, effects=effects))
             self._settle(settlements, {})
 

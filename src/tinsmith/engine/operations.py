@@ -16,7 +16,8 @@ from pathlib import Path
 import orjson
 import sqlalchemy as sa
 
-from tinsmith import encryption, sampling_sessions
+from tinsmith import encryption, sampling_sessions, usage
+from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import (
     CheckpointRef,
@@ -140,15 +141,19 @@ class Operations:
             self._move_oldest(model_id, leave=0)
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
-        self._backend.create_model(model.model_id, model.lora)
+        self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
         answer = {"model_id": model.model_id, "type": "create_model"}
-        return _answer(request, answer, effects=[set_state(model.model_id, "ready")])
+        return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _created(model)])
 
     def _load_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         load = read_load(body)
         self.load_into(model, load)
         answer = {"path": load.path, "model_id": model.model_id, "type": "load_weights"}
-        return _answer(request, answer, effects=[set_state(model.model_id, "ready")])
+        loaded = {"model_id": model.model_id, "tinker_path": load.path, "optimizer": load.optimizer}
+        effects = [set_state(model.model_id, "ready"), entry(model.tenant_id, "checkpoint_loaded", loaded)]
+        if request.kind == "load_model":
+            effects.append(_created(model))
+        return _answer(request, answer, effects=effects)
 
     def load_into(self, model: Model, load: LoadWeights) -> None:
         """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it."""
@@ -165,7 +170,9 @@ class Operations:
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         directory = self._checkpoints.checked_directory(checkpoint)
-        self._backend.load(model.model_id, model.lora, directory, optimizer=load.optimizer)
+        self._backend.load(
+            model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
+        )
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         save = read_save(body)
@@ -198,7 +205,14 @@ class Operations:
         answer: dict[str, str | int] = {"path": new.ref.path, "type": request.kind}
         if kind == "external_weights":
             answer["size_bytes"] = size_bytes
-        return _answer(request, answer, completion(new, directory, size_bytes), clean_up)
+        event = "checkpoint_exported" if kind == "external_weights" else "checkpoint_saved"
+        saved = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
+        effects = [
+            *completion(new, directory, size_bytes),
+            *usage.added(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
+            entry(model.tenant_id, event, saved),
+        ]
+        return _answer(request, answer, effects, clean_up)
 
     def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
         if save.sampling_session_seq_id is None:
@@ -228,6 +242,10 @@ class Operations:
             self._samplers.moved(oldest, directory)
             versions.popleft()
             self._backend.drop_version(oldest)
+
+
+def _created(model: Model) -> sa.Executable:
+    return entry(model.tenant_id, "model_created", {"model_id": model.model_id, "base_model": model.base_model})
 
 
 def inflight_version(model_id: str) -> str:

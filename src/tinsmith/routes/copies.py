@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from tinsmith.admission import check_position, check_ttl
+from tinsmith.audit import entry
 from tinsmith.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, parse_path
 from tinsmith.errors import UserError
 from tinsmith.models import Model, NewModel, copied_run
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.weights import granting_tenant
+from tinsmith.usage import added
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, show
 
@@ -44,6 +46,7 @@ def copy_weights(call: Call) -> JsonObject:
     reason = f"copied from {ref.path}"
     copied = CheckpointRef(destination.model_id, ref.kind, ref.name)
     if not _made_before(services.models.find(destination.model_id), reason):
+        services.quotas.admit_checkpoint(call.tenant_id)
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
         source = services.checkpoints.get(call.tenant_id, ref, granted_by=granted_by)
@@ -57,7 +60,11 @@ def copy_weights(call: Call) -> JsonObject:
             ttl_s=ttl_s,
         )
         run = _run(call, destination, source, readable=source.tenant_id in (call.tenant_id, granted_by))
-        if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason)):
+        effects = [
+            *added(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
+            entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": ref.path}),
+        ]
+        if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason), *effects):
             _made_before(services.models.find(destination.model_id), reason)
     return {"tinker_path": copied.path}
 

@@ -18,7 +18,7 @@ from starlette.routing import Route
 from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.routes.call import Call, JsonObject, Services, authenticate, call_of, endpoint, run
-from tinsmith.routes.checkpoints import CHECKPOINT, ref_of
+from tinsmith.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.routes.links import follow_link, sign_link
 
 PURPOSE = "download"
@@ -38,6 +38,7 @@ def external_weights_urls(call: Call) -> JsonObject:
     files = call.services.checkpoints.files.files(checkpoint.directory or "")
     links = {file: sign_link(call, PURPOSE, f"{_path(checkpoint)}/files/{file}") for file in sorted(files)}
     expires = min(link.expires for link in links.values())
+    record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="files")
     return {
         "urls": {file: link.url for file, link in links.items()},
         "expires": expires.isoformat().replace("+00:00", "Z"),
@@ -50,7 +51,9 @@ async def archive_link(request: Request) -> Response:
     call = call_of(request, services, tenant_id, b"")
 
     def work() -> Response:
-        link = sign_link(call, PURPOSE, f"{_path(_readable(call))}/archive")
+        checkpoint = _readable(call)
+        link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
+        record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")
         return RedirectResponse(link.url, 302, {"expires": format_datetime(link.expires, usegmt=True)})
 
     return await run(work)

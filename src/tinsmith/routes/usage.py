@@ -8,6 +8,7 @@ from starlette.routing import Route
 
 from tinsmith.errors import UserError
 from tinsmith.routes.call import Call, JsonObject, endpoint
+from tinsmith.sessions import Session
 from tinsmith.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.wire.fields import text_values
 from tinsmith.wire.times import iso, moment_of
@@ -20,8 +21,7 @@ def usage_events(call: Call) -> JsonObject:
     start, end = _window(call)
     rows = call.services.usage.rows(call.tenant_id, start, end)
     sessions = call.services.sessions.of_ids(sorted({row.session_id for row in rows}))
-    projects = {session_id: session.project_id for session_id, session in sessions.items()}
-    events = [_event(call, row, projects.get(row.session_id)) for row in rows]
+    events = [_event(call, row, sessions.get(row.session_id)) for row in rows]
     events += [_storage_event(call, row) for row in call.services.usage.storage_rows(call.tenant_id, start, end)]
     return {
         "data": sorted(events, key=lambda event: str(event["bucket_start"])),  # stable: tokens first, as they come
@@ -49,7 +49,8 @@ def _window(call: Call) -> tuple[float, float]:
     return start, end
 
 
-def _event(call: Call, row: UsageRow, project_id: str | None) -> JsonObject:
+def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
+    """A copy into a project has no session: its run was made for it."""
     info: JsonObject
     if row.type == "checkpoint":
         info = {"type": "checkpoint", "count": row.quantity}
@@ -59,8 +60,9 @@ def _event(call: Call, row: UsageRow, project_id: str | None) -> JsonObject:
         info = {"type": "sampling_prefill", "cached": False, "token_count": row.quantity}
     else:
         info = {"type": row.type, "token_count": row.quantity}
-    whose = {"user_id": call.tenant_id, "session_id": row.session_id, "project_id": project_id}
-    return _bucket(row.bucket_start) | {"base_model": row.base_model} | whose | {"event_info": info}
+    of_session = {} if session is None else {"session_id": session.session_id, "project_id": session.project_id}
+    whose = {"base_model": row.base_model, "user_id": call.tenant_id} | of_session
+    return _bucket(row.bucket_start) | whose | {"event_info": info}
 
 
 def _storage_event(call: Call, row: StorageRow) -> JsonObject:
