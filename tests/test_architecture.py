@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "keys_cli": {"db", "errors", "quotas", "settings", "tenants"},
     "storage": {"errors"},
     "notify": set(),
+    "listen": {"db", "notify"},
     "logs": set(),
     "db": {"errors", "notify"},
     "migrations": {"db"},
@@ -51,7 +52,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "encryption": {"errors"},
     "engine": VALUES
     | DURABLE
-    | {"backends", "bases", "db", "encryption", "engine", "logs", "notify", "scheduler", "settings", "storage", "wire"},
+    | {
+        "backends",
+        "bases",
+        "db",
+        "encryption",
+        "engine",
+        "listen",
+        "logs",
+        "notify",
+        "scheduler",
+        "settings",
+        "storage",
+        "wire",
+    },
     "janitor": DURABLE | {"db", "settings", "storage"},
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
@@ -78,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "db",
         "errors",
         "janitor",
+        "listen",
         "notify",
         "quotas",
         "settings",

@@ -135,7 +135,7 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
     with bench.db.write() as connection:
         connection.execute(SESSIONS.insert(), {"session_id": "s", **facts, **ended})
         connection.execute(SESSIONS.insert().values(session_id="t", state="active", **facts))
-    Engines(bench.db).starting(BASE)
+    Engines(bench.db, "here").take(BASE, 60)
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "alice", BASE))
     ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(IN_SAMPLER + 5)]
     other = bench.sample("t:sample:0", 0)

@@ -194,7 +194,7 @@ def test_a_second_server_on_the_same_directory_is_refused_and_the_first_is_as_fa
 @pytest.fixture
 def engines(tmp_path: Path) -> Iterator[Engines]:
     db = Database(fresh_url(tmp_path))
-    yield Engines(db)
+    yield Engines(db, "here")
     db.close()
 
 
@@ -238,7 +238,7 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     asyncio.run(run())
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(pause >= 0.001 * 2 ** (index + 1) for index, pause in enumerate(pauses))
-    engines.starting("local/tiny")
+    assert engines.take("local/tiny", 60)
     engines.set_state("local/tiny", "restarting", "it ended with status 1")
     assert engines.queue_state("local/tiny") == (
         "paused_capacity",

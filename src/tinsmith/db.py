@@ -191,6 +191,9 @@ ENGINES = sa.Table(
     sa.Column("state", sa.String(16), nullable=False),  # loading | ready | failed
     sa.Column("reason", sa.Text),
     sa.Column("started_at", sa.Float, nullable=False),
+    sa.Column("holder", sa.Text, nullable=False, server_default=""),  # whose supervisor runs it: host and directory
+    sa.Column("epoch", sa.BigInteger, nullable=False, server_default="0"),  # grows with each engine that takes over
+    sa.Column("lease_expires_at", sa.Float, nullable=False, server_default="0"),  # from then on another one may
 )
 
 # Tenants, and what is known of them.

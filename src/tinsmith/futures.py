@@ -339,8 +339,12 @@ class Futures:
 
     def arrived(self, request_ids: Sequence[str]) -> list[Pending]:
         """The same for requests that a wake-up named: they may have been committed after later arrivals."""
-        with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(_ARRIVED, {"request_ids": request_ids})]
+        found: list[Pending] = []
+        for start in range(0, len(request_ids), _CHUNK):
+            some = {"request_ids": request_ids[start : start + _CHUNK]}
+            with self._db.read() as connection:
+                found += [Pending(**row._mapping) for row in connection.execute(_ARRIVED, some)]
+        return found
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies, as the client sent them."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import structlog
@@ -26,6 +28,9 @@ from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+
+Alone = Callable[[], AbstractContextManager[bool]]
+"""Whether this server is the one that sweeps now."""
 
 DAY_S = 86400
 
@@ -52,9 +57,10 @@ class SweptParts:
 
 
 class Janitor:
-    def __init__(self, settings: Settings, parts: SweptParts) -> None:
+    def __init__(self, settings: Settings, parts: SweptParts, alone: Alone = lambda: nullcontext(True)) -> None:
         self._settings = settings
         self._parts = parts
+        self._alone = alone
         self._next_directories = 0.0  # with the first sweep
 
     async def run(self) -> None:
@@ -64,9 +70,15 @@ class Janitor:
         while True:
             await asyncio.sleep(self._settings.session_sweep_s)
             try:
-                await asyncio.to_thread(self.sweep)
+                await asyncio.to_thread(self._sweep_alone)
             except (SQLAlchemyError, OSError) as error:
                 log.error("a sweep failed; the next one tries again", exc_info=error)
+
+    def _sweep_alone(self) -> None:
+        """Servers that share a database take turns; whoever comes second leaves it to the first."""
+        with self._alone() as alone:
+            if alone:
+                self.sweep()
 
     def sweep(self) -> None:
         """Every part of it may be cut short and is taken up by the next sweep."""

@@ -1,8 +1,8 @@
-"""Wake-ups between the processes of one machine: datagrams over Unix-domain sockets.
+"""Wake-ups between processes: datagrams over Unix-domain sockets on one machine; `listen` has the way through Postgres.
 
 A wake-up is a hint and never carries state: whoever is woken reads the database. It may be lost (no reader, full
-buffer), so every waiter also polls slowly. `Mailbox` is one end; `Waiters` turns the server's incoming ids into
-woken coroutines.
+buffer), so every waiter also polls slowly. `Mailbox` is one end, `WakeUps` what both kinds of it can do; `Waiters`
+turns the server's incoming ids into woken coroutines.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import select
 import socket
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 SERVER = "server"
 SAFETY_POLL_S = 1.0
@@ -32,6 +33,16 @@ def socket_dir(data_dir: Path) -> Path:
     """Where a data directory's sockets live: a short path, since a socket's path may hold about 100 bytes."""
     key = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}" / key
+
+
+class WakeUps(Protocol):
+    """One end: hints arrive here, and go to others by the names of their ends."""
+
+    def fileno(self) -> int: ...
+    def wake(self, name: str, ids: Iterable[str] = ()) -> None: ...
+    def drain(self) -> set[str]: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Mailbox:
@@ -106,7 +117,7 @@ class EngineWaker:
 
     PATIENCE_S = 0.0005
 
-    def __init__(self, mailbox: Mailbox) -> None:
+    def __init__(self, mailbox: WakeUps) -> None:
         self._mailbox = mailbox
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -123,34 +134,66 @@ class EngineWaker:
 
 
 class Waiters:
-    """Coroutines that wait for futures to settle. Lives on one event loop."""
+    """Coroutines that wait for futures to settle: for one by its request_id, or for any of a sampling session, whose
+    samples' ids begin with its own. Lives on one event loop.
+    """
 
     def __init__(self) -> None:
         self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._session_events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
 
-    @contextlib.contextmanager
-    def watch(self, request_id: str) -> Iterator[asyncio.Event]:
+    def watch(self, request_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
         """Register before reading the row, so that no settlement can fall between reading and waiting."""
+        return self._watch(self._events, request_id)
+
+    def watch_session(self, sampling_session_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
+        """The same for any sample of a sampling session."""
+        return self._watch(self._session_events, sampling_session_id)
+
+    @contextlib.contextmanager
+    def _watch(self, events: defaultdict[str, set[asyncio.Event]], name: str) -> Iterator[asyncio.Event]:
+        self._loop = asyncio.get_running_loop()
         woken = asyncio.Event()
-        self._events[request_id].add(woken)
+        events[name].add(woken)
         try:
             yield woken
         finally:
-            watchers = self._events[request_id]
+            watchers = events[name]
             watchers.discard(woken)
             if not watchers:
-                del self._events[request_id]
+                del events[name]
+
+    def watched(self) -> tuple[list[str], list[str]]:
+        """The request_ids and the sampling sessions that somebody waits for."""
+        return list(self._events), list(self._session_events)
 
     def settled(self, request_ids: Iterable[str]) -> None:
         """Wake whoever waits for these."""
+        sampling_session_ids: set[str] = set()
         for request_id in request_ids:
-            for woken in self._events.get(request_id, ()):
-                woken.set()
+            _set(self._events.get(request_id, ()))
+            if self._session_events:
+                sampling_session_ids.add(request_id.rpartition(":")[0])
+        self.sessions_settled(sampling_session_ids)
+
+    def sessions_settled(self, sampling_session_ids: Iterable[str]) -> None:
+        """Wake whoever waits for any sample of these."""
+        for sampling_session_id in sampling_session_ids:
+            _set(self._session_events.get(sampling_session_id, ()))
+
+    def settled_from_thread(self, request_ids: Sequence[str]) -> None:
+        """`settled` for what the server itself ended, from whatever thread."""
+        if self._loop is not None and (self._events or self._session_events):
+            with contextlib.suppress(RuntimeError):  # the loop has just ended, and everybody who waited with it
+                self._loop.call_soon_threadsafe(self.settled, request_ids)
 
     def wake_all(self) -> None:
-        """Have every waiter look again: the cover for lost wake-ups."""
-        self.settled(list(self._events))
+        """Have every waiter look again."""
+        for events in (self._events, self._session_events):
+            for watchers in events.values():
+                _set(watchers)
 
     def close(self) -> None:
         """The server is stopping: whoever waits must answer now."""
@@ -158,4 +201,9 @@ class Waiters:
         self.wake_all()
 
     def __len__(self) -> int:
-        return sum(len(watchers) for watchers in self._events.values())
+        return sum(len(watchers) for events in (self._events, self._session_events) for watchers in events.values())
+
+
+def _set(watchers: Iterable[asyncio.Event]) -> None:
+    for woken in watchers:
+        woken.set()

@@ -27,12 +27,13 @@ from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import Database
-from tinsmith.engines import Engines
+from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
-from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Mailbox, Waiters, socket_dir
+from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
@@ -123,12 +124,11 @@ def build(settings: Settings) -> Server:
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
     database.migrate()
-    directory = socket_dir(data_dir)
-    mailbox = Mailbox(directory, SERVER)
+    mailbox = open_mailbox(settings.resolved_database_url, data_dir, SERVER)
     waiters = Waiters()
 
-    wake = EngineWaker(mailbox)
-    engines = Engines(database)
+    wake = EngineWaker(mailbox) if database.is_sqlite else None
+    engines = Engines(database, holder_of(data_dir))
     supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
     if services.tenants.accepts_anyone():
@@ -139,16 +139,17 @@ def build(settings: Settings) -> Server:
         services.sampling_sessions,
         services.futures,
         services.checkpoints,
-        Directories(data_dir / "versions"),
+        Directories(settings.resolved_storage_dir / "versions"),
         services.audit,
     )
-    janitor = Janitor(settings, swept)
+    janitor = Janitor(settings, swept, lambda: database.alone("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
-        wake.bind(loop)
-        loop.add_reader(mailbox.fileno(), lambda: waiters.settled(mailbox.drain()))
+        if wake:
+            wake.bind(loop)
+        loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, mailbox.drain()))
         supervisor.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
         try:
@@ -183,10 +184,17 @@ def _services(
         sessions=Sessions(database),
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
-        checkpoints=Checkpoints(database, Directories(Path(settings.resolved_data_dir) / "checkpoints")),
+        checkpoints=Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints")),
         queue_state=engines.queue_state,
         reads_wait=not database.is_sqlite,
     )
+
+
+def _on_wake_up(waiters: Waiters, request_ids: set[str]) -> None:
+    if "" in request_ids:  # others may have been missed
+        waiters.wake_all()
+    else:
+        waiters.settled(request_ids)
 
 
 async def _poll_slowly(services: Services) -> None:

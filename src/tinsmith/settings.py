@@ -39,7 +39,15 @@ class Settings(BaseSettings):
     """Directory of the database, the checkpoints and the logs of the engines."""
 
     database_url: str = ""
-    """SQLAlchemy URL of the database; empty means a SQLite file in the data directory."""
+    """Where the database is: `postgresql://USER:PASSWORD@HOST/NAME`, or `sqlite:///FILE`; empty means a SQLite file in
+    the data directory. Several servers may share a Postgres."""
+
+    storage_dir: Path | None = None
+    """Directory of the files of checkpoints, snapshots and sampler versions; empty means the data directory. Servers
+    that share a database must share it."""
+
+    engine_lease_s: float = Field(default=15.0, gt=0)
+    """After this long without a sign of life, an engine may be replaced by that of another server."""
 
     models: tuple[str, ...] = ()
     """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
@@ -107,6 +115,10 @@ class Settings(BaseSettings):
     @property
     def resolved_data_dir(self) -> Path:
         return self.data_dir.expanduser().resolve()
+
+    @property
+    def resolved_storage_dir(self) -> Path:
+        return self.resolved_data_dir if self.storage_dir is None else self.storage_dir.expanduser().resolve()
 
     @property
     def resolved_database_url(self) -> str:

@@ -1,4 +1,4 @@
-"""The supervisor: keeps one engine process running for each base model.
+"""The supervisor: keeps one engine process running for each base model that no other server's engine serves.
 
 Runs on the server's event loop. An engine that dies is started again, after a pause that doubles while it keeps
 dying; the server answers polls meanwhile. An engine that refuses its model (exit status 3) is not retried: the
@@ -14,13 +14,14 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
-from tinsmith.engines import EXIT_UNUSABLE_MODEL, Engines
+from tinsmith.engines import EXIT_LEASE_HELD, EXIT_UNUSABLE_MODEL, Engines
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings, engine_environment
 
@@ -28,6 +29,8 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
 """An engine that ran this long was healthy: its next death starts again with the first pause."""
+LEASE_POLL_S = 1.0
+"""How often a lease that another server's engine holds is looked at."""
 STOP_S = 20.0
 """How long an engine may take to finish its step when told to stop, before it is killed."""
 
@@ -56,8 +59,12 @@ class Supervisor:
     async def _keep(self, shape: ModelShape) -> None:
         pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
+            if not await self._may_start(shape):
+                await self._pause(min(LEASE_POLL_S, self._settings.engine_lease_s / 3))
+                continue
             started = time.monotonic()
-            await self._note(shape, "starting")  # the row of an engine that is gone may still say that it is ready
+            # The row of an engine that is gone may still say that it is ready.
+            await self._note(self._engines.set_state, shape, "starting")
             try:
                 code = await self._run_once(shape)
             except OSError as error:  # no memory, no room for the log: that passes
@@ -70,16 +77,28 @@ class Supervisor:
                 self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
                 self.refused.set()
                 return
-            await self._note(shape, "restarting", f"it ended with status {code}")
+            if code == EXIT_LEASE_HELD:
+                continue  # another server's was faster, or has taken over
+            await self._note(self._engines.release, shape, "restarting", f"it ended with status {code}")
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("an engine died; restarting it", base_model=shape.name, status=code, pause_s=pause_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            await self._pause(pause_s)
 
-    async def _note(self, shape: ModelShape, state: str, reason: str | None = None) -> None:
+    async def _pause(self, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _may_start(self, shape: ModelShape) -> bool:
+        try:
+            return await asyncio.to_thread(self._engines.is_free, shape.name)
+        except SQLAlchemyError as error:
+            log.error("the lease of an engine cannot be read", base_model=shape.name, exc_info=error)
+            return False
+
+    async def _note(self, write: Callable[..., None], shape: ModelShape, *news: str) -> None:
         """Tell polls how the engine is; it writes its own row as soon as it runs."""
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(self._engines.set_state, shape.name, state, reason)
+            await asyncio.to_thread(write, shape.name, *news)
 
     async def _run_once(self, shape: ModelShape) -> int:
         """Run one engine process to its end; returns its exit status."""

@@ -2,7 +2,8 @@
 
 Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes:
 when the server dies, however it dies, its engines follow. Settings come by pipe, since a command line can be read
-by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help.
+by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
+another engine serves it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,23 @@ from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
-from tinsmith.engines import EXIT_UNUSABLE_MODEL, Engines
+from tinsmith.engines import (
+    EXIT_LEASE_HELD,
+    EXIT_UNUSABLE_MODEL,
+    Engines,
+    Lease,
+    LeaseLostError,
+    Renewal,
+    fence,
+    holder_of,
+)
 from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
+from tinsmith.listen import open_mailbox
 from tinsmith.logs import configure_logs
 from tinsmith.models import Models
-from tinsmith.notify import Mailbox, engine_mailbox, socket_dir
+from tinsmith.notify import engine_mailbox
+from tinsmith.ops import ModelShape
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories, claim
@@ -46,18 +58,36 @@ def main() -> int:
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
     lock = claim(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.lock", wait=True)
     assert lock is not None
-    database = Database(settings.resolved_database_url)
-    engines = Engines(database)
-    engines.starting(shape.name)
+    # Connections of its own: a lease is renewed in the middle of the engine's transactions, too.
+    leases = Database(settings.resolved_database_url)
+    engines = Engines(leases, holder_of(settings.resolved_data_dir))
+    lease = engines.take(shape.name, settings.engine_lease_s)
+    if lease is None:
+        log.info("another engine has the lease", base_model=shape.name)
+        return EXIT_LEASE_HELD
+    renewal = Renewal(engines, lease, settings.engine_lease_s, lost=stopping.set)
+    try:
+        return _serve(shape, settings, engines, lease, stopping)
+    except LeaseLostError as error:
+        log.error("this engine was taken for dead; what it had not settled is left to its successor", reason=str(error))
+        return EXIT_LEASE_HELD
+    finally:
+        renewal.close()
+        leases.close()
+        lock.close()
+
+
+def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease, stopping: threading.Event) -> int:
     try:
         backend = backends.load(settings.backend, shape, **_options(settings))
         # Building the sampler now keeps its cost out of the first request.
         _ = backend.sampler
     except SettingsError as error:
-        engines.set_state(shape.name, "failed", str(error))
+        engines.release(shape.name, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
-    mailbox = Mailbox(socket_dir(settings.resolved_data_dir), engine_mailbox(shape.name))
+    database = Database(settings.resolved_database_url, fence(lease))
+    mailbox = open_mailbox(settings.resolved_database_url, settings.resolved_data_dir, engine_mailbox(shape.name))
     engine = Engine(shape, backend, open_nouns(database, settings), mailbox, settings)
     engines.set_state(shape.name, "ready")
     log.info("engine ready", base_model=shape.name)
@@ -65,14 +95,13 @@ def main() -> int:
         engine.run(stopping.is_set)
     finally:
         mailbox.close()
-        engines.set_state(shape.name, "stopped")
+        engines.release(shape.name, "stopped")
         database.close()
-        lock.close()
     return 0
 
 
 def open_nouns(database: Database, settings: Settings) -> Nouns:
-    root = settings.resolved_data_dir
+    root = settings.resolved_storage_dir
     return Nouns(
         futures=Futures(database),
         models=Models(database),
