@@ -113,9 +113,9 @@ def count_looks(harness: Harness) -> list[str]:
     looks: list[str] = []
     outcome = harness.services.futures.outcome
 
-    def look(tenant_id: str, request_id: str) -> Outcome | None:
+    def look(tenant_id: str, request_id: str, inline_bytes: int) -> Outcome | None:
         looks.append(request_id)
-        return outcome(tenant_id, request_id)
+        return outcome(tenant_id, request_id, inline_bytes)
 
     harness.services.futures.outcome = look  # type: ignore[method-assign]
     return looks

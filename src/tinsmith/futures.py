@@ -178,6 +178,29 @@ _ADVANCE = (
 )
 
 
+def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
+    created_at = now()
+    return {
+        "request_id": new.request_id,
+        "tenant_id": new.tenant_id,
+        "session_id": new.session_id,
+        "base_model": new.base_model,
+        "kind": new.kind,
+        "state": state,
+        "model_id": new.model_id,
+        "sampling_session_id": new.sampling_session_id,
+        "seq_id": new.seq_id,
+        "num_tokens": new.num_tokens,
+        "body_bytes": len(new.body) if state == "pending" else 0,
+        "error": str(refusal) if refusal else None,
+        "category": refusal.category if refusal else None,
+        "result_type": "json" if state == "done" else None,
+        "created_at": created_at,
+        "settled_at": None if state == "pending" else created_at,
+        "settle_order": None,
+    }
+
+
 class Futures:
     def __init__(self, db: Database, wake: Waker | None = None) -> None:
         self._db = db
@@ -188,25 +211,7 @@ class Futures:
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
         """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
-        created_at = now()
-        row = {
-            "request_id": new.request_id,
-            "tenant_id": new.tenant_id,
-            "session_id": new.session_id,
-            "base_model": new.base_model,
-            "kind": new.kind,
-            "state": "refused" if refusal else "pending",
-            "model_id": new.model_id,
-            "sampling_session_id": new.sampling_session_id,
-            "seq_id": new.seq_id,
-            "num_tokens": new.num_tokens,
-            "body_bytes": 0 if refusal else len(new.body),
-            "error": str(refusal) if refusal else None,
-            "category": refusal.category if refusal else None,
-            "created_at": created_at,
-            "settled_at": created_at if refusal else None,
-            "settle_order": None,
-        }
+        row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
         with self._db.write() as connection:
@@ -223,6 +228,18 @@ class Futures:
                 self._db.notify(connection, SERVER, [new.request_id])
         if self._wake:
             self._wake(new.base_model)
+        return new.request_id
+
+    def record(self, new: NewFuture, answer: bytes, effects: Sequence[sa.Executable] = ()) -> str:
+        """The same for a request that needs no engine: done at birth, in one transaction with what it makes."""
+        with self._db.write() as connection:
+            if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
+                return new.request_id
+            if connection.execute(self._add, _row(new, "done")).rowcount == 0:
+                return new.request_id
+            connection.execute(_ADD_RESULT, {"request_id": new.request_id, "body": answer})
+            for effect in effects:
+                connection.execute(effect)
         return new.request_id
 
     def _next_order(self, connection: sa.Connection, sampling_session_id: str) -> int:

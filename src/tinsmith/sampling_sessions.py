@@ -1,17 +1,30 @@
-"""Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target).
+"""Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target), and
+what was sampled of it, in the order in which it was settled.
 
 A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints;
 those of ephemeral publishes are created in the transaction that settles the publish.
+
+Several clients may share a sampling session: each has a number, and a block of CLONE_SIZE seq_ids of its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import SAMPLERS, SESSIONS, Database, now
+from tinsmith.db import FUTURES, RESULTS, SAMPLERS, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
+
+CLONE_SIZE = 1_000_000_000
+"""The seq_ids of one client of a sampling session."""
+
+MAX_COMPLETIONS = 1000
+"""Of one answer; whoever follows asks again for the rest."""
+
+_CHUNK = 500  # variables of one IN (...) clause
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +50,45 @@ class SamplingSession:
     num_clones: int
 
 
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A settled sample; `body_bytes` is the size of its result, None if it has none."""
+
+    request_id: str
+    settle_order: int
+    state: str
+    body_bytes: int | None
+
+
+# Built once: every poll asks.
+_COMPLETIONS = (
+    sa.select(
+        FUTURES.c.request_id,
+        FUTURES.c.settle_order,
+        FUTURES.c.state,
+        sa.func.length(RESULTS.c.body).label("body_bytes"),
+    )
+    .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+    .where(FUTURES.c.settle_order > sa.bindparam("after_order"))
+    .where(FUTURES.c.seq_id >= sa.bindparam("first_seq_id"), FUTURES.c.seq_id <= sa.bindparam("last_seq_id"))
+    .order_by(FUTURES.c.settle_order)
+    .limit(MAX_COMPLETIONS)
+)
+_LAST_ORDERS = sa.select(
+    SAMPLERS.c.sampling_session_id,
+    sa.select(sa.func.max(FUTURES.c.settle_order))
+    .where(FUTURES.c.sampling_session_id == SAMPLERS.c.sampling_session_id)
+    .scalar_subquery()
+    .label("settle_order"),
+).where(SAMPLERS.c.sampling_session_id.in_(sa.bindparam("sampling_session_ids", expanding=True)))
+_DELETE_RESULTS = RESULTS.delete().where(RESULTS.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+
+
 class SamplingSessions:
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._acknowledged: deque[str] = deque()  # appended to and taken from by different threads
 
     def create(self, new: NewSamplingSession) -> str:
         """Add a sampling session once; a repeated id changes nothing. Returns the id."""
@@ -59,6 +108,55 @@ class SamplingSessions:
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         return None if row is None else SamplingSession(**row._mapping)
+
+    def join(self, tenant_id: str, sampling_session_id: str) -> int:
+        """The number of one more client; its first one, who created the session, has 0. Raises NotFoundError."""
+        mine = SAMPLERS.c.sampling_session_id == sampling_session_id, SAMPLERS.c.tenant_id == tenant_id
+        with self._db.write() as connection:
+            joined = connection.execute(SAMPLERS.update().where(*mine).values(num_clones=SAMPLERS.c.num_clones + 1))
+            if joined.rowcount != 1:
+                raise NotFoundError(f"sampling_session_id {sampling_session_id!r} is unknown")
+            return connection.scalar(sa.select(SAMPLERS.c.num_clones).where(*mine)) or 0
+
+    def completions(self, sampling_session_id: str, clone: int, after_order: int) -> list[Completion]:
+        """What was settled of one client's samples after `after_order`, at most MAX_COMPLETIONS."""
+        asked = {
+            "sampling_session_id": sampling_session_id,
+            "first_seq_id": clone * CLONE_SIZE,
+            "last_seq_id": clone * CLONE_SIZE + CLONE_SIZE - 1,
+            "after_order": after_order,
+        }
+        with self._db.read() as connection:
+            return [Completion(**row._mapping) for row in connection.execute(_COMPLETIONS, asked)]
+
+    def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
+        """The newest settlement of each of these sampling sessions."""
+        found: dict[str, int | None] = {}
+        with self._db.read() as connection:
+            for start in range(0, len(sampling_session_ids), _CHUNK):
+                some = sampling_session_ids[start : start + _CHUNK]
+                rows = connection.execute(_LAST_ORDERS, {"sampling_session_ids": some})
+                found |= {row.sampling_session_id: row.settle_order for row in rows}
+        return found
+
+    def acknowledge(self, sampling_session_id: str, request_ids: Iterable[str]) -> None:
+        """Note that the client has these results of its sampling session; what belongs elsewhere is passed over.
+
+        A server that stops forgets it: they go with their session then.
+        """
+        mine = f"{sampling_session_id}:"
+        self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(mine))
+
+    def delete_acknowledged(self) -> int:
+        """Delete the results that were acknowledged since the last time; returns how many that were.
+
+        Not at once: a write for each poll would be in the way of every other.
+        """
+        ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
+        for start in range(0, len(ids), _CHUNK):
+            with self._db.write() as connection:
+                connection.execute(_DELETE_RESULTS, {"request_ids": ids[start : start + _CHUNK]})
+        return len(ids)
 
     def moved(self, version_id: str, directory: str) -> None:
         """Record where a version's files are, now that it left the engine's memory."""

@@ -26,6 +26,7 @@ from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
@@ -37,6 +38,7 @@ from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
@@ -141,6 +143,8 @@ def build(settings: Settings) -> Server:
         services.checkpoints,
         Directories(settings.resolved_storage_dir / "versions"),
         services.audit,
+        services.custom_losses,
+        services.sequences,
     )
     janitor = Janitor(settings, swept, lambda: database.alone("janitor"))
 
@@ -181,6 +185,8 @@ def _services(
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS})),
+        custom_losses=CustomLosses(database),
+        sequences=Sequences(database),
         sessions=Sessions(database),
         models=Models(database),
         sampling_sessions=SamplingSessions(database),

@@ -1,60 +1,176 @@
-"""Results: the long poll for a future.
+"""Results: the long polls, for one future or for all samples of a sampling session.
 
-A poll is held until the future settles, at most `hold_s`; then it is answered 408, and the client asks again
-at once. A failed future is a 200 with `error` and `category`: any other status would have the client retry or
-misread it. A result can be fetched any number of times, since an answer may be lost on its way.
+A poll is held until there is something to say, at most `hold_s`. A poll for one future is then answered 408, and one
+for a session 200 with nothing in it; the client asks again at once. A poll whose client went away ends, too. A failed
+future is a 200 with `error` and `category`: any other status would have the client retry or misread it. A result can
+be fetched any number of times, since an answer may be lost on its way, until the client acknowledges it; a large one
+is announced first to a client that asks for that, so that it can make room.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith.futures import Outcome
+from tinsmith.admission import check_position
+from tinsmith.errors import UserError
+from tinsmith.futures import UNBOUNDED
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
+from tinsmith.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import read_object
+from tinsmith.wire.fields import Fields, read_object, show
+
+T = TypeVar("T")
 
 RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
+
+INLINE_BYTES = 256 * 1024
+"""Results up to this size come at once even if the client would have them announced: a second request costs more."""
+
+MAX_ACKNOWLEDGED = 1_000_000
 
 
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    request_id = read_object(await read_body(request, JSON_TYPE)).text("request_id")
-    outcome = await _wait(services, tenant_id, request_id)
+    fields = read_object(await read_body(request, JSON_TYPE))
+    request_id = fields.text("request_id")
+    inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
+    outcome = await held(
+        request,
+        services.waiters.watch(request_id),
+        lambda: read(services, services.futures.outcome, tenant_id, request_id, inline_bytes),
+        services.settings.hold_s,
+    )
     if outcome is None:
         return await _try_again(services, request_id)
     if outcome.error is not None:
         return answer({"error": outcome.error, "category": outcome.category})
+    if outcome.body is None:
+        return answer({"status": "complete_metadata", "response_payload_size": outcome.body_bytes})
     assert outcome.result_type is not None
     return Response(outcome.body, media_type=RESULT_TYPES[outcome.result_type])
 
 
-async def _wait(services: Services, tenant_id: str, request_id: str) -> Outcome | None:
-    """The outcome, or None if there is none within `hold_s`. A wake-up is only a hint to look again."""
+async def retrieve_futures(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    poll = _session_poll(read_object(await read_body(request, JSON_TYPE)))
+    samplers = services.sampling_sessions
+    await read(services, samplers.get, tenant_id, poll.sampling_session_id)
+    samplers.acknowledge(poll.sampling_session_id, poll.acknowledged)
+
+    async def look() -> list[Completion] | None:
+        return await read(services, samplers.completions, poll.sampling_session_id, poll.clone, poll.cursor) or None
+
+    hold_s = services.settings.hold_s if poll.timeout_s is None else min(poll.timeout_s, services.settings.hold_s)
+    found = await held(request, services.waiters.watch_session(poll.sampling_session_id), look, hold_s) or []
+    cursor = found[-1].settle_order if found else poll.cursor
+    return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+
+
+def cancel_future(call: Call) -> JsonObject:
+    """Only samples can be cancelled; for everything else this is an answer without an effect."""
+    call.services.futures.cancel(call.tenant_id, call.fields().text("request_id"), "cancelled by the client")
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _SessionPoll:
+    sampling_session_id: str
+    clone: int
+    cursor: int
+    timeout_s: float | None
+    acknowledged: list[str]
+
+
+def _session_poll(fields: Fields) -> _SessionPoll:
+    target = fields.fields("target")
+    kind = target.text_or("type", "sampling_session")
+    if kind != "sampling_session":
+        raise UserError(f"target.type is {show(kind)}; it must be 'sampling_session'")
+    clone = check_position("target.cloned_sampler_id", target.integer_or("cloned_sampler_id", 0))
+    timeout_s = fields.number_or("timeout", None)
+    if timeout_s is not None and not timeout_s >= 0:
+        raise UserError(
+            f"timeout is {timeout_s}; it must be 0 or more seconds, or null for as long as the server likes"
+        )
+    return _SessionPoll(
+        sampling_session_id=target.text("sampling_session_id"),
+        clone=clone,
+        cursor=_cursor(fields.integer_or("prev_cursor", 0)),
+        timeout_s=timeout_s,
+        acknowledged=fields.texts_or_empty("retrieved_request_ids", max_items=MAX_ACKNOWLEDGED),
+    )
+
+
+def _cursor(value: int) -> int:
+    if value < 0:
+        raise UserError(f"prev_cursor is {value}; it must be 0, or the cursor of an earlier answer")
+    return value
+
+
+def _completion(completion: Completion) -> JsonObject:
+    if completion.state != "done":
+        return {"state": "failed", "request_id": completion.request_id}
+    return {
+        "state": "finished",
+        "request_id": completion.request_id,
+        "response_payload_uncompressed_size": completion.body_bytes,
+    }
+
+
+async def held(
+    request: Request,
+    watch: AbstractContextManager[asyncio.Event],
+    look: Callable[[], Awaitable[T | None]],
+    hold_s: float,
+) -> T | None:
+    """What `look` finds, or None if it finds nothing within `hold_s`. A wake-up is only a hint to look again.
+
+    Raises ClientDisconnect as soon as the client is known to have gone: nobody is left to answer.
+    """
+    services: Services = request.app.state.services
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + services.settings.hold_s
-    with services.waiters.watch(request_id) as woken:
-        while True:
-            woken.clear()
-            outcome = await _look(services, tenant_id, request_id)
-            if outcome is not None or services.waiters.closed:
-                return outcome
-            try:
-                async with asyncio.timeout_at(deadline):
+    deadline = loop.time() + hold_s
+    with watch as woken:
+        found = await look()
+        if found is not None or services.waiters.closed or hold_s <= 0:
+            return found
+        gone = asyncio.create_task(_client_gone(request))
+        gone.add_done_callback(lambda _: woken.set())
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
                     await woken.wait()
-            except TimeoutError:
-                return None
+                    woken.clear()
+                    if gone.done():
+                        raise ClientDisconnect
+                    found = await look()
+                    if found is not None or services.waiters.closed:
+                        return found
+        except TimeoutError:
+            return None
+        finally:
+            gone.cancel()
 
 
-async def _look(services: Services, tenant_id: str, request_id: str) -> Outcome | None:
+async def _client_gone(request: Request) -> None:
+    """Returns when the connection has ended; the body has been read before."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def read(services: Services, read: Callable[..., T], *args: object) -> T:
     """A read of SQLite in WAL mode waits for nobody and takes 0.1 ms, less than the way to a worker thread."""
     if services.reads_wait:
-        return await run(services.futures.outcome, tenant_id, request_id)
-    return services.futures.outcome(tenant_id, request_id)
+        return await run(read, *args)
+    return read(*args)
 
 
 async def _try_again(services: Services, request_id: str) -> Response:
@@ -64,13 +180,8 @@ async def _try_again(services: Services, request_id: str) -> Response:
     return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
 
 
-def cancel_future(call: Call) -> JsonObject:
-    """Only samples can be cancelled; for everything else this is an answer without an effect."""
-    call.services.futures.cancel(call.tenant_id, call.fields().text("request_id"), "cancelled by the client")
-    return {}
-
-
 ROUTES = [
     Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
     Route("/cancel_future", endpoint(cancel_future, JSON_TYPE), methods=["POST"]),
 ]

@@ -54,6 +54,11 @@ def get_sampler(call: Call) -> JsonObject:
     }
 
 
+def join_sampling_session(call: Call) -> JsonObject:
+    joined = call.services.sampling_sessions.join(call.tenant_id, call.fields().text("sampling_session_id"))
+    return {"type": "join_sampling_session", "client_counter": joined}
+
+
 def asample(call: Call) -> JsonObject:
     services, fields = call.services, call.fields()
     sampling_session = services.sampling_sessions.get(call.tenant_id, fields.text("sampling_session_id"))
@@ -82,7 +87,10 @@ def asample(call: Call) -> JsonObject:
     )
     if refusal is None:
         services.quotas.admit(new)
-    return {"request_id": services.futures.submit(new, refusal), "sample_sequence_ids": sequence_ids}
+    services.futures.submit(new, refusal)
+    if refusal is not None:
+        services.waiters.settled_from_thread([request_id])
+    return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
 
 
 def _most_tokens(sample: Sample, shape: ModelShape) -> int:
@@ -95,5 +103,6 @@ def _most_tokens(sample: Sample, shape: ModelShape) -> int:
 ROUTES = [
     Route("/asample", endpoint(asample, JSON_TYPE), methods=["POST"]),
     Route("/create_sampling_session", endpoint(create_sampling_session, JSON_TYPE), methods=["POST"]),
+    Route("/join_sampling_session", endpoint(join_sampling_session, JSON_TYPE), methods=["POST"]),
     Route("/samplers/{sampling_session_id}", endpoint(get_sampler), methods=["GET"]),
 ]
