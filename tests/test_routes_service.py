@@ -21,9 +21,8 @@ from tinker.types import (
 from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.downloads import DOWNLOAD
-from tinsmith.routes.unsupported import FEATURES
 
-OPEN = {PREFIX + "/healthz"}
+OPEN = {PREFIX + "/healthz", PREFIX + "/health", "/health"}
 SIGNED = {  # the link is the key
     PREFIX + "/sessions/{session_id}/trace",
     PREFIX + DOWNLOAD + "/files/{file}",
@@ -44,7 +43,7 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     assert config.parallel_fwdbwd_chunks
     assert config.pjwt_auth_enabled
     assert not config.sample_use_retrieve_futures
-    assert not config.sample_join_sampling_session
+    assert config.sample_join_sampling_session
     assert not config.custom_loss_server_side
     dynamic = ClientDynamicConfigResponse.model_validate(harness.ok("client/dynamic_config", {}))
     assert dynamic.sample_cancel_enabled
@@ -198,15 +197,6 @@ def test_a_wrong_session_is_a_400_that_names_the_field(harness: Harness, body: o
     answer = harness.post("create_session", body)
     assert answer.status_code == 400
     assert words in answer.json()["detail"]
-
-
-@pytest.mark.parametrize(("method", "path", "feature"), FEATURES)
-def test_what_is_not_built_yet_is_501_by_name(harness: Harness, method: str, path: str, feature: str) -> None:
-    filled = path.format(session_id="s", run_id="s:train:0", kind="weights", name="n").removeprefix("/")
-    answer = harness.send(method, filled, {})
-    assert answer.status_code == 501
-    assert feature in answer.json()["detail"]
-    assert answer.json()["detail"].endswith("not supported yet")
 
 
 def test_an_unknown_path_and_a_wrong_method_are_told_apart(harness: Harness) -> None:

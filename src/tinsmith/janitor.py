@@ -21,10 +21,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith import usage
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.models import Model, Models
 from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
@@ -54,6 +56,8 @@ class SweptParts:
     checkpoints: Checkpoints
     versions: Directories
     audit: Audit
+    custom_losses: CustomLosses
+    sequences: Sequences
 
 
 class Janitor:
@@ -76,6 +80,7 @@ class Janitor:
 
     def _sweep_alone(self) -> None:
         """Servers that share a database take turns; whoever comes second leaves it to the first."""
+        self._parts.samplers.delete_acknowledged()  # each server knows what its own polls were told
         with self._alone() as alone:
             if alone:
                 self.sweep()
@@ -99,6 +104,8 @@ class Janitor:
             parts.versions.discard(directory)
         if forgotten := parts.sessions.closed_before(now() - self._settings.result_grace_s):
             parts.futures.delete_of_sessions(forgotten, usage.folded)
+        parts.custom_losses.sweep(now() - self._settings.result_grace_s)
+        parts.sequences.sweep()
         for checkpoint in parts.checkpoints.sweep_expired():
             log.info("checkpoint expired", path=checkpoint.ref.path)
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})

@@ -18,8 +18,8 @@ CLIENT_FLAGS: JsonObject = {
     "proto_compress_fwdbwd": True,
     "use_pyqwest_transport": False,
     "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
-    "custom_loss_server_side": False,
+    "sample_join_sampling_session": True,
+    "custom_loss_server_side": True,
 }
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
