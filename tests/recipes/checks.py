@@ -1,0 +1,149 @@
+"""What must be true of a recipe's outcome besides its exit status: small makers of checks, combined in the table.
+
+A check takes an Outcome and fails by assertion. None knows a recipe by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import tinker
+
+from live import API_KEY
+from recipes.runner import Outcome
+
+Check = Callable[[Outcome], None]
+
+# The sampler and the trainer compute the same logprobs by different routes; float32 noise is about 1e-12 in the
+# squared estimate of the divergence and 1e-6 in the plain one.
+SAME_DISTRIBUTION_V1 = 1e-5
+SAME_DISTRIBUTION_V2 = 1e-9
+
+
+def logs(key: str, steps: int) -> Check:
+    """The metric has a finite value in exactly so many steps."""
+
+    def check(outcome: Outcome) -> None:
+        assert len(outcome.logged(key)) == steps, f"{key}: {outcome.logged(key)}"
+
+    return check
+
+
+def first(key: str, low: float, high: float) -> Check:
+    """The metric's first value lies in a range."""
+
+    def check(outcome: Outcome) -> None:
+        value = outcome.logged(key)[0]
+        assert low <= value <= high, f"{key} begins with {value}, not within {low} and {high}"
+
+    return check
+
+
+def always(key: str, low: float, high: float) -> Check:
+    """All of the metric's values lie in a range."""
+
+    def check(outcome: Outcome) -> None:
+        assert all(low <= value <= high for value in outcome.logged(key)), f"{key}: {outcome.logged(key)}"
+
+    return check
+
+
+def above(key: str, low: float) -> Check:
+    """All of the metric's values are greater than `low`."""
+
+    def check(outcome: Outcome) -> None:
+        assert all(value > low for value in outcome.logged(key)), f"{key}: {outcome.logged(key)}"
+
+    return check
+
+
+def falls(key: str) -> Check:
+    """The metric ends below its beginning."""
+
+    def check(outcome: Outcome) -> None:
+        values = outcome.logged(key)
+        assert values[-1] < values[0], f"{key}: {values}"
+
+    return check
+
+
+def moves(key: str) -> Check:
+    """The metric is not the same at every step."""
+
+    def check(outcome: Outcome) -> None:
+        assert len(set(outcome.logged(key))) > 1, f"{key}: {outcome.logged(key)}"
+
+    return check
+
+
+def on_policy(outcome: Outcome) -> None:
+    """What the trainer computes of the first batch of samples is what the sampler said of them."""
+    assert abs(outcome.logged("optim/kl_sample_train_v1")[0]) < SAME_DISTRIBUTION_V1
+    assert 0 <= outcome.logged("optim/kl_sample_train_v2")[0] < SAME_DISTRIBUTION_V2
+    assert outcome.logged("optim/entropy")[0] > 0
+
+
+def checkpoints(*names: str) -> Check:
+    """The run logged these checkpoints; the server lists them, a trainer loads them and a sampler draws from them."""
+
+    def check(outcome: Outcome) -> None:
+        saved = {row["name"]: row for row in outcome.checkpoints()}
+        assert set(saved) == set(names)
+        with tinker.ServiceClient(base_url=outcome.server.url, api_key=API_KEY) as service:
+            for row in saved.values():
+                _use(outcome, service, row)
+
+    return check
+
+
+def gone(name: str) -> Check:
+    """The run saved this checkpoint and deleted it: its row is logged, the server no longer lists it."""
+
+    def check(outcome: Outcome) -> None:
+        row = next(row for row in outcome.checkpoints() if row["name"] == name)
+        assert row["state_path"] not in _listed(outcome, row["state_path"])
+
+    return check
+
+
+def says(text: str) -> Check:
+    """The command printed this."""
+
+    def check(outcome: Outcome) -> None:
+        assert text in outcome.output, outcome.output[-3000:]
+
+    return check
+
+
+def at(directory: str, *within: Check) -> Check:
+    """The checks hold of another log directory of the same command."""
+
+    def check(outcome: Outcome) -> None:
+        for one in within:
+            one(outcome.at(directory))
+
+    return check
+
+
+def _use(outcome: Outcome, service: tinker.ServiceClient, row: dict[str, str]) -> None:
+    listed = _listed(outcome, row["state_path"])
+    assert row["state_path"] in listed
+    model = service.create_training_client_from_state_with_optimizer(row["state_path"]).result()
+    assert model.get_info().is_lora
+    if "sampler_path" not in row:
+        return
+    assert row["sampler_path"] in listed
+    sampler = service.create_sampling_client(row["sampler_path"]).result()
+    prompt = tinker.ModelInput.from_ints([40, 41, 42])
+    logprobs = sampler.compute_logprobs(prompt).result()
+    assert logprobs[0] is None
+    assert all(logprob is not None and math.isfinite(logprob) and logprob < 0 for logprob in logprobs[1:])
+
+
+def _listed(outcome: Outcome, path: str) -> set[str]:
+    """The checkpoints that the server has of the training run that `path` is of."""
+    run_id = path.removeprefix("tinker://").split("/")[0]
+    answer = outcome.server.get(f"training_runs/{run_id}/checkpoints")
+    assert answer.status_code == 200, answer.text
+    return {checkpoint["tinker_path"] for checkpoint in answer.json()["checkpoints"]}

@@ -1,0 +1,42 @@
+"""The working directory and the server that the selected recipes need, made once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from live import LiveServer, serving
+from recipes.table import Row
+from recipes.workplace import MODELS, make_workplace
+
+
+@pytest.fixture(scope="session")
+def recipe_models(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """The models that the selected tests of this package ask for: each costs the server a process."""
+    wanted: set[str] = {"local/tiny"}
+    for item in request.session.items:
+        parameters = (
+            item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        )
+        wanted.update(model for value in parameters if isinstance(value, Row) for model in value.models)
+    return tuple(name for name in MODELS if name in wanted)
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory, recipe_models: tuple[str, ...]) -> Path:
+    """A directory where recipes find tokenizers and data sets, as on a machine without internet."""
+    directory = tmp_path_factory.mktemp("recipes")
+    make_workplace(directory, recipe_models)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def recipe_server(
+    tmp_path_factory: pytest.TempPathFactory, workplace: Path, recipe_models: tuple[str, ...]
+) -> Iterator[LiveServer]:
+    """A live server with the torch backend, a process for each model."""
+    served = [argument for name in recipe_models for argument in ("--model", f"{name}={workplace / name}")]
+    with serving(tmp_path_factory.mktemp("recipe_server") / "data", *served) as server:
+        yield server
