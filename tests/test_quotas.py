@@ -351,6 +351,18 @@ def test_full_storage_takes_no_checkpoint_and_still_publishes(tmp_path: Path, pa
         close(harness)
 
 
+def test_full_storage_takes_no_copy(tmp_path: Path) -> None:
+    harness = harness_with(tmp_path, checkpoint_bytes=1)
+    try:
+        source = harness.saved(harness.model())
+        copy = {"source_path": source, "destination_project_id": "p"}
+        assert_refused(harness.post("copy_weights", copy), "checkpoint_bytes")
+        harness.services.quotas._defaults = Limits()
+        assert harness.post("copy_weights", copy).status_code == 200
+    finally:
+        close(harness)
+
+
 def test_unloading_is_never_refused(tmp_path: Path) -> None:
     harness = harness_with(tmp_path, queued_requests=1)
     try:

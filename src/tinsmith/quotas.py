@@ -114,8 +114,10 @@ class Quotas:
         if count >= limit:
             raise _exceeded("models", f"{count} models are loaded", limit, "unload one, or end its session", 5.0)
 
-    def admit_checkpoint(self, tenant_id: str, request_id: str) -> None:
-        """Raises TooManyRequestsError if the tenant's checkpoints fill its space already."""
+    def admit_checkpoint(self, tenant_id: str, request_id: str | None = None) -> None:
+        """Raises TooManyRequestsError if the tenant's checkpoints fill its space already. `request_id` is that of the
+        save, where it is a future.
+        """
         limit = self.limits(tenant_id).checkpoint_bytes
         if not limit:
             return
@@ -125,7 +127,7 @@ class Quotas:
                     CHECKPOINTS.c.tenant_id == tenant_id
                 )
             )
-        if stored is not None and stored >= limit and not self._is_stored(request_id):
+        if stored is not None and stored >= limit and not (request_id and self._is_stored(request_id)):
             used = f"the checkpoints take {stored} bytes"
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 

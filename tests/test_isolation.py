@@ -1,0 +1,233 @@
+"""What is one tenant's is, to every other, not there: on every route that takes an id, and through the real SDK.
+
+The cases are held against the route table, so that a route without one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from httpx import Response
+from starlette.routing import Route
+
+from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
+from tinsmith.routes import API, PREFIX
+from tinsmith.wire.bodies import PROTO_TYPE
+
+
+@dataclass(frozen=True, slots=True)
+class Things:
+    """One of everything that alice has."""
+
+    session_id: str
+    model_id: str
+    sampler_id: str
+    weights: str  # a path
+    export: str
+
+    def fill(self, path: str) -> str:
+        return path.format(
+            session_id=self.session_id,
+            run_id=self.model_id,
+            kind="external_weights" if path.endswith("external_weights_urls") else "weights",
+            name="one",
+            sampling_session_id=self.sampler_id,
+        )
+
+
+def load(things: Things) -> dict[str, object]:
+    return {"model_id": things.model_id, "seq_id": 5, "path": things.weights, "optimizer": False}
+
+
+def custom_loss(things: Things) -> dict[str, object]:
+    node = {"op": "output", "args": []}
+    graph = {"format": 1, "nodes": [node]}
+    return {"session_id": things.session_id, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": graph}
+
+
+# The body of each route that takes ids in its body; those with ids in their path need none here.
+BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
+    "/retrieve_future": lambda things: {"request_id": f"{things.model_id}:0"},
+    "/retrieve_futures": lambda things: {
+        "target": {"type": "sampling_session", "sampling_session_id": things.sampler_id},
+        "timeout": 0,
+    },
+    "/cancel_future": lambda things: {"request_id": f"{things.model_id}:0"},
+    "/asample": lambda things: sample_request(things.sampler_id, 5),
+    "/create_sampling_session": lambda things: {
+        "session_id": things.session_id,
+        "sampling_session_seq_id": 5,
+        "base_model": BASE,
+    },
+    "/join_sampling_session": lambda things: {
+        "session_id": things.session_id,
+        "sampling_session_id": things.sampler_id,
+    },
+    "/forward_backward": lambda things: pass_bytes(things.model_id, 5),
+    "/forward": lambda things: pass_bytes(things.model_id, 5),
+    "/optim_step": lambda things: {"model_id": things.model_id, "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
+    "/save_weights": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
+    "/save_weights_for_sampler": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
+    "/save_weights_external": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
+    "/session_heartbeat": lambda things: {"session_id": things.session_id},
+    "/sessions/{session_id}/finish": lambda _things: {"reason": {"type": "success"}},
+    "/sessions/{session_id}/project": lambda _things: {"project_id": "p"},
+    "/create_model": lambda things: {"session_id": things.session_id, "model_seq_id": 5, "base_model": BASE},
+    "/load_weights": load,
+    "/get_info": lambda things: {"model_id": things.model_id},
+    "/unload_model": lambda things: {"model_id": things.model_id},
+    "/weights_info": lambda things: {"tinker_path": things.weights},
+    "/copy_weights": lambda things: {"source_path": things.weights, "destination_project_id": "p"},
+    "/create_custom_loss": custom_loss,
+    "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda _things: {"ttl_seconds": 3600},
+}
+
+# Routes that take no id: they speak of the server, or of everything of whoever asks.
+WITHOUT_IDS = {
+    "/healthz",
+    "/client/config",
+    "/client/dynamic_config",
+    "/get_server_capabilities",
+    "/telemetry",
+    "/auth/token",
+    "/auth/apikey/me",
+    "/create_session",
+}
+# Of these: what lists or counts the tenant's own things.
+LISTINGS = {
+    "/sessions": "",
+    "/sessions/search": "",
+    "/training_runs": "",
+    "/checkpoints": "",
+    "/audit": "?event_type=all&event_date=2020-01-01",
+    "/billing/usage/events": "",
+    "/billing/usage/checkpoints/current": "",
+}
+# Routes whose link is the permission; test_routes_downloads.py shows what it takes.
+BY_LINK = {"/sessions/{session_id}/trace"}
+
+
+def is_link(path: str) -> bool:
+    return path.startswith("/downloads/") or path in BY_LINK
+
+
+def id_routes() -> list[tuple[str, str]]:
+    """(method, path below the prefix) of every route that takes ids and a key."""
+    return [
+        (method, path)
+        for route in API
+        for method in sorted((route.methods or set()) - {"HEAD"})
+        if (path := route.path.removeprefix(PREFIX)) not in WITHOUT_IDS and path not in LISTINGS and not is_link(path)
+    ]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield made
+    close(made)
+
+
+def things_of(harness: Harness, key: str = ALICE) -> Things:
+    session_id = harness.session(key)
+    model_id = harness.model(session_id, key=key)
+    return Things(
+        session_id,
+        model_id,
+        harness.sampler(session_id, key=key),
+        harness.saved(model_id),
+        harness.saved(model_id, "external_weights"),
+    )
+
+
+def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> Response:
+    body = BODIES.get(path, lambda _things: {})(things)
+    headers = {"X-API-Key": key}
+    url = PREFIX + things.fill(path)
+    if isinstance(body, bytes):
+        return harness.client.request(method, url, content=body, headers=headers | {"Content-Type": PROTO_TYPE})  # type: ignore[return-value]
+    return harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)  # type: ignore[return-value]
+
+
+def test_every_route_is_sorted_into_those_with_ids_and_those_without() -> None:
+    """A new route must say which it is; one with ids must have them in its path, or a body here."""
+    paths = {route.path.removeprefix(PREFIX) for route in API if isinstance(route, Route)}
+    assert set(BODIES) <= paths
+    assert set(LISTINGS) | WITHOUT_IDS <= paths
+    for _method, path in id_routes():
+        assert "{" in path or path in BODIES, f"{path} takes ids in its body: add one to BODIES"
+
+
+@pytest.mark.parametrize(("method", "path"), id_routes())
+def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, method: str, path: str) -> None:
+    things = things_of(harness)
+    before = harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())
+    refused = ask(harness, method, path, things, BOB)
+    assert refused.status_code == 404, refused.text
+    assert "alice" not in refused.text
+    assert (harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())) == before
+    assert ask(harness, method, path, things, ALICE).status_code != 404
+
+
+@pytest.mark.parametrize("path", LISTINGS)
+def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, path: str) -> None:
+    things = things_of(harness)
+    (route,) = (route for route in API if route.path == PREFIX + path)
+    (method,) = (route.methods or set()) - {"HEAD"}
+    answer = harness.send(method, path.removeprefix("/") + LISTINGS[path], {} if method == "POST" else None, BOB)
+    assert things.session_id not in answer.text
+    assert "alice" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_model", {"model_seq_id": 7, "base_model": BASE}),
+        ("load_weights", {"model_seq_id": 7, "path": "{weights}", "optimizer": False}),
+        ("create_sampling_session", {"sampling_session_seq_id": 7, "model_path": "{weights}"}),
+        ("weights_info", {"tinker_path": "{weights}"}),
+        ("copy_weights", {"source_path": "{weights}", "model_seq_id": 7}),
+    ],
+)
+def test_anothers_checkpoint_opens_in_ones_own_session_only_when_published(
+    harness: Harness, path: str, body: dict[str, object]
+) -> None:
+    things = things_of(harness)
+    filled = {name: things.weights if value == "{weights}" else value for name, value in body.items()}
+    filled |= {} if path == "weights_info" else {"session_id": harness.session(BOB)}
+
+    def answer() -> str:
+        sent = harness.post(path, filled, BOB)
+        if sent.status_code != 200:
+            return sent.text
+        request_id = sent.json().get("request_id")
+        polled = harness.post("retrieve_future", {"request_id": request_id}, BOB) if request_id else sent
+        return polled.text
+
+    if path != "create_model":
+        assert "does not exist" in answer()
+        if "model_seq_id" in filled:
+            filled["model_seq_id"] = 8  # the first number is used
+    run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
+    published = harness.send("POST", f"training_runs/{run_id}/checkpoints/{kind}/{name}/publish")
+    assert published.status_code == 200
+    assert "does not exist" not in answer()
+
+
+@pytest.mark.parametrize(
+    ("method", "action"), [("DELETE", ""), ("PUT", "/ttl"), ("POST", "/publish"), ("DELETE", "/publish")]
+)
+def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
+    harness: Harness, method: str, action: str
+) -> None:
+    things = things_of(harness)
+    run_id, kind, name = things.weights.removeprefix("tinker://").split("/")
+    path = f"training_runs/{run_id}/checkpoints/{kind}/{name}"
+    harness.send("POST", f"{path}/publish")
+    body = {"ttl_seconds": 3600} if action == "/ttl" else None
+    assert harness.send(method, path + action, body, BOB).status_code == 404
+    assert harness.post("weights_info", {"tinker_path": things.weights}, BOB).status_code == 200
+    assert harness.send(method, path + action, body, ALICE).status_code == 200
