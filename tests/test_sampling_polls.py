@@ -6,9 +6,9 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -27,6 +27,8 @@ from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.routes.futures import INLINE_BYTES
 from tinsmith.sampling_sessions import CLONE_SIZE, MAX_COMPLETIONS, NewSamplingSession, SamplingSessions
+
+T = TypeVar("T")
 
 SAMPLER = "s:sample:0"
 
@@ -162,8 +164,8 @@ def test_two_writers_give_every_settlement_a_number_of_its_own_and_no_poll_misse
 # When a poll is answered.
 
 
-def in_app(harness: Harness, work: Any) -> Any:
-    async def run() -> Any:
+def in_app(harness: Harness, work: Callable[[httpx.AsyncClient], Coroutine[Any, Any, T]]) -> T:
+    async def run() -> T:
         transport = httpx.ASGITransport(app=harness.app)
         headers = {"X-API-Key": ALICE}
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1/api/v1/", headers=headers) as web:

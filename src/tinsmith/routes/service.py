@@ -17,7 +17,6 @@ CLIENT_FLAGS: JsonObject = {
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": True,
     "use_pyqwest_transport": False,
-    "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": True,
     "custom_loss_server_side": True,
 }
@@ -28,8 +27,8 @@ async def healthz(_request: Request) -> Response:
     return answer({"status": "ok"})
 
 
-def client_config(_call: Call) -> JsonObject:
-    return CLIENT_FLAGS
+def client_config(call: Call) -> JsonObject:
+    return CLIENT_FLAGS | {"sample_use_retrieve_futures": call.services.settings.session_polls}
 
 
 def dynamic_config(_call: Call) -> JsonObject:
