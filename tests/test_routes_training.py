@@ -210,7 +210,7 @@ def test_a_pass_without_a_number_is_a_400(harness: Harness, seq_id: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("seq_id", "words"), [(None, "seq_id is missing"), (0, "seq_id is 0"), (2**63, "64 bits"), (1.0, "seq_id is 1.0")]
+    ("seq_id", "words"), [(0, "seq_id is 0"), (2**63, "64 bits"), (1.0, "seq_id is 1.0")]
 )
 def test_a_step_without_a_number_is_a_400(harness: Harness, seq_id: object, words: str) -> None:
     answer = harness.post("optim_step", {"model_id": harness.model(), "seq_id": seq_id, "adam_params": {}})
@@ -290,7 +290,8 @@ def test_an_operation_on_a_lost_model_is_refused_with_the_reason(harness: Harnes
         ({}, b"\xff\xff", 400, "not a ForwardBackwardRequest"),
         ({"content_encoding": "zstd"}, b"not zstd", 400, "not one whole zstd frame"),
         ({"content_encoding": "br"}, b"", 415, "'br'"),
-        ({"Content-Type": "application/json"}, b"{}", 415, "application/x-protobuf"),
+        ({"Content-Type": "application/json"}, b"{}", 400, "model_id is missing"),
+        ({"Content-Type": "text/plain"}, b"{}", 415, "application/x-protobuf"),
         ({}, b"\0" * (MAX_BODY_BYTES + 1), 413, str(MAX_BODY_BYTES)),
         (
             {"content_encoding": "zstd"},
@@ -434,3 +435,17 @@ def test_ids_of_one_key_never_reach_anothers_queue(harness: Harness) -> None:
         f"{mine}:1": "alice",
         f"{theirs}:1": "bob",
     }
+
+
+def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harness) -> None:
+    twin = dataclasses.replace(harness.services.bases.get(BASE), name="local/longer", max_context_length=32)
+    shapes = (*harness.services.bases.shapes, twin)
+    services = dataclasses.replace(harness.services, bases=Bases(shapes))
+    client = TestClient(create_app(services), base_url="http://127.0.0.1")
+    both = dataclasses.replace(harness, services=services, client=client)
+    session_id = both.session()
+    path = both.checkpoint(both.model(session_id))
+    future = both.ok("load_weights", load(session_id, path, base_model=twin.name))
+    model = services.models.get("alice", future["model_id"])
+    assert (model.base_model, model.state) == (twin.name, "creating")
+    assert [row.request_id for row in services.futures.incoming(twin.name, 0)] == [future["request_id"]]

@@ -1,6 +1,6 @@
 """The base models that this server offers: names, directories and the limits that requests are checked against.
 
-Reads only `config.json`, so that the server can know a model without loading it. A hub id is resolved to a local
+Reads only its JSON files, so that the server can know a model without loading it. A hub id is resolved to a local
 directory (downloading it, if the machine may) before anything starts.
 """
 
@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from tinsmith import nano
 from tinsmith.errors import NotFoundError, SettingsError
@@ -66,6 +67,32 @@ def read_shape(name: str, directory: Path) -> ModelShape:
         )
     except KeyError as error:
         raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+
+
+def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
+    """What the model's directory says of its tokenizer; null where it says nothing."""
+    config = _json_object(Path(shape.path) / "tokenizer_config.json")
+    added = cast("list[dict[str, object]]", _json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
+    ids = {token["content"]: token["id"] for token in added}
+    named = {
+        kind: token.get("content") if isinstance(token, dict) else token
+        for kind in ("pad", "eos", "bos", "unk")
+        if (token := config.get(f"{kind}_token"))
+    }
+    return {
+        "tokenizer_type": config.get("tokenizer_class"),
+        "model_max_length": shape.max_context_length,
+        **{f"{kind}_token_id": ids.get(named.get(kind)) for kind in ("pad", "eos", "bos")},
+        "special_tokens": {f"{kind}_token": token for kind, token in named.items()},
+    }
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _resolve_one(entry: str) -> ModelShape:

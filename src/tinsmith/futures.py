@@ -322,6 +322,17 @@ class Futures:
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
+    def kind_of(self, tenant_id: str, request_id: str) -> str | None:
+        mine = (FUTURES.c.request_id == request_id) & (FUTURES.c.tenant_id == tenant_id)
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.kind).where(mine))
+
+    def next_seq_id(self, model_id: str) -> int:
+        """The number after the highest that any request of a model has; another request may take it first."""
+        with self._db.read() as connection:
+            highest = connection.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
+        return 1 if highest is None else highest + 1
+
     def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
         """Forget all settled futures of ended sessions; returns how many.
 

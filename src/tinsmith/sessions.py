@@ -209,10 +209,12 @@ class Sessions:
             connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
         return True
 
-    def closed_before(self, moment: float, limit: int = 100) -> list[str]:
-        """Sessions that were closed before `moment` and still have settled futures to forget."""
+    def closed_before(self, moment: float, limit: int = 100, *, tenant_id: str | None = None) -> list[str]:
+        """Sessions (of one tenant) that were closed before `moment` and still have settled futures to forget."""
         has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state != "pending")
         query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < moment, has_futures).limit(limit)
+        if tenant_id is not None:
+            query = query.where(SESSIONS.c.tenant_id == tenant_id)
         with self._db.read() as connection:
             return list(connection.scalars(query))
 

@@ -13,8 +13,10 @@ from tinsmith.routes import (
     auth,
     checkpoints,
     copies,
+    dialect,
     downloads,
     futures,
+    losses,
     models,
     sampling,
     search,
@@ -22,7 +24,6 @@ from tinsmith.routes import (
     sessions,
     traces,
     training,
-    unsupported,
     usage,
     weights,
 )
@@ -42,6 +43,7 @@ API = [
         sessions,
         search,
         models,
+        losses,
         checkpoints,
         copies,
         downloads,
@@ -50,7 +52,7 @@ API = [
         audit,
         traces,
         service,
-        unsupported,
+        dialect,
     )
     for route in noun.ROUTES
-]
+] + dialect.ROOT_ROUTES

@@ -4,11 +4,16 @@ What cannot be attributed (no such model, an ended session, no sequence number) 
 else is stored, valid or not: an invalid request is a future that is refused at birth, so that its number
 counts as used and the client reads the reason where it waits for the result. The request_id is made of the
 model and the number: a request that is sent twice finds the future that it made before.
+
+JSON operations of older clients come without a number and take the model's next one as they arrive. Such a request
+that is sent twice is two requests, and their client must not send one before it has the last one's answer.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from dataclasses import replace
 
 from tinsmith.admission import check_seq_id
 from tinsmith.errors import GoneError, NotFoundError, TooManyRequestsError, UserError
@@ -24,9 +29,10 @@ Judge = Callable[[Model, str], int]
 """Checks a request for (model, request_id); answers its tokens, or raises UserError."""
 
 
-def submit_operation(call: Call, kind: str, model_id: str, seq_id: int, judge: Judge) -> JsonObject:
-    """Store one operation on a model."""
-    check_seq_id(seq_id, first=1)
+def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, judge: Judge) -> JsonObject:
+    """Store one operation on a model; without a seq_id it takes the next."""
+    if seq_id is not None:
+        check_seq_id(seq_id, first=1)
     model = owned_model(call, model_id)
     request_id = f"{model.model_id}:{seq_id}"
     num_tokens, refusal = 0, None
@@ -50,8 +56,23 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int, judge: J
     )
     if refusal is None:
         call.services.quotas.admit(new)
-    call.services.futures.submit(new, refusal)
+    if seq_id is None:
+        request_id = _submit_next(call, new, refusal)
+    else:
+        call.services.futures.submit(new, refusal)
     return {"request_id": request_id, "model_id": model.model_id}
+
+
+def _submit_next(call: Call, new: NewFuture, refusal: UserError | None) -> str:
+    """Store a request under the next number of its model. The id is its own, so that it shows whose the number is."""
+    futures = call.services.futures
+    assert new.model_id is not None
+    while True:
+        seq_id = futures.next_seq_id(new.model_id)
+        request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
+        futures.submit(replace(new, request_id=request_id, seq_id=seq_id), refusal)
+        if futures.kind_of(new.tenant_id, request_id) is not None:
+            return request_id
 
 
 def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> JsonObject:
@@ -64,7 +85,7 @@ def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields]
             call.services.quotas.admit_checkpoint(call.tenant_id, request_id)
         return 0
 
-    return submit_operation(call, kind, fields.text("model_id"), fields.integer("seq_id"), judge)
+    return submit_operation(call, kind, fields.text("model_id"), fields.integer_or("seq_id", None), judge)
 
 
 def owned_model(call: Call, model_id: str) -> Model:

@@ -67,6 +67,9 @@ class Fields:
             raise self._wrong(name, "an integer of at most 64 bits")
         return value
 
+    def number(self, name: str) -> float:
+        return self._required(name, self.number_or(name, None))
+
     def number_or(self, name: str, default: T) -> float | T:
         value = self.values.get(name)
         if value is None:
