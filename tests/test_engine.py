@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
 from tinsmith.engine import QUIET_S, Engine, Nouns
 from tinsmith.engine.operations import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
@@ -74,9 +75,9 @@ class FlakyBackend(FakeBackend):
 class Bench:
     """One database and data directory, and the engines that live on it one after the other."""
 
-    def __init__(self, directory: Path, sockets: Path) -> None:
+    def __init__(self, directory: Path, sockets: Path, url: str = "") -> None:
         self.directory = directory
-        self.db = Database(fresh_url(directory))
+        self.db = Database(url or fresh_url(directory))
         self.mailbox = Mailbox(sockets, "engine")
         self.server_mailbox = Mailbox(sockets, "server")
         self.futures = Futures(self.db, lambda _base: self.server_mailbox.wake("engine"))
@@ -96,6 +97,7 @@ class Bench:
             self.checkpoints,
             Directories(self.directory / "versions"),
             Directories(self.directory / "snapshots"),
+            CustomLosses(self.db),
         )
         self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
         self.engine.start()

@@ -1,0 +1,178 @@
+"""Wake-ups through Postgres: with the commit and not before, whatever their size, across broken connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from databases import POSTGRES, fresh_url
+from test_engine import BASE, Bench
+from tinsmith.db import MAX_NOTIFY_BYTES, Database
+from tinsmith.futures import Futures, NewFuture, Settlement
+from tinsmith.listen import PostgresMailbox, open_mailbox
+from tinsmith.models import Models, NewModel
+from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox, engine_mailbox
+from tinsmith.ops import LoraSpec
+
+SOON_S = 0.5 * SAFETY_POLL_S
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return fresh_url(tmp_path, POSTGRES)
+
+
+@pytest.fixture
+def db(url: str) -> Iterator[Database]:
+    made = Database(url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mailbox(url: str) -> Iterator[PostgresMailbox]:
+    made = PostgresMailbox(url, "server")
+    assert made.wait(10) and made.drain() == {""}, "it says when it listens"
+    yield made
+    made.close()
+
+
+def received(mailbox: PostgresMailbox, enough: Callable[[set[str]], bool]) -> set[str]:
+    ids: set[str] = set()
+    deadline = time.monotonic() + 10
+    while not enough(ids) and mailbox.wait(deadline - time.monotonic()):
+        ids |= mailbox.drain()
+    return ids
+
+
+def test_a_wake_up_comes_with_the_commit_and_not_before(db: Database, mailbox: PostgresMailbox) -> None:
+    with db.write() as connection:
+        db.notify(connection, "server", ["a", "b"])
+        assert not mailbox.wait(0.2)
+    assert received(mailbox, lambda ids: "a" in ids) == {"a", "b"}
+    assert not mailbox.wait(0.0) and mailbox.drain() == set()
+
+
+def test_what_is_not_committed_wakes_nobody(db: Database, mailbox: PostgresMailbox) -> None:
+    with pytest.raises(RuntimeError), db.write() as connection:
+        db.notify(connection, "server", ["a"])
+        raise RuntimeError
+    assert not mailbox.wait(0.2)
+
+
+def test_ids_arrive_whole_however_many(db: Database, mailbox: PostgresMailbox) -> None:
+    ids = {f"{'x' * 100}:{index}" for index in range(2000)}
+    assert len("\n".join(ids)) > 20 * MAX_NOTIFY_BYTES
+    with db.write() as connection:
+        db.notify(connection, "server", ids)
+    assert received(mailbox, lambda found: found >= ids) == ids
+
+
+def test_channels_are_apart(db: Database, mailbox: PostgresMailbox) -> None:
+    with db.write() as connection:
+        db.notify(connection, "engine", ["a"])
+    assert not mailbox.wait(0.2)
+
+
+def test_a_broken_connection_is_opened_again_and_says_that_something_may_be_missing(
+    db: Database, mailbox: PostgresMailbox
+) -> None:
+    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE "
+    with db.read() as connection:
+        assert connection.scalar(sa.text(others + "'LISTEN %'")), "one was cut"
+    assert received(mailbox, lambda ids: "" in ids) == {""}
+    with db.write() as connection:
+        db.notify(connection, "server", ["a"])
+    assert received(mailbox, lambda ids: "a" in ids) == {"a"}
+
+
+def test_closing_takes_no_time(url: str) -> None:
+    for reachable in (url, "postgresql://nobody@127.0.0.1:1/none"):
+        mailbox = PostgresMailbox(reachable, "server")
+        started = time.monotonic()
+        mailbox.close()
+        assert time.monotonic() - started < 5
+
+
+def test_the_database_decides_how_wake_ups_go(url: str, tmp_path: Path) -> None:
+    opened = [open_mailbox(url, tmp_path, "engine"), open_mailbox("sqlite:///x.db", tmp_path, "engine")]
+    assert [type(mailbox) for mailbox in opened] == [PostgresMailbox, Mailbox]
+    for mailbox in opened:
+        mailbox.close()
+
+
+def test_submissions_wake_the_engine_and_settlements_the_servers(url: str, db: Database) -> None:
+    engine, server = PostgresMailbox(url, engine_mailbox("base")), PostgresMailbox(url, SERVER)
+    for listening in (engine, server):
+        received(listening, lambda ids: "" in ids)
+    futures = Futures(db)
+    request_id = futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
+    assert received(engine, lambda ids: bool(ids)) == {request_id}
+    futures.settle([Settlement(request_id, b"")], {})
+    assert received(server, lambda ids: bool(ids)) == {request_id}
+    futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
+    assert not engine.wait(0.2), "what was there already is no news"
+    engine.close()
+    server.close()
+
+
+class _Slow(Database):
+    """Commits a submission when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.inserted, self.go = threading.Event(), threading.Event()
+
+    def notify(self, connection: Connection, channel: str, ids: Sequence[str]) -> None:  # type: ignore[override]
+        super().notify(connection, channel, ids)
+        self.inserted.set()
+        assert self.go.wait(30)
+
+
+def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slow_poll(
+    tmp_path: Path, url: str
+) -> None:
+    bench = Bench(tmp_path, tmp_path, url)
+    bench.engine._mailbox = mailbox = PostgresMailbox(url, engine_mailbox(BASE))
+    model = bench.model()
+    slow = _Slow(url)
+    body = b'{"seq_id": 1, "adam_params": {"learning_rate": 1}}'
+    first = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", body, model_id=model, seq_id=1)
+    thread = threading.Thread(target=Futures(slow).submit, args=(first,))
+    thread.start()
+    assert slow.inserted.wait(10)
+    second = bench.step(model, 2)
+    bench.turns()
+    assert bench.outcome(second) is None, "it waits for the first"
+    bench.engine._next_check = time.monotonic() + 60  # no slow poll helps
+    slow.go.set()
+    thread.join()
+    deadline = time.monotonic() + SOON_S + 5
+    while bench.outcome(second) is None and time.monotonic() < deadline:
+        bench.engine.turn(SOON_S)
+    assert bench.outcome(second) is not None
+    mailbox.close()
+    slow.close()
+    bench.close()
+
+
+def test_creations_at_once_make_one(url: str) -> None:
+    databases = [Database(url) for _ in range(6)]
+    new = NewModel("s:train:0", "s", "alice", "base", LoraSpec(4))
+    made: list[float] = []
+    threads = [
+        threading.Thread(target=lambda db=db: made.append(Models(db).create(new).created_at)) for db in databases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for database in databases:
+        database.close()
+    assert len(made) == 6 and len(set(made)) == 1, "all were given the row of the first"
