@@ -105,6 +105,7 @@ def peft_logprobs(directory: Path) -> np.ndarray:
     return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
 
 
+@pytest.mark.covers("tinker checkpoint download", "POST /save_weights_external")
 def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
     for path in (trained.training, trained.export):
         run = trained.process if path == trained.training else trained.cli
@@ -121,6 +122,7 @@ def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained,
     assert "cannot be downloaded" in trained.cli("checkpoint", "download", trained.sampler, status=1)
 
 
+@pytest.mark.covers("tinker checkpoint info", "tinker checkpoint list")
 def test_info_and_list_show_what_a_checkpoint_is(trained: Trained) -> None:
     found = trained.json("checkpoint", "info", trained.training)
     assert (found["checkpoint_id"], found["checkpoint_type"]) == ("weights/state", "training")
@@ -137,12 +139,14 @@ def test_info_and_list_show_what_a_checkpoint_is(trained: Trained) -> None:
     assert listed[trained.sampler]["size_bytes"] < found["size_bytes"]  # no optimizer state
 
 
+@pytest.mark.covers("tinker checkpoint publish", "tinker checkpoint unpublish")
 def test_publish_and_unpublish_twice_each(trained: Trained) -> None:
     for command, public in (("publish", True), ("publish", True), ("unpublish", False), ("unpublish", False)):
         trained.cli("checkpoint", command, trained.sampler)
         assert trained.checkpoints()[trained.sampler]["public"] is public
 
 
+@pytest.mark.covers("tinker checkpoint set-ttl")
 def test_a_ttl_is_set_refused_and_removed(trained: Trained) -> None:
     trained.cli("checkpoint", "set-ttl", trained.sampler, "--ttl", "3600")
     assert trained.checkpoints()[trained.sampler]["expires_at"] is not None
@@ -152,6 +156,7 @@ def test_a_ttl_is_set_refused_and_removed(trained: Trained) -> None:
     assert trained.checkpoints()[trained.sampler]["expires_at"] is None
 
 
+@pytest.mark.covers("tinker run list", "tinker run info")
 def test_runs_are_listed_and_shown(trained: Trained) -> None:
     runs = trained.json("run", "list")["runs"]
     assert trained.run_id in [run["training_run_id"] for run in runs]
@@ -160,6 +165,7 @@ def test_runs_are_listed_and_shown(trained: Trained) -> None:
     assert trained.run_id in trained.cli("run", "info", trained.run_id)
 
 
+@pytest.mark.covers("tinker checkpoint delete")
 def test_delete_takes_checkpoints_of_a_kind_and_names_what_it_cannot(trained: Trained) -> None:
     trained.cli("checkpoint", "delete", "--run-id", trained.run_id, "--type", "external_weights", "--yes")
     assert trained.checkpoints().keys() == {trained.training, trained.sampler}

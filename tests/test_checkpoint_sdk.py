@@ -8,7 +8,6 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,6 +170,7 @@ def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) ->
 # Exports.
 
 
+@pytest.mark.covers("RestClient.get_external_weights_urls")
 def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> None:
     client = trained(alice)
     path = client.save_weights_external("export", ttl_seconds=3600).result().path
@@ -203,6 +203,9 @@ def test_recipients_that_cannot_be_read_are_refused_by_name(alice: Tenant) -> No
 # Sharing.
 
 
+@pytest.mark.covers(
+    "RestClient.publish_checkpoint_from_tinker_path", "RestClient.unpublish_checkpoint_from_tinker_path"
+)
 def test_a_published_checkpoint_is_sampled_and_trained_by_others_until_it_is_not(alice: Tenant, bob: Tenant) -> None:
     client = trained(alice)
     path = client.save_weights_for_sampler("shared").result().path
@@ -249,6 +252,7 @@ def test_an_access_token_opens_its_owners_checkpoints(world: World, alice: Tenan
 # Copies.
 
 
+@pytest.mark.covers("RestClient.copy_weights", "POST /copy_weights")
 def test_a_copy_outlives_its_source_and_trains_on(alice: Tenant) -> None:
     client = trained(alice, steps=3)
     path = client.save_state("a", ttl_seconds=3600, user_metadata={"step": "3"}).result().path
@@ -264,6 +268,7 @@ def test_a_copy_outlives_its_source_and_trains_on(alice: Tenant) -> None:
     assert [run.training_run_id for run in runs] == [run.training_run_id]
 
 
+@pytest.mark.covers("ServiceClient.copy_weights")
 def test_a_service_client_copies_into_its_project(world: World, alice: Tenant) -> None:
     path = trained(alice).save_weights_for_sampler("a").result().path
     with tinker.ServiceClient(base_url=world.server.url, api_key=alice.key, project_id="home") as service:

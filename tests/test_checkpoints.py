@@ -95,7 +95,12 @@ def test_a_name_is_taken_until_it_is_overwritten_on_purpose_or_expires(bench: Be
         bench.save()
     second = bench.save(overwrite=True, content=b"other", user_metadata={"step": "2"})
     found = bench.get()
-    assert (found.directory, found.user_metadata, found.expires_at, found.public) == (second, {"step": "2"}, None, False)
+    assert (found.directory, found.user_metadata, found.expires_at, found.public) == (
+        second,
+        {"step": "2"},
+        None,
+        False,
+    )
     assert bench.on_disk() == {second} != {first}
     bench.expire()
     third = bench.save()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import FUTURES, SESSIONS, Database, now
 from tinsmith.futures import Futures
-from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.sequences import Sequences
 from tinsmith.sessions import NewSession, Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
@@ -37,7 +40,7 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions = Directories(tmp_path / "versions")
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    return SweptParts(*nouns, checkpoints, versions, Audit(db))
+    return SweptParts(*nouns, checkpoints, versions, Audit(db), CustomLosses(db), Sequences(db))
 
 
 def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:
@@ -127,3 +130,15 @@ def test_a_sweep_that_fails_does_not_end_the_sweeps(
         sweeping.cancel()
 
     asyncio.run(run())
+
+
+def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_that_finds_it_old(
+    parts: SweptParts, tmp_path: Path
+) -> None:
+    old, fresh = (parts.checkpoints.files.write(lambda target: None)[0] for _ in range(2))
+    directory = parts.checkpoints.files.path(old)
+    for path in (*directory.iterdir(), directory):
+        os.utime(path, (now() - UNNAMED_AGE_S - 60,) * 2)
+    janitor = janitor_of(parts, tmp_path)
+    janitor.sweep()
+    assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]

@@ -242,5 +242,7 @@ def test_a_wrong_token_uses_up_the_number_and_is_not_repeated(
 def test_a_client_cannot_grant_itself_anything(harness: Harness, source: str) -> None:
     for more in ({}, {"weights_access_token": BOB}):
         body = {"session_id": harness.session(BOB), "model_seq_id": 0, "path": source, "optimizer": False}
-        outcome = harness.result(harness.ok("load_weights", body | {"granted_by": "alice"} | more, BOB)["request_id"], BOB)
+        outcome = harness.result(
+            harness.ok("load_weights", body | {"granted_by": "alice"} | more, BOB)["request_id"], BOB
+        )
         assert "does not exist" in outcome["error"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zstandard
+from starlette.testclient import TestClient
 from tinker.types import GetInfoResponse, UntypedAPIFuture
 
 from http_harness import (
@@ -21,6 +23,8 @@ from http_harness import (
     pass_bytes,
     send_pass,
 )
+from tinsmith.app import create_app
+from tinsmith.bases import Bases
 from tinsmith.models import set_state
 from tinsmith.ops import LoraSpec
 from tinsmith.wire import tinker_public_pb2 as pb
