@@ -11,7 +11,20 @@ import pytest
 from tinsmith.backends import Backend
 from tinsmith.backends import load as load_backend
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
+from tinsmith.ops import (
+    EMPTY_LOGPROB,
+    AdamParams,
+    Datum,
+    LoraSpec,
+    ModelShape,
+    OptimStep,
+    Pass,
+    PassResult,
+    Sample,
+    SampleResult,
+    SamplingParams,
+    SparseRows,
+)
 
 SPEC = LoraSpec(4, seed=1)
 
@@ -230,3 +243,43 @@ def test_between_is_called_while_passes_run(backend: Backend) -> None:
     calls: list[None] = []
     backend.run_passes([a_pass("a", tuple(range(1, 60))) for _ in range(4)], between=lambda: calls.append(None))
     assert calls or type(backend).__name__ == "TorchBackend"  # a small step may be one micro-batch
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_sample_says_of_its_prompt_what_it_is_asked(backend: Backend, sparse: bool) -> None:
+    dense = np.array([[5, -1], [-1, -1], [6, 7]])
+    csr = SparseRows(np.array([5, 6, -1]), np.array([0, 1, 1, 3]), np.array([0, 1, 0]), (3, 2))
+    sample = Sample(
+        "r",
+        None,
+        np.array([5, 6, 7, 8], np.int32),
+        2,
+        SamplingParams(max_tokens=2, seed=1, stop_eos=False),
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        topk_sample_logprobs=2,
+        prompt_logprobs_last_n=2,
+        target_prompt_logprobs=csr if sparse else dense,
+        prompt_alt_tokens_k=4,
+    )
+    backend.sampler.submit(sample)
+    finished = []
+    while backend.sampler.has_work:
+        finished += backend.sampler.step()
+    ((_, result),) = finished
+    assert isinstance(result, SampleResult)
+    assert [sequence.topk.token_ids_Tk.shape for sequence in result.sequences if sequence.topk] == [(2, 2), (2, 2)]
+    assert result.prompt_logprobs_T is not None and result.topk_prompt is not None
+    assert np.isnan(result.prompt_logprobs_T).tolist() == [True, True, False, False]
+    assert (result.topk_prompt.logprobs_Tk == EMPTY_LOGPROB).all(-1).tolist() == [True, True, False, False]
+    if sparse:
+        assert isinstance(result.target_prompt, SparseRows)
+        assert (result.target_prompt.shape, result.target_prompt.col_indices.tolist()) == ((3, 2), [0, 1, 0])
+        assert (result.target_prompt.values < 0).tolist() == [True, True, False]
+    else:
+        assert isinstance(result.target_prompt, np.ndarray)
+        assert (result.target_prompt < 0).tolist() == (dense >= 0).tolist()
+    assert result.alt_tokens is not None
+    tokens, logprobs = result.alt_tokens.token_ids_Tk, result.alt_tokens.logprobs_Tk
+    assert (tokens.shape, tokens.dtype, logprobs.shape, logprobs.dtype) == ((3, 4), np.int64, (3, 4), np.float32)
+    assert (logprobs < 0).all()
