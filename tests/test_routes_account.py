@@ -398,3 +398,29 @@ def test_a_long_trace_is_read_in_parts(harness: Harness) -> None:
         connection.execute(FUTURES.insert(), [row | {"request_id": str(n), "seq_id": n} for n in range(4001)])
     trace = json.loads(b"".join(harness.services.traces.write("s")))
     assert len(trace["traceEvents"]) == 1 + 2 * 4001
+
+
+# Telemetry.
+
+
+def test_a_report_is_bounded_and_its_words_go_nowhere(
+    harness: Harness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict] = []
+    monkeypatch.setattr("tinsmith.routes.telemetry.log.debug", lambda event, **words: seen.append(words))
+    events = [
+        {"event": "GENERIC_EVENT", "severity": "ERROR", "event_name": "tml-alice", "event_data": {"x": "tml-alice"}},
+        {"event": "tml-alice", "severity": "tml-alice"},
+        {"event": ["tml-alice"]},
+        "tml-alice",
+    ]
+    assert harness.ok("telemetry", {"events": events}) == {"status": "accepted"}
+    assert seen == [{"kinds": {"GENERIC_EVENT": 1, "other": 2}, "severities": {"ERROR": 1, "other": 2}}]
+    for body in ({}, {"events": None}, {"events": {}}):
+        assert harness.ok("telemetry", body) == {"status": "accepted"}
+    assert "tml-alice" not in capsys.readouterr().out
+
+
+def test_a_huge_report_is_refused_before_it_is_read(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.routes.telemetry.MAX_BODY_BYTES", 1000)
+    assert harness.post("telemetry", {"events": ["x" * 1000]}).status_code == 413

@@ -22,6 +22,7 @@ from tinsmith.routes import (
     search,
     service,
     sessions,
+    telemetry,
     traces,
     training,
     usage,
@@ -51,6 +52,7 @@ API = [
         usage,
         audit,
         traces,
+        telemetry,
         service,
         dialect,
     )

@@ -20,12 +20,14 @@ from starlette.responses import Response
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
 from tinsmith.quotas import Quotas
 from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
@@ -62,6 +64,8 @@ class Services:
     signer: Signer
     tenants: StoredTenants
     quotas: Quotas
+    custom_losses: CustomLosses
+    sequences: Sequences
     queue_state: Callable[[str], tuple[str, str | None]]
     reads_wait: bool = True
 
@@ -130,10 +134,10 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     return services, caller.tenant_id
 
 
-async def read_body(request: Request, takes: str) -> bytes:
+async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
     """The body as sent, refused as soon as it is known to be too large."""
     services: Services = request.app.state.services
-    limit_bytes = services.settings.max_body_bytes
+    limit_bytes = min(limit_bytes or services.settings.max_body_bytes, services.settings.max_body_bytes)
     bodies.check_content_type(request.headers.get("content-type"), takes)
     bodies.check_length(request.headers.get("content-length"), limit_bytes)
     parts: list[bytes] = []

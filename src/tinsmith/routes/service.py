@@ -48,15 +48,9 @@ def get_server_capabilities(call: Call) -> JsonObject:
     return {"supported_models": models}
 
 
-def telemetry(_call: Call) -> JsonObject:
-    # Dropped unread: a client's report of a failed request contains its headers, the key among them.
-    return {"status": "accepted"}
-
-
 ROUTES = [
     Route("/healthz", healthz, methods=["GET"]),
     Route("/client/config", endpoint(client_config, JSON_TYPE), methods=["POST"]),
     Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE), methods=["POST"]),
     Route("/get_server_capabilities", endpoint(get_server_capabilities), methods=["GET"]),
-    Route("/telemetry", endpoint(telemetry, JSON_TYPE), methods=["POST"]),
 ]
