@@ -1,0 +1,205 @@
+"""What a tenant that floods the queue costs one that does not.
+
+    python benchmarks/fairness.py                     # starts a server with tinsmith/nano, measures, stops it
+    python benchmarks/fairness.py --step-tokens 8192  # with longer steps
+
+One tenant queues thousands of small passes, then a stream of large ones; another sends one request at a time with the
+real SDK and waits for each. Prints the other's latencies without and with the flood, the time of a step (between the
+moments at which the flood's results were stored), and by how many steps the 95th percentile grew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import httpx
+import numpy as np
+import sqlalchemy as sa
+import tinker
+from tinker import types
+
+from tinsmith.wire import tinker_public_pb2 as pb
+
+MODEL = "tinsmith/nano"
+SMALL, LARGE = 32, 512  # tokens of a datum
+LARGE_DATUMS = 4
+SENDERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A server of the benchmark's own, with a key for each of the two tenants."""
+
+    url: str
+    data_dir: Path
+    keys: dict[str, str]
+
+
+def tokens_of(length: int) -> np.ndarray:
+    return np.random.default_rng(length).integers(0, 400, length + 1)
+
+
+def latencies(own: Own, least_s: float, runs: int) -> list[float]:
+    """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
+    tokens = tokens_of(SMALL)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(SMALL, np.float32)},
+    )
+    times: list[float] = []
+    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
+        client = service.create_lora_training_client(MODEL, rank=16).result()
+        for _ in range(3):
+            client.forward_backward([datum], "cross_entropy").result()
+        started = time.perf_counter()
+        while len(times) < runs and (len(times) < 20 or time.perf_counter() - started < least_s):
+            begun = time.perf_counter()
+            client.forward_backward([datum], "cross_entropy").result()
+            times.append(time.perf_counter() - begun)
+    return times
+
+
+def pass_bytes(model_id: str, seq_id: int, length: int, num_datums: int) -> bytes:
+    tokens = tokens_of(length)
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    for _ in range(num_datums):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = tokens[:-1].astype("<i4").tobytes()
+        targets = pb.Tensor(dense=tokens[1:].astype("<i8").tobytes(), dtype=pb.DTYPE_INT64)
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(targets)
+        ones = pb.Tensor(dense=np.ones(length, "<f4").tobytes(), dtype=pb.DTYPE_FLOAT32)
+        datum.loss_fn_inputs["weights"].CopyFrom(ones)
+    return message.SerializeToString()
+
+
+@contextlib.contextmanager
+def flood(own: Own, count: int, length: int, num_datums: int) -> Iterator[str]:
+    """`count` passes that all wait before the first may run; then they run. Gives the model they belong to."""
+    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["loud"]) as service:
+        model_id = service.create_lora_training_client(MODEL, rank=16).result().model_id
+        headers = {"X-API-Key": own.keys["loud"], "Content-Type": "application/x-protobuf"}
+        with httpx.Client(base_url=own.url, headers=headers, timeout=120) as http:
+
+            def send(seq_id: int) -> None:
+                body = pass_bytes(model_id, seq_id, length, num_datums)
+                http.post("/api/v1/forward_backward", content=body).raise_for_status()
+
+            with ThreadPoolExecutor(SENDERS) as pool:
+                list(pool.map(send, range(2, count + 1)))
+            send(1)  # everything above waited for it
+        yield model_id
+
+
+def steps_of(own: Own, model_id: str, since: float) -> tuple[list[float], int]:
+    """Seconds between the steps of a model since then, and how many of its passes still wait."""
+    engine = sa.create_engine(f"sqlite:///{own.data_dir / 'tinsmith.db'}")
+    with engine.connect() as connection:
+        query = "SELECT DISTINCT settled_at FROM futures WHERE model_id = :model AND seq_id > 0 AND settled_at > :since"
+        moments = sorted(connection.scalars(sa.text(query), {"model": model_id, "since": since}))
+        waiting = "SELECT count(*) FROM futures WHERE model_id = :model AND state = 'pending'"
+        left = connection.scalar(sa.text(waiting), {"model": model_id})
+    engine.dispose()
+    return [late - early for early, late in itertools.pairwise(moments)], int(left or 0)
+
+
+def percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+def report(name: str, times: list[float], steps: list[float], alone: list[float], left: int) -> dict[str, float]:
+    step = statistics.median(steps) if steps else 0.0
+    grown = percentile(times, 0.95) - percentile(alone, 0.95)
+    row = {
+        "runs": len(times),
+        "p50_ms": 1000 * percentile(times, 0.5),
+        "p95_ms": 1000 * percentile(times, 0.95),
+        "max_ms": 1000 * max(times),
+        "step_p50_ms": 1000 * step,
+        "step_p95_ms": 1000 * percentile(steps, 0.95) if steps else 0.0,
+        "p95_growth_steps": grown / step if step else 0.0,
+        "left_in_queue": left,
+    }
+    values = " ".join(f"{value:10.1f}" for value in row.values())
+    print(f"{name:28s} {values}", flush=True)
+    return row
+
+
+@contextlib.contextmanager
+def own_server(step_tokens: int) -> Iterator[Own]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        tinsmith = [sys.executable, "-m", "tinsmith.cli"]
+        data = ["--data-dir", directory]
+        keys = {
+            tenant: subprocess.run(
+                [*tinsmith, "keys", "create", tenant, *data], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for tenant in ("quiet", "loud")
+        }
+        environment = {**os.environ, "TINSMITH_STEP_TOKEN_BUDGET": str(step_tokens)}
+        with (Path(directory) / "server.log").open("wb") as log:
+            command = [*tinsmith, "serve", "--port", str(port), *data]
+            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                    break
+                time.sleep(0.05)
+            yield Own(f"http://127.0.0.1:{port}", Path(directory), keys)
+        finally:
+            threading.Timer(20, process.kill).start()  # what is queued is not worth waiting for
+            process.terminate()
+            process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", type=int, default=10_000, help="small passes in the queue")
+    parser.add_argument("--large", type=int, default=200, help="large passes in the queue")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="the server's step_token_budget")
+    parser.add_argument("--seconds", type=float, default=40.0, help="how long the quiet tenant is measured each time")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    figures: dict[str, dict[str, float]] = {}
+    with own_server(given.step_tokens) as own:
+        load = os.getloadavg()[0]
+        print(f"{MODEL}, steps of {given.step_tokens} tokens, {os.cpu_count()} cores, load {load:.1f}")
+        columns = ("runs", "p50 ms", "p95 ms", "max ms", "step p50", "step p95", "p95 +steps", "queue left")
+        print(f"{'':28s} " + " ".join(f"{column:>10s}" for column in columns))
+        alone = latencies(own, given.seconds / 4, 200)
+        figures["alone"] = report("alone", alone, [], alone, 0)
+        floods = {
+            f"{given.small} passes of {SMALL} tokens": (given.small, SMALL, 1),
+            f"{given.large} of {LARGE_DATUMS * LARGE} tokens": (given.large, LARGE, LARGE_DATUMS),
+        }
+        for name, (count, length, num_datums) in floods.items():
+            with flood(own, count, length, num_datums) as model_id:
+                since = time.time()
+                times = latencies(own, given.seconds, 400)
+                steps, left = steps_of(own, model_id, since)
+                figures[name] = report(name, times, steps, alone, left)
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
