@@ -16,6 +16,7 @@ from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import KEYS, Database
 from tinsmith.errors import TinsmithError
 from tinsmith.futures import Futures, Settlement
@@ -24,6 +25,7 @@ from tinsmith.notify import Waiters
 from tinsmith.ops import LoraSpec, ModelShape, Pending
 from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
@@ -159,6 +161,8 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False, 
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer)),
         quotas=Quotas(database, limits),
+        custom_losses=CustomLosses(database),
+        sequences=Sequences(database),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
     )
     app = create_app(services)

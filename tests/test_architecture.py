@@ -17,7 +17,19 @@ GENERATED = {"tinker_public_pb2"}
 # Module (or package) -> which parts of tinsmith it may import. Durable nouns know SQL and no device; backends and
 # samplers know a device and neither SQL nor HTTP; they meet in `engine` only.
 VALUES = {"errors", "ops"}
-DURABLE = {"audit", "checkpoints", "engines", "futures", "models", "sampling_sessions", "sessions", "traces", "usage"}
+DURABLE = {
+    "audit",
+    "checkpoints",
+    "custom_losses",
+    "engines",
+    "futures",
+    "models",
+    "sampling_sessions",
+    "sequences",
+    "sessions",
+    "traces",
+    "usage",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ops": set(),
@@ -34,10 +46,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nano": {"nano"},
     "scheduler": {"ops"},
     "losses": VALUES,
+    "loss_graphs": VALUES,
     "bases": VALUES | {"nano"},
     "tenants": {"audit", "db", "errors", "signing", "tenants"},
     "wire": VALUES | {"wire"},
     "admission": VALUES | {"losses", "wire", "checkpoints"},
+    "custom_losses": VALUES | {"db"},
+    "sequences": VALUES | {"db"},
     "futures": VALUES | {"db", "notify"},
     "sessions": VALUES | {"db"},
     "audit": {"db"},
@@ -48,12 +63,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"db"},
     "checkpoints": VALUES | {"db", "models", "storage"},
     "samplers": VALUES | {"samplers", "backends"},
-    "backends": VALUES | {"losses", "samplers", "backends"},
+    "backends": VALUES | {"losses", "loss_graphs", "samplers", "backends"},
     "encryption": {"errors"},
     "engine": VALUES
     | DURABLE
     | {
         "backends",
+        "losses",
         "bases",
         "db",
         "encryption",
@@ -75,6 +91,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "encryption",
         "losses",
+        "loss_graphs",
         "nano",
         "notify",
         "quotas",

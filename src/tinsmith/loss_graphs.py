@@ -90,7 +90,7 @@ KEYWORDS = _names("""
     log_target delta p ord exponent diagonal offset dim1 dim2 dim0 axis0 axis1 shifts start length mask fill_value
     size shape repeats tensor1 tensor2 end rounding_mode reduce approximate negative_slope threshold min_val max_val
     target condition ndim indices rounding memory_format layout end_dim start_dim source destination axes
-    mat2 vec2 tensor copy decimals
+    mat2 vec2 tensor copy decimals _stacklevel
 """)
 """Keyword arguments by name: `out`, `inplace`, `generator` and their like are not among them."""
 
@@ -172,8 +172,9 @@ def _check_call(where: str, node: LossNode) -> None:
         raise UserError(f"{where}: {node.op} {_quote(node.target)} is not allowed in a custom loss{_hint(node.target)}")
     if not node.args:
         raise UserError(f"{where}: {node.target} has no positional arguments; it needs at least one")
-    for name in node.kwargs:
-        if name not in KEYWORDS:
+    for name, value in node.kwargs.items():
+        # What asks for nothing is no harm: torch's own functions trace as `out=None`, `inplace=False`.
+        if name not in KEYWORDS and value is not None and value is not False:
             raise UserError(f"{where}: {node.target} has the keyword {_quote(name)}, which no custom loss may use")
     if node.target == "getattr":
         of_a_node = len(node.args) == 2 and isinstance(node.args[0], NodeRef) and not node.kwargs

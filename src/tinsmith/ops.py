@@ -45,6 +45,24 @@ class Datum:
 
 
 @dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive positions of a datum, and where they claim to come from: a recorded sequence's prompt or answer."""
+
+    sampled: bool
+    sequence_id: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class DatumSpans:
+    """The provenance of a datum: spans that tile its model_input and its target_tokens."""
+
+    model_input: tuple[Span, ...]
+    loss_fn_inputs: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NodeRef:
     """The result of an earlier node."""
 
@@ -219,6 +237,7 @@ class Sample:
     prompt_T: I32
     num_samples: int
     params: SamplingParams
+    record_stability_info: bool = False
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0

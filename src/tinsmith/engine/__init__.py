@@ -3,35 +3,42 @@
 One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend,
 settles all its futures in one transaction, and lets the sampler decode for about as long as the step took. An
 error of one request is that request's answer; an exception out of a packed step makes the engine run its requests
-one by one, so that only the guilty fail. The engine is the only settler of futures.
+one by one, so that only the guilty fail; what ends the process itself is found by its successors (`suspects`). The
+engine is the only settler of futures.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import orjson
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.operations import Operations, require_usable
+from tinsmith.engine.passes import PassReader
 from tinsmith.engine.queues import Lane, Queues
 from tinsmith.engine.recovery import Recovery
 from tinsmith.engine.sampling import Sampling
+from tinsmith.engine.suspects import Suspects
+from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, set_state
-from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps
+from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.ops import ModelShape, PassResult, Pending
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
-from tinsmith.wire.training import read_optim_step, read_pass, write_pass_result
+from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
 """An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
@@ -49,6 +56,7 @@ class Nouns:
     checkpoints: Checkpoints
     versions: Directories
     snapshots: Directories
+    custom_losses: CustomLosses
 
 
 class Engine:
@@ -60,8 +68,10 @@ class Engine:
         self._settings = settings
         self._queues = Queues()
         self._operations = Operations(backend, nouns.models, nouns.samplers, nouns.checkpoints, nouns.versions)
-        self._recovery = Recovery(backend, nouns.futures, self._operations, nouns.snapshots)
-        self._sampling = Sampling(backend, nouns, self._operations, self._settle)
+        self._passes = PassReader(nouns.custom_losses)
+        self._recovery = Recovery(backend, nouns.futures, self._operations, nouns.snapshots, self._passes)
+        self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
+        self._sampling = Sampling(backend, nouns, self._operations, self._suspects, self._settle)
         self._fairness = Fairness()
         self._last_arrival = 0
         self._last_step_s = 0.0
@@ -70,12 +80,21 @@ class Engine:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`; a step that has begun is finished and settled first."""
         self.start()
-        while not stopping():
-            self.turn(SAFETY_POLL_S)
+        try:
+            while not stopping():
+                self.turn(SAFETY_POLL_S)
+        except (SQLAlchemyError, OSError, LeaseLostError):
+            self.pardon()
+            raise
         self.stop()
+
+    def pardon(self) -> None:
+        """From now on no request is to blame for the end of this process; from any thread."""
+        self._suspects.pardon()
 
     def stop(self) -> None:
         """Leave to the next engine what only this one's memory holds."""
+        self.pardon()
         try:
             self._operations.keep_versions()
         except Exception as error:  # their samplers are refused by name then
@@ -85,6 +104,7 @@ class Engine:
         """Take over from whatever engine came before."""
         self._nouns.checkpoints.recover(self._shape.name)
         self._fetch()
+        self._suspects.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
         """One step of training and a share of decoding; without either, wait for work. False if there was none."""
@@ -186,12 +206,12 @@ class Engine:
         if not step:
             return False
         started = time.monotonic()
-        if step.optim_steps:
-            self._run_optim_steps(step.optim_steps)
+        for group in self._suspects.groups(step.optim_steps):
+            self._run_optim_steps(group)
         for request in step.singles:
             self._run_single(request)
-        if step.passes:
-            self._run_passes(step.passes)
+        for group in self._suspects.groups(step.passes):
+            self._run_passes(group)
         self._last_step_s = time.monotonic() - started
         log.debug(
             "step",
@@ -230,9 +250,10 @@ class Engine:
         usable: dict[str, TinsmithError | None] = {}
         for request in requests:
             assert request.model_id is not None
-            if request.model_id not in usable:
+            error: TinsmithError | None = self._suspects.verdict(request.request_id)
+            if error is None and request.model_id not in usable:
                 usable[request.model_id] = self._bring_back(request.model_id)
-            error = usable[request.model_id]
+            error = error or usable[request.model_id]
             if error is None:
                 ready.append((request, bodies[request.request_id]))
             else:
@@ -256,13 +277,17 @@ class Engine:
             return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")
         return None
 
+    def _running(self, ready: Sequence[tuple[Pending, bytes]]) -> AbstractContextManager[None]:
+        return self._suspects.running([request.request_id for request, _ in ready])
+
     def _run_passes(self, requests: Sequence[Pending]) -> None:
         ready = self._ready(requests)
         if not ready:
             return
         try:
-            passes = [read_pass(body, request.request_id) for request, body in ready]
-            outcomes = self._backend.run_passes(passes, between=self._sampling.slice)
+            with self._running(ready):
+                passes = [self._passes.read(body, request) for request, body in ready]
+                outcomes = self._backend.run_passes(passes, between=self._sampling.slice)
         except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
             if len(ready) > 1:
                 log.warning("a packed step failed; running its requests one by one", error=repr(error))
@@ -288,8 +313,9 @@ class Engine:
         if not ready:
             return
         try:
-            steps = [read_optim_step(body, request.request_id) for request, body in ready]
-            outcomes = self._backend.optim_step(steps)
+            with self._running(ready):
+                steps = [read_optim_step(body, request.request_id) for request, body in ready]
+                outcomes = self._backend.optim_step(steps)
         except Exception as error:  # noqa: BLE001  answered as a failure of the server, below
             outcomes = [_as_error(error, request) for request, _ in ready]
         settled: list[tuple[Pending, Settlement]] = []
@@ -319,11 +345,14 @@ class Engine:
 
     def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement:
         assert model is not None
+        if verdict := self._suspects.verdict(request.request_id):
+            raise verdict
         creating = request.kind in ("create_model", "load_model")
         error = None if creating else self._bring_back(model.model_id)
         if error:
             raise error
-        settlement = self._operations.run(request, model, body)
+        with self._running([(request, body)]):
+            settlement = self._operations.run(request, model, body)
         if request.kind in REPLAYED_KINDS:
             # A loaded checkpoint may be deleted later; from here on a snapshot stands for it.
             return self._with_snapshot(request, settlement)
@@ -356,6 +385,7 @@ class Engine:
         self._nouns.futures.settle(settlements, applied)
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
+        self._suspects.forget(ids)
         self._mailbox.wake(SERVER, ids)
 
 

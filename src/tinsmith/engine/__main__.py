@@ -20,6 +20,7 @@ import structlog
 from tinsmith import backends
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
 from tinsmith.engines import (
@@ -89,6 +90,7 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
     database = Database(settings.resolved_database_url, fence(lease))
     mailbox = open_mailbox(settings.resolved_database_url, settings.resolved_data_dir, engine_mailbox(shape.name))
     engine = Engine(shape, backend, open_nouns(database, settings), mailbox, settings)
+    threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()
     engines.set_state(shape.name, "ready")
     log.info("engine ready", base_model=shape.name)
     try:
@@ -109,6 +111,7 @@ def open_nouns(database: Database, settings: Settings) -> Nouns:
         checkpoints=Checkpoints(database, Directories(root / "checkpoints")),
         versions=Directories(root / "versions"),
         snapshots=Directories(root / "snapshots"),
+        custom_losses=CustomLosses(database),
     )
 
 
@@ -120,6 +123,12 @@ def _options(settings: Settings) -> dict[str, str]:
 
         torch.set_num_threads(settings.engine_threads)
     return {"device": settings.device, "dtype": settings.dtype}
+
+
+def _pardon_at_the_end(stopping: threading.Event, engine: Engine) -> None:
+    """A step that is longer than the patience of whoever stops us is no reason to suspect its requests."""
+    stopping.wait()
+    engine.pardon()
 
 
 def _watch_parent(stopping: threading.Event) -> None:

@@ -11,12 +11,13 @@ import structlog
 
 from tinsmith.backends import Backend
 from tinsmith.engine.operations import Operations
+from tinsmith.engine.passes import PassReader
 from tinsmith.errors import LostStateError, UserError
 from tinsmith.futures import Futures
 from tinsmith.models import Model
 from tinsmith.ops import Pending
 from tinsmith.storage import Directories
-from tinsmith.wire.training import read_optim_step, read_pass
+from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
 SNAPSHOT_OPTIM_STEPS = 16
@@ -29,11 +30,19 @@ log = structlog.get_logger()
 
 
 class Recovery:
-    def __init__(self, backend: Backend, futures: Futures, operations: Operations, snapshots: Directories) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        futures: Futures,
+        operations: Operations,
+        snapshots: Directories,
+        passes: PassReader,
+    ) -> None:
         self._backend = backend
         self._futures = futures
         self._operations = operations
         self._snapshots = snapshots
+        self._passes = passes
         self._steps: dict[str, int] = {}
         self._body_bytes: dict[str, int] = {}
         self._directories: dict[str, str | None] = {}
@@ -68,7 +77,7 @@ class Recovery:
             self._backend.unload_model(model.model_id)
             raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
         if request.kind == "forward_backward":
-            self._backend.run_passes([read_pass(body, request.request_id)])
+            self._replay_pass(request, body)
             self.count(model.model_id, len(body))
         elif request.kind == "optim_step":
             self._backend.optim_step([read_optim_step(body, request.request_id)])
@@ -78,6 +87,16 @@ class Recovery:
             except UserError as error:
                 self._backend.unload_model(model.model_id)
                 raise LostStateError(f"model {model.model_id!r} cannot be restored: {error}") from error
+
+    def _replay_pass(self, request: Pending, body: bytes) -> None:
+        assert request.model_id is not None
+        try:
+            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)])
+        except UserError as error:
+            outcome = error
+        if isinstance(outcome, UserError) and request.state == "done":
+            self._backend.unload_model(request.model_id)
+            raise LostStateError(f"request {request.request_id!r} cannot be replayed: {outcome}") from outcome
 
     def count(self, model_id: str, body_bytes: int) -> None:
         """Note a request that a restart would replay."""

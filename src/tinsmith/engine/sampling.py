@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import sqlalchemy as sa
 import structlog
 
+from tinsmith import sequences
 from tinsmith.backends import Backend
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.queues import Queues
+from tinsmith.engine.suspects import Suspects
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Pending, SampleResult
@@ -28,17 +32,31 @@ if TYPE_CHECKING:
 MAX_IN_SAMPLER = 256
 """Requests handed to the sampler at a time; the others wait in their tenants' queues."""
 
+MOST_AT_ONCE = 500
+"""Cancelled samples that are settled in one transaction: others want to write, too."""
+
 log = structlog.get_logger()
 Settle = Callable[[Sequence[Settlement], dict[str, int]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """A request in the sampler: the tokens of its prompt, and the session that its sequences are recorded for."""
+
+    prompt_tokens: int
+    recorded_for: str | None
+
+
 class Sampling:
-    def __init__(self, backend: Backend, nouns: Nouns, operations: Operations, settle: Settle) -> None:
+    def __init__(
+        self, backend: Backend, nouns: Nouns, operations: Operations, suspects: Suspects, settle: Settle
+    ) -> None:
         self._backend = backend
         self._nouns = nouns
         self._operations = operations
+        self._suspects = suspects
         self._settle = settle
-        self._inside: dict[str, int] = {}  # request_id -> tokens of its prompt
+        self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
@@ -58,7 +76,8 @@ class Sampling:
         if not self._backend.sampler.has_work:
             return
         try:
-            finished = self._backend.sampler.step()
+            with self._suspects.running(list(self._inside)):
+                finished = self._backend.sampler.step()
         except Exception as error:  # the sampler's state is unknown: fail what is in it, go on
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
@@ -82,7 +101,8 @@ class Sampling:
             gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
             settlements += [Settlement(request_id, error=reason) for request_id in gone]
             settlements.append(Settlement(cancel.request_id, effects=[deletion(cancel.request_id)]))
-        self._finish(settlements)
+        for start in range(0, len(settlements), MOST_AT_ONCE):
+            self._finish(settlements[start : start + MOST_AT_ONCE])
 
     def _withdraw(self, name: str) -> list[str]:
         """Take one sample, or all of one sampling session, out of the sampler."""
@@ -93,22 +113,37 @@ class Sampling:
         room = MAX_IN_SAMPLER - len(self._inside)
         if room <= 0 or not queues.samples:
             return
-        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
+        taken = self._next(queues, room)
         queues.take_samples(taken)
         bodies = self._nouns.futures.bodies([request.request_id for request in taken])
         for request in taken:
             self._submit(request, bodies[request.request_id])
 
+    def _next(self, queues: Queues, room: int) -> list[Pending]:
+        if self._suspects:
+            if any(self._suspects.company(request_id) for request_id in self._inside):
+                return []
+            waiting = [request for requests in queues.waiting_samples().values() for request in requests]
+            if suspects := [request for request in waiting if self._suspects.company(request.request_id)]:
+                # They come first, once the sampler is empty: nobody else is to share their fate.
+                return [] if self._inside else self._suspects.groups(suspects)[0]
+        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
+        return taken
+
     def _submit(self, request: Pending, body: bytes) -> None:
-        self._inside[request.request_id] = 0
+        self._inside[request.request_id] = _Inside(0, None)
         try:
+            if verdict := self._suspects.verdict(request.request_id):
+                raise verdict
             sampler = self._nouns.samplers.find(request.sampling_session_id or "")
             if sampler is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
-            version_id = self._operations.prepare_version(sampler)
-            sample = read_sample(body, request.request_id, version_id)
-            self._inside[request.request_id] = len(sample.prompt_T)
-            self._backend.sampler.submit(sample)
+            with self._suspects.running([request.request_id]):
+                version_id = self._operations.prepare_version(sampler)
+                sample = read_sample(body, request.request_id, version_id)
+                recorded_for = request.session_id if sample.record_stability_info else None
+                self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for)
+                self._backend.sampler.submit(sample)
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except Exception as error:  # the answer of this request alone
@@ -122,9 +157,12 @@ class Sampling:
             self._inside.pop(settlement.request_id, None)
 
 
-def _settlement(request_id: str, outcome: SampleResult | TinsmithError, prompt_tokens: int) -> Settlement:
-    if isinstance(outcome, SampleResult):
-        sampled = sum(len(sequence.tokens_T) for sequence in outcome.sequences)
-        cost = SampleCost(prompt_tokens, outcome.prompt_cache_hit_tokens, sampled)
-        return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost)
-    return Settlement(request_id, error=outcome)
+def _settlement(request_id: str, outcome: SampleResult | TinsmithError, inside: _Inside) -> Settlement:
+    if not isinstance(outcome, SampleResult):
+        return Settlement(request_id, error=outcome)
+    lengths = [len(sequence.tokens_T) for sequence in outcome.sequences]
+    cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
+    effects: list[sa.Executable] = []
+    if inside.recorded_for is not None:
+        effects.append(sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
+    return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

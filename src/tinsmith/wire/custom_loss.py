@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import orjson
 
@@ -37,6 +38,7 @@ def create_custom_loss_of(fields: Fields) -> CreateCustomLoss:
     return CreateCustomLoss(_custom_loss(fields), orjson.dumps(definition))
 
 
+@lru_cache(maxsize=256)
 def read_definition(definition: bytes) -> CustomLoss:
     return _custom_loss(read_object(definition))
 

@@ -53,6 +53,7 @@ def sample_of(fields: Fields, request_id: str, version_id: str | None) -> Sample
         prompt_T=_prompt(fields.fields("prompt")),
         num_samples=fields.integer_or("num_samples", 1),
         params=_params(fields.fields_or("sampling_params", Fields({}))),
+        record_stability_info=fields.flag_or("record_stability_info", False),
         prompt_logprobs=fields.flag_or("prompt_logprobs", False),
         topk_prompt_logprobs=fields.integer_or("topk_prompt_logprobs", 0),
         topk_sample_logprobs=fields.integer_or("topk_sample_logprobs", 0),

@@ -9,7 +9,7 @@ Shape letters: N positions of one datum.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -22,11 +22,13 @@ from tinsmith.ops import (
     AdamParams,
     Array,
     Datum,
+    DatumSpans,
     DimuonParams,
     OptimParams,
     OptimStep,
     Pass,
     PassResult,
+    Span,
     SparseRows,
 )
 from tinsmith.wire import tinker_public_pb2 as pb
@@ -66,6 +68,20 @@ def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
         loss_config=_loss_config(message),
         forward_only=message.forward_only,
     )
+
+
+def spans_of(message: pb.ForwardBackwardRequest) -> list[DatumSpans]:
+    """Each datum's provenance, for the one loss that asks for it. Whether it holds, `sequences` says."""
+    return [DatumSpans(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans)) for datum in message.data]
+
+
+def _spans(messages: Iterable[pb.ProvenanceSpan]) -> tuple[Span, ...]:
+    found = []
+    for message in messages:
+        sampled = message.WhichOneof("span") == "sampled_tokens"
+        claim = message.sampled_tokens if sampled else message.prompt_tokens
+        found.append(Span(sampled, claim.sequence_id, claim.offset, claim.length))
+    return tuple(found)
 
 
 def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:

@@ -94,7 +94,8 @@ class CustomRun:
         leaf = logprobs.detach().clone().requires_grad_()
         if self._run(index, leaf):
             assert leaf.grad is not None
-            return -leaf.grad.numpy()
+            # From zeros, since autograd may answer a zero that has no memory.
+            return (torch.zeros(leaf.shape) - leaf.grad).numpy()
         return np.zeros(tuple(leaf.shape), np.float32)
 
     def finish(self, logprobs: Sequence[F32]) -> dict[str, float] | UserError:

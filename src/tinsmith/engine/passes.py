@@ -1,0 +1,33 @@
+"""Stored passes as the backend takes them: the body's arrays, and the custom loss that its configuration names.
+
+Losses are immutable, so a parsed one is kept; the rows stay the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tinsmith.custom_losses import CustomLosses
+from tinsmith.losses import loss_id_of
+from tinsmith.ops import CustomLoss, Pass, Pending
+from tinsmith.wire.custom_loss import read_definition
+from tinsmith.wire.training import read_pass
+
+KEPT = 256
+
+
+class PassReader:
+    def __init__(self, custom_losses: CustomLosses) -> None:
+        @lru_cache(maxsize=KEPT)
+        def find(session_id: str, loss_id: str) -> CustomLoss:
+            return read_definition(custom_losses.get(session_id, loss_id))
+
+        self._find = find
+
+    def read(self, body: bytes, request: Pending, *, replayed: bool = False) -> Pass:
+        """Raises UserError if the pass names a loss that there is not."""
+        pass_ = read_pass(body, request.request_id)
+        if (loss_id := loss_id_of(pass_)) is None:
+            return pass_
+        return replace(pass_, custom_loss=self._find(request.session_id, loss_id), replayed=replayed)
