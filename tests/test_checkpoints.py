@@ -231,8 +231,10 @@ def test_a_source_that_goes_away_meanwhile_is_not_found(bench: Bench) -> None:
     bench.save()
     source = bench.get()
     bench.checkpoints.delete(ALICE, REF)
-    with pytest.raises(NotFoundError, match="was deleted while it was copied"):
+    with pytest.raises(NotFoundError, match="was deleted or overwritten meanwhile"):
         copy_of(bench, source)
+    with pytest.raises(NotFoundError, match="was deleted or overwritten meanwhile"):
+        bench.checkpoints.checked_directory(source)
     assert bench.on_disk() == set()
     assert Models(bench.db).find("c:train:0") is None
 

@@ -19,6 +19,7 @@ from tinker.types import ExternalWeightsUrlsResponse
 
 from http_harness import ALICE, BOB, FILES, Harness, close, make_harness
 from tinsmith.app import create_app
+from tinsmith.routes.downloads import tar_of
 from tinsmith.routes.links import LINK_S
 from tinsmith.signing import Signer
 
@@ -196,6 +197,17 @@ def test_the_length_of_an_archive_is_known_before_it_is_made(harness: Harness) -
     assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
     with tarfile.open(fileobj=io.BytesIO(whole.content)) as tar:
         assert [(member.name, member.size) for member in tar] == [("a", 0), ("b", 512), ("c", 513)]
+
+
+def test_an_archive_that_has_begun_ends_whole(harness: Harness) -> None:
+    path = harness.saved(harness.model())
+    (directory,) = harness.services.checkpoints.files.path("").iterdir()
+    chunks = tar_of(directory, harness.services.checkpoints.files.files(directory.name))
+    first = next(chunks)
+    harness.send("DELETE", address(path))
+    assert not directory.exists()
+    with tarfile.open(fileobj=io.BytesIO(first + b"".join(chunks))) as tar:
+        assert tar.getnames() == sorted(FILES)
 
 
 # The address in front.

@@ -123,6 +123,23 @@ def test_a_copy_is_made_where_files_cannot_be_shared(tmp_path: Path, monkeypatch
     directories.check(copy)
 
 
+def test_a_source_that_goes_away_while_it_is_copied_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = Directories(tmp_path)
+    source, _ = directories.write(fill)
+    link = os.link
+
+    def discard_first(one: Path, other: Path) -> None:
+        directories.discard(source)
+        link(one, other)
+
+    monkeypatch.setattr("os.link", discard_first)
+    with pytest.raises(CorruptFilesError, match="^a went away"):
+        directories.copy(source)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_copy_of_damaged_files_is_still_known_to_be_damaged(tmp_path: Path) -> None:
     directories = Directories(tmp_path)
     source, _ = directories.write(fill)

@@ -135,13 +135,21 @@ class Checkpoints:
             return int(connection.scalar(query) or 0)
 
     def checked_directory(self, checkpoint: Checkpoint) -> Path:
-        """Where its files are, every byte of which is as it was written. Raises CorruptFilesError."""
+        """Where its files are, every byte of which is as it was written. Raises CorruptFilesError, and NotFoundError if
+        it is gone by now.
+        """
         assert checkpoint.directory is not None
         try:
             self.files.check(checkpoint.directory)
         except CorruptFilesError as error:
-            raise CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}") from error
+            raise self._gone_or_damaged(checkpoint, error) from error
         return self.files.path(checkpoint.directory)
+
+    def _gone_or_damaged(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
+        found = self.find(checkpoint.ref)
+        if found is None or found.directory != checkpoint.directory:
+            return NotFoundError(f"checkpoint {checkpoint.ref.path!r} was deleted or overwritten meanwhile")
+        return CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}")
 
     def find(self, ref: CheckpointRef) -> Checkpoint | None:
         """A completed, unexpired checkpoint whoever owns it."""
@@ -203,9 +211,7 @@ class Checkpoints:
         try:
             directory, size_bytes = self.files.copy(source.directory)
         except CorruptFilesError as error:
-            if self.find(source.ref) != source:
-                raise NotFoundError(f"checkpoint {source.ref.path!r} was deleted while it was copied") from error
-            raise CorruptFilesError(f"checkpoint {source.ref.path!r} is damaged: {error}") from error
+            raise self._gone_or_damaged(source, error) from error
         try:
             with self._db.write() as connection:
                 for statement in (run, *completion(new, directory, size_bytes), *effects):

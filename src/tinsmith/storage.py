@@ -74,7 +74,10 @@ class Directories:
                     shutil.copyfile(source / file, target / file)
                 _fsync(target / file)
 
-        return self._place(fill)
+        try:
+            return self._place(fill)
+        except FileNotFoundError as error:
+            raise CorruptFilesError(f"{Path(error.filename).name} went away while it was copied") from error
 
     def files(self, name: str) -> dict[str, int]:
         """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""

@@ -7,7 +7,7 @@ File names come from the directory's manifest; nothing that a client sends becom
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import format_datetime
 from pathlib import Path
 
@@ -83,7 +83,7 @@ async def download_archive(request: Request) -> Response:
             "content-length": str(sum(_padded(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
             "content-disposition": f'attachment; filename="{name}"',
         }
-        content = () if request.method == "HEAD" else _tar(directory, sizes)
+        content = () if request.method == "HEAD" else tar_of(directory, sizes)
         return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
     return await run(work)
@@ -112,16 +112,22 @@ def _opened(request: Request) -> tuple[Services, Path]:
     return services, services.checkpoints.files.path(directory)
 
 
-def _tar(directory: Path, sizes: dict[str, int]) -> Iterator[bytes]:
-    for file, size in sizes.items():
-        member = tarfile.TarInfo(file)
-        member.size = size
-        yield member.tobuf(tarfile.GNU_FORMAT)
-        with (directory / file).open("rb") as opened:
-            while chunk := opened.read(CHUNK_BYTES):
-                yield chunk
-        yield bytes(_padded(size) - size)
-    yield bytes(2 * BLOCK_BYTES)
+def tar_of(directory: Path, sizes: Mapping[str, int]) -> Iterator[bytes]:
+    """The archive in chunks; it ends whole even if the directory is deleted before it does."""
+    opened = {file: (directory / file).open("rb") for file in sizes}
+
+    def chunks() -> Iterator[bytes]:
+        for file, size in sizes.items():
+            member = tarfile.TarInfo(file)
+            member.size = size
+            yield member.tobuf(tarfile.GNU_FORMAT)
+            with opened[file]:
+                while chunk := opened[file].read(CHUNK_BYTES):
+                    yield chunk
+            yield bytes(_padded(size) - size)
+        yield bytes(2 * BLOCK_BYTES)
+
+    return chunks()
 
 
 def _padded(size: int) -> int:
