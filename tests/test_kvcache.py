@@ -36,7 +36,7 @@ def _request(
     """`scored` counts the prompt's last tokens whose logprobs are wanted; None: of all."""
     params = SamplingParams(max_tokens=max_new)
     last_n = min(scored, len(prompt) - 1) if scored else None
-    wants = scored is None or last_n is not None and last_n > 0
+    wants = scored is None or (last_n is not None and last_n > 0)
     sample = Sample(
         str(number),
         None,

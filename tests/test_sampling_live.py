@@ -81,6 +81,7 @@ def test_logprobs_at_a_temperature_differ_by_those_at_one_over_it(
     np.testing.assert_allclose(tau_row - tau_row[0], (at_one - at_one[0]) / temperature, atol=1e-4)
 
 
+@pytest.mark.covers("SamplingClient.compute_logprobs")
 def test_sampling_training_and_scoring_agree_at_temperature_one(
     trained: tinker.TrainingClient, sampler: tinker.SamplingClient
 ) -> None:
@@ -110,6 +111,7 @@ def test_the_end_of_a_long_prompt_is_scored_behind_a_cached_prefix(sampler: tink
         np.testing.assert_allclose(end.prompt_logprobs[-3:], whole.prompt_logprobs[-3:], atol=1e-4)
 
 
+@pytest.mark.covers("SamplingClient.sample")
 def test_dense_and_sparse_targets_come_back_as_they_went(base: tinker.SamplingClient) -> None:
     ids = torch.full((len(PROMPT) - 1, 8), -1)
     ids[3, 0], ids[3, 5], ids[-1, 2] = PROMPT[4], 0, PROMPT[-1]
