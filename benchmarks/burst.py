@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,9 +25,8 @@ from pathlib import Path
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import tinker
-from tinker import types
-
 from latency import API_KEY, summary, wait_for
+from tinker import types
 
 MODEL = "tinsmith/nano"
 KINDS = {"one poll for each sample": False, "one poll for the session": True}
@@ -35,8 +35,6 @@ KINDS = {"one poll for each sample": False, "one poll for the session": True}
 @contextlib.contextmanager
 def own_server(backend: str) -> Iterator[tuple[str, int]]:
     """`tinsmith serve` until the end of the block: its address and its process."""
-    import socket
-
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

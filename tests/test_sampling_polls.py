@@ -360,6 +360,7 @@ def test_the_sdk_reads_every_result_with_either_kind_of_poll(fake_service: tinke
     assert len({sequence.sequence_id for sequence in large.sequences}) == 1000
 
 
+@pytest.mark.covers("POST /join_sampling_session", "SamplingClient.sample")
 def test_an_unpickled_sampling_client_joins_and_draws_beside_the_first(
     fake_server: LiveServer, fake_service: tinker.ServiceClient
 ) -> None:
