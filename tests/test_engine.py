@@ -537,7 +537,7 @@ def test_a_failed_overwrite_leaves_what_was_there(bench: Bench) -> None:
     bench.backend.breaks.clear()
     assert directories(bench) == before
     found = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
-    assert bench.checkpoints.directory(found).is_dir()
+    assert bench.checkpoints.checked_directory(found).is_dir()
 
 
 def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(
