@@ -239,6 +239,14 @@ def test_samples_of_several_prompts_are_one_result(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize(
+    "body", [{}, {"base_model": "nobody"}, {"model_path": "tinker://a/weights/b"}, {"model_path": "b"}]
+)
+def test_a_sampling_client_over_nothing_opens_no_session(harness: Harness, body: dict) -> None:
+    assert harness.post("create_sampling_client", body).status_code in (400, 404)
+    assert harness.get("sessions").json() == {"sessions": []}
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"prompts": []}, "prompts must be a list of 1 to 1024"),
@@ -360,6 +368,8 @@ def test_results_keep_their_shape_as_json() -> None:
 
 
 def test_a_sample_without_prompt_logprobs_has_none() -> None:
-    result = sample_result(pb.SampleResponse(sequences=[pb.SampledSequence(stop_reason=1)]).SerializeToString())
+    result = sample_result(
+        pb.SampleResponse(sequences=[pb.SampledSequence(stop_reason=pb.STOP_REASON_LENGTH)]).SerializeToString()
+    )
     sequence = {"stop_reason": "length", "tokens": [], "logprobs": []}
     assert result == {"type": "sample", "sequences": [sequence], "prompt_logprobs": None}

@@ -12,10 +12,11 @@ import sqlalchemy as sa
 
 from databases import fresh_url
 from tinsmith.audit import Audit
-from tinsmith.checkpoints import Checkpoints
+from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import FUTURES, SESSIONS, Database, now
-from tinsmith.futures import Futures
+from tinsmith.db import AUDIT, FUTURES, SESSIONS, Database, now
+from tinsmith.errors import NotFoundError
+from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
@@ -24,6 +25,7 @@ from tinsmith.sequences import Sequences
 from tinsmith.sessions import NewSession, Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+from tinsmith.usage import HOUR_S, Usage
 
 TENANT = "t"
 
@@ -142,3 +144,39 @@ def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_tha
     janitor = janitor_of(parts, tmp_path)
     janitor.sweep()
     assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]
+
+
+def test_what_a_closed_session_used_outlives_its_results(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+    session_id = silent_session(db, parts)
+    fields = {"tenant_id": TENANT, "session_id": session_id, "base_model": "base", "kind": "forward", "num_tokens": 7}
+    request_id = parts.futures.submit(NewFuture("r", body=b"", **fields))  # type: ignore[arg-type]
+    parts.futures.settle([Settlement(request_id, b"")], {})
+    janitor = janitor_of(parts, tmp_path, result_grace_s=0.0)
+    for _ in range(2):
+        janitor.sweep()
+        this_hour = now() // HOUR_S * HOUR_S
+        rows = Usage(db).rows(TENANT, this_hour - HOUR_S, this_hour + HOUR_S)
+        assert [(row.type, row.quantity) for row in rows] == [("training", 7)]
+    with pytest.raises(NotFoundError):
+        parts.futures.outcome(TENANT, request_id)
+
+
+def test_what_the_janitor_did_is_in_the_audit_log_once(db: Database, parts: SweptParts, tmp_path: Path) -> None:
+    session_id = silent_session(db, parts)
+    finished = silent_session(db, parts)
+    parts.sessions.finish(TENANT, finished, "success")
+    new = NewCheckpoint(CheckpointRef("m", "weights", "old"), TENANT, "base", LoraSpec(4), ttl_s=-1.0)
+    with db.write() as connection:
+        for statement in completion(new, "no-such-directory", 7):
+            connection.execute(statement)
+        connection.execute(
+            AUDIT.insert().values(tenant_id=TENANT, event="old", details={}, created_at=now() - 2 * 86400)
+        )
+    janitor = janitor_of(parts, tmp_path, audit_retention_days=1.0)
+    for _ in range(2):
+        janitor.sweep()
+    entries = parts.audit.entries(TENANT, "all", 0.0, now() + 1)
+    assert [(entry.event, entry.details) for entry in entries] == [
+        ("session_expired", {"session_id": session_id, "reason": "no heartbeat for 300 s"}),
+        ("checkpoint_expired", {"tinker_path": "tinker://m/weights/old"}),
+    ]

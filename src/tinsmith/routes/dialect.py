@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from tinsmith import usage
 from tinsmith.bases import tokenizer_facts
+from tinsmith.checkpoints import parse_path
 from tinsmith.errors import UserError
 from tinsmith.futures import Outcome
 from tinsmith.routes import models, sampling, sessions
@@ -79,7 +80,11 @@ def get_tokenizer(call: Call) -> JsonObject:
 def create_sampling_client(call: Call) -> JsonObject:
     """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
     fields = call.fields()
-    if not (fields.has("model_path") or fields.has("base_model")):
+    if fields.has("model_path"):
+        call.services.checkpoints.get(call.tenant_id, parse_path(fields.text("model_path")))
+    elif fields.has("base_model"):
+        call.services.bases.get(fields.text("base_model"))
+    else:
         raise UserError("base_model and model_path are both missing; one of them is needed")
     opened = sessions.create_session(replace(call, body=orjson.dumps({"display_name": "create_sampling_client"})))
     named = {name: fields.text(name) for name in ("model_path", "base_model") if fields.has(name)}
