@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before any import of the libraries that read them.
 os.environ.setdefault("TINKER_TELEMETRY", "0")
@@ -18,6 +19,9 @@ import tinker
 
 import databases
 from live import API_KEY, LiveServer, serving
+
+if TYPE_CHECKING:
+    from compatibility import Witness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,3 +77,18 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     tiny_models.make(directory)
     return directory
+
+
+@pytest.fixture(autouse=True)
+def witness(request: pytest.FixtureRequest) -> Iterator[Witness | None]:
+    """Hold a test to what it says it covers: every method it names is called, every endpoint asked."""
+    names = {name for mark in request.node.iter_markers("covers") for name in mark.args}
+    if not names:
+        yield None
+        return
+    from compatibility import Witness
+
+    seen = Witness(request.getfixturevalue("monkeypatch"))
+    yield seen
+    missing = seen.missing(names)
+    assert not missing, f"says that it covers {sorted(missing)}, and does not"

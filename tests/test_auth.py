@@ -107,6 +107,7 @@ def provider_of(service: tinker.ServiceClient) -> JwtAuthProvider:
 # The SDK.
 
 
+@pytest.mark.covers("POST /auth/token")
 def test_a_whole_run_goes_by_token(keyed: Keyed) -> None:
     with keyed.service(keyed.alice) as service:
         train_once(service)
@@ -115,6 +116,7 @@ def test_a_whole_run_goes_by_token(keyed: Keyed) -> None:
         assert keyed.get("auth/apikey/me", token).json()["name"] == "laptop"
 
 
+@pytest.mark.covers("RestClient.whoami")
 def test_the_sdk_knows_who_it_is(keyed: Keyed) -> None:
     identity = tinker.RestClient(base_url=keyed.server.url, api_key=keyed.bob).whoami().result()
     assert (identity.user_urn, identity.org_urn) == ("tml:user:bob", "tml:organization:bob")
@@ -200,6 +202,9 @@ def run_tinker(keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return run
 
 
+@pytest.mark.covers(
+    "tinker auth login", "tinker auth status", "tinker auth whoami", "tinker auth logout", "GET /auth/apikey/me"
+)
 def test_logging_in_working_and_logging_out(keyed: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
     status, said = run_tinker("auth", "login", typed=f"{keyed.alice}\n")
     assert status == 0, said
@@ -222,6 +227,7 @@ def test_a_wrong_key_cannot_log_in(keyed: Keyed, run_tinker: Callable[..., tuple
     assert status != 0 and "Tinker accessible: no" in said
 
 
+@pytest.mark.covers("tinker auth logout", "DELETE /auth/apikey/me")
 def test_logging_out_of_a_key_made_for_the_command_ends_the_key(
     keyed: Keyed, tmp_path: Path, run_tinker: Callable[..., tuple[int, str]]
 ) -> None:

@@ -20,6 +20,7 @@ import pytest
 import tinker
 import torch
 from click.testing import CliRunner
+from huggingface_hub import HfApi
 from tinker import types
 from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
@@ -120,6 +121,24 @@ def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained,
     everything = trained.json("checkpoint", "list", "--limit", "0")["checkpoints"]
     assert not [checkpoint for checkpoint in everything if checkpoint["checkpoint_id"] == "external_weights/download"]
     assert "cannot be downloaded" in trained.cli("checkpoint", "download", trained.sampler, status=1)
+
+
+@pytest.mark.covers("tinker checkpoint push-hf")
+def test_what_is_pushed_to_the_hub_is_an_adapter_that_names_its_base(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: dict[str, str] = {}
+
+    def keep(_: HfApi, *, folder_path: str, repo_id: str, **__: object) -> None:
+        pushed.update({path.name: repo_id for path in Path(folder_path).iterdir()})
+        pushed["card"] = (Path(folder_path) / "README.md").read_text()
+
+    for method in ("whoami", "create_repo"):
+        monkeypatch.setattr(HfApi, method, lambda *_, **__: None)
+    monkeypatch.setattr(HfApi, "upload_folder", keep)
+    trained.cli("checkpoint", "push-hf", trained.training, "--repo", "someone/adapter")
+    assert pushed["adapter_model.safetensors"] == pushed["adapter_config.json"] == "someone/adapter"
+    assert f"Base model: {nano.MODEL_NAME}" in pushed["card"] and "LoRA rank: 8" in pushed["card"]
 
 
 @pytest.mark.covers("tinker checkpoint info", "tinker checkpoint list")

@@ -39,6 +39,7 @@ def train(client: tinker.TrainingClient, data: list[types.Datum], steps: int, ra
     return losses
 
 
+@pytest.mark.covers("TrainingClient.forward_backward", "TrainingClient.optim_step")
 def test_training_lowers_the_loss(nano_service: tinker.ServiceClient) -> None:
     client = nano_service.create_lora_training_client(NANO, rank=8).result()
     losses = train(client, [datum() for _ in range(4)], 8)
@@ -86,6 +87,7 @@ def test_the_sdk_itself_splits_a_large_batch(nano_service: tinker.ServiceClient)
     assert result.metrics["loss:sum"] == pytest.approx(loss(client, data[:1000]) + loss(client, data[1000:]), rel=1e-4)
 
 
+@pytest.mark.covers("TrainingClient.forward_backward_custom")
 def test_a_custom_loss_gets_its_gradient(nano_service: tinker.ServiceClient) -> None:
     data = [datum() for _ in range(3)]
     by_hand = nano_service.create_lora_training_client(NANO, rank=4, seed=3).result()
@@ -105,6 +107,7 @@ def test_a_custom_loss_gets_its_gradient(nano_service: tinker.ServiceClient) -> 
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.covers("TrainingClient.save_state", "POST /load_weights")
 def test_a_restored_model_continues_as_the_original(nano_service: tinker.ServiceClient, optimizer: bool) -> None:
     data = [datum() for _ in range(3)]
     original = nano_service.create_lora_training_client(NANO, rank=4, user_metadata={"purpose": "test"}).result()
@@ -121,6 +124,7 @@ def test_a_restored_model_continues_as_the_original(nano_service: tinker.Service
     assert (after[0] == after[1]) is optimizer, "the optimizer's moments decide the next steps"
 
 
+@pytest.mark.covers("TrainingClient.save_weights_and_get_sampling_client")
 def test_a_snapshot_is_frozen_and_an_inflight_sampler_follows(nano_service: tinker.ServiceClient) -> None:
     client = nano_service.create_lora_training_client(NANO, rank=8).result()
     data = [datum()]
