@@ -115,6 +115,11 @@ def test_a_wrong_token_is_the_users_error_and_not_a_401(harness: Harness, source
     assert not token or token not in answer.text
 
 
+def test_a_token_may_be_one_that_a_key_was_exchanged_for(harness: Harness, source: str) -> None:
+    jwt = harness.ok("auth/token", {})["jwt"]
+    copied(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": jwt}))
+
+
 def test_a_token_opens_its_owners_checkpoints_only(harness: Harness, source: str) -> None:
     assert "does not exist" in detail(copy(harness, source, BOB, {"X-Tinker-Weights-Access-Token": BOB}), 404)
     # One's own stay readable with somebody else's token.
