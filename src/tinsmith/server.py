@@ -10,7 +10,7 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -205,20 +205,27 @@ def _on_wake_up(waiters: Waiters, request_ids: set[str]) -> None:
 
 async def _poll_slowly(services: Services) -> None:
     """Covers wake-ups that were lost, with a few questions for all the polls that are held."""
-    waiters = services.waiters
     orders: dict[str, int | None] = {}
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
-        request_ids, sampling_session_ids = waiters.watched()
         try:
-            settled = await asyncio.to_thread(services.futures.settled_among, request_ids)
-            newest = await asyncio.to_thread(services.sampling_sessions.last_orders, sampling_session_ids)
+            orders = await look_for_lost(services.waiters, services.futures, services.sampling_sessions, orders)
         except SQLAlchemyError as error:
             log.warning("could not look for settled futures; the next look may", error=repr(error))
-            continue
-        waiters.settled(settled)
-        waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
-        orders = newest
+
+
+async def look_for_lost(
+    waiters: Waiters, futures: Futures, samplers: SamplingSessions, orders: Mapping[str, int | None]
+) -> dict[str, int | None]:
+    """Wake whoever waits for what has settled. `orders` is the answer of the last look: the newest settlement of each
+    sampling session that is followed.
+    """
+    request_ids, sampling_session_ids = waiters.watched()
+    settled = await asyncio.to_thread(futures.settled_among, request_ids)
+    newest = await asyncio.to_thread(samplers.last_orders, sampling_session_ids)
+    waiters.settled(settled)
+    waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
+    return newest
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:
