@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-recipes check format bench clean
+.PHONY: demo test test-postgres test-recipes check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -14,6 +14,9 @@ test: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m pytest -q -m "not slow"
+
+test-postgres: $(STAMP)
+	$(BIN)/python -m pytest -q --database postgres
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes

@@ -39,7 +39,7 @@ class PostgresServer:
         self._directory = directory
         self._owner: _Owner = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
         self._names = itertools.count()
-        binaries = self._binaries()
+        self.binaries = binaries = self._binaries()
         directory.chmod(0o755)
         data = directory / "data"
         data.mkdir(mode=0o700)

@@ -287,10 +287,7 @@ class Database:
             event.listen(self.engine, "connect", _configure_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
         else:
-            # Every worker thread of a server may hold one; a connection that broke is replaced before it is used.
-            self.engine = sa.create_engine(
-                self.url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True
-            )
+            self.engine = _postgres_engine(self.url)
             event.listen(self.engine, "connect", _configure_postgres)
 
     @contextmanager
@@ -356,8 +353,11 @@ class Database:
 
     def migrate(self) -> None:
         """Bring the schema to the newest version; several processes may call it at once. Raises SettingsError."""
-        with self.migrations() as config:
-            command.upgrade(config, "head")
+        try:
+            with self.migrations() as config:
+                command.upgrade(config, "head")
+        except sa.exc.OperationalError as error:
+            raise SettingsError(f"the database cannot be reached or written: {error.orig}") from None
 
     @contextmanager
     def migrations(self) -> Iterator[AlembicConfig]:
@@ -386,6 +386,19 @@ def sqlalchemy_url(url: str) -> str:
     """The URL as SQLAlchemy takes it: Postgres is reached by psycopg 3, whatever the URL calls it."""
     scheme, separator, rest = url.partition("://")
     return f"postgresql+psycopg{separator}{rest}" if scheme in ("postgres", "postgresql") else url
+
+
+def _postgres_engine(url: str) -> Engine:
+    scheme = url.partition("://")[0]
+    if scheme != "postgresql+psycopg":
+        raise SettingsError(f"database_url begins with {f'{scheme[:20]}://'!r}; use sqlite:/// or postgresql://")
+    try:
+        # Every worker thread of a server may hold one; a connection that broke is replaced before it is used.
+        return sa.create_engine(url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True)
+    except ModuleNotFoundError:
+        raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
+    except (sa.exc.ArgumentError, ValueError):
+        raise SettingsError("database_url is no URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
 
 
 def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:

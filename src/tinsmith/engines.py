@@ -167,13 +167,14 @@ def _is(lease: Lease) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
 
 
 class Renewal:
-    """A thread that renews a lease, however long the engine's steps take; calls `lost` once if it is gone."""
+    """A thread that renews a lease, however long the engine's steps take; calls `on_loss` once if it is gone."""
 
-    def __init__(self, engines: Engines, lease: Lease, lease_s: float, lost: Callable[[], None]) -> None:
+    def __init__(self, engines: Engines, lease: Lease, lease_s: float, on_loss: Callable[[], None]) -> None:
         self._engines = engines
         self._lease = lease
         self._lease_s = lease_s
-        self._lost = lost
+        self._on_loss = on_loss
+        self.lost = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
         self._thread.start()
@@ -186,7 +187,8 @@ class Renewal:
                 log.warning("the lease could not be renewed", base_model=self._lease.base_model, exc_info=error)
                 continue
             if not held:
-                self._lost()
+                self.lost = True
+                self._on_loss()
                 return
 
     def close(self) -> None:

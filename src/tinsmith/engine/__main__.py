@@ -66,16 +66,19 @@ def main() -> int:
     if lease is None:
         log.info("another engine has the lease", base_model=shape.name)
         return EXIT_LEASE_HELD
-    renewal = Renewal(engines, lease, settings.engine_lease_s, lost=stopping.set)
+    renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
-        return _serve(shape, settings, engines, lease, stopping)
-    except LeaseLostError as error:
-        log.error("this engine was taken for dead; what it had not settled is left to its successor", reason=str(error))
-        return EXIT_LEASE_HELD
+        status = _serve(shape, settings, engines, lease, stopping)
+    except LeaseLostError:
+        status = EXIT_LEASE_HELD
     finally:
         renewal.close()
         leases.close()
         lock.close()
+    if renewal.lost or status == EXIT_LEASE_HELD:
+        log.error("this engine was taken for dead; what it had not settled is its successor's", epoch=lease.epoch)
+        return EXIT_LEASE_HELD
+    return status
 
 
 def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease, stopping: threading.Event) -> int:
