@@ -337,6 +337,18 @@ def test_a_malformed_pass_names_its_field(changes: dict, words: str) -> None:
     assert words in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["weights", "advantages", "logprobs", "clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask"],
+)
+def test_a_plain_list_is_what_the_sdk_takes_it_for(name: str) -> None:
+    inputs = {"target_tokens": [1, 2, 3], name: [1, 0, 2]}
+    message = pass_message(Fields(training("m", data=[datum(loss_fn_inputs=inputs)])), forward_only=False)
+    found = read_pass(message.SerializeToString(), "r").data[0].inputs
+    np.testing.assert_array_equal(found["target_tokens"], np.array([1, 2, 3], np.int64), strict=True)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(found[name], np.array([1, 0, 2], np.float32), strict=True)  # type: ignore[arg-type]
+
+
 def test_sparse_and_nested_arrays_keep_their_shape() -> None:
     sparse = {"data": [5, 6], "dtype": "int64", "shape": [3, 4]}
     sparse |= {"sparse_crow_indices": [0, 1, 2, 2], "sparse_col_indices": [3, 0]}

@@ -174,6 +174,7 @@ def test_pages_by_cursor_show_every_session_once(harness: Harness, limit: int, f
         page = SessionSearchResponse.model_validate(answer)
         assert len(page.sessions) <= limit
         seen += [session.session_id for session in page.sessions]
+        assert len(seen) <= len(sessions), "a session is shown twice"
         if page.next_cursor is None:
             break
         assert len(page.sessions) == limit
