@@ -89,8 +89,6 @@ ENDPOINTS = (
 # Name -> why no test drives it through the SDK or its command line. Only ever shrink this.
 EXCEPTIONS: dict[str, str] = {
     "GET /healthz": "no method asks for it; `tests/live.py` does, before every test against a live server",
-    "ServiceClient.create_custom_loss": "refused by name; `forward_backward_custom` computes the loss in the client",
-    "POST /create_custom_loss": "refused by name; `forward_backward_custom` computes the loss in the client",
     "SamplingClient.on_queue_state_change": "called by the SDK, not by its user: it logs why a result is late",
     "ServiceClient.get_console_url": "an address of the hosted service's console, composed in the client",
     "TrainingClient.get_console_url": "an address of the hosted service's console, composed in the client",

@@ -395,6 +395,9 @@ def test_a_custom_loss_equals_the_same_loss_of_ours_in_one_step_with_it(backend:
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.covers(
+    "ServiceClient.create_custom_loss", "TrainingClient.forward_backward_custom", "POST /create_custom_loss"
+)
 def test_the_server_and_the_client_compute_the_same(nano_service: tinker.ServiceClient, name: str) -> None:
     rng = np.random.default_rng(3)
     fn, ranks = LOSSES[name]

@@ -19,6 +19,8 @@ Check = Callable[[Outcome], None]
 # squared estimate of the divergence and 1e-6 in the plain one.
 SAME_DISTRIBUTION_V1 = 1e-5
 SAME_DISTRIBUTION_V2 = 1e-9
+# Advantages of equal rewards are zero but for the rounding of their mean.
+NO_GRADIENT = 1e-3
 
 
 def logs(key: str, steps: int) -> Check:
@@ -82,6 +84,13 @@ def on_policy(outcome: Outcome) -> None:
     assert abs(outcome.logged("optim/kl_sample_train_v1")[0]) < SAME_DISTRIBUTION_V1
     assert 0 <= outcome.logged("optim/kl_sample_train_v2")[0] < SAME_DISTRIBUTION_V2
     assert outcome.logged("optim/entropy")[0] > 0
+
+
+def learns_from_contrast(outcome: Outcome) -> None:
+    """A step has a gradient exactly when a group of its samples has different rewards."""
+    mixed, norms = outcome.logged("env/all/by_group/frac_mixed"), outcome.logged("grad_norm")
+    assert [share > 0 for share in mixed] == [norm > NO_GRADIENT for norm in norms], (mixed, norms)
+    assert any(mixed), "no group was mixed: nothing could be learned"
 
 
 def checkpoints(*names: str) -> Check:

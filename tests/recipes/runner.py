@@ -42,7 +42,7 @@ class Outcome:
 
 
 def run(server: LiveServer, workplace: Path, command: tuple[str, ...], log: str, standard_input: str = "") -> Outcome:
-    """`python -m` a module of the cookbook with its arguments; fails unless the exit status is 0."""
+    """`python` with these arguments, in the workplace; fails unless the exit status is 0."""
     environment = {
         **os.environ,
         "TINKER_BASE_URL": server.url,
@@ -53,7 +53,7 @@ def run(server: LiveServer, workplace: Path, command: tuple[str, ...], log: str,
         "HF_HOME": str(workplace / "hugging_face"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", *command],
+        [sys.executable, *command],
         cwd=workplace,
         env=environment,
         input=standard_input,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from recipes.table import ROWS, Row
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(400)]
 
+EVALUATION = Path(__file__).with_name("evaluate.py")
 PARAMETERS = [pytest.param(row, id=row.name, marks=[] if row.quick else [pytest.mark.slow]) for row in ROWS]
 
 
@@ -22,6 +24,16 @@ def test_a_recipe_does_what_it_is_for(recipe_server: LiveServer, workplace: Path
     outcome = run(recipe_server, workplace, row.command, row.log, row.standard_input)
     for check in row.checks:
         check(outcome)
+
+
+def test_evaluators_agree_and_a_benchmark_is_graded(recipe_server: LiveServer, workplace: Path) -> None:
+    outcome = run(recipe_server, workplace, (str(EVALUATION),), "evaluation")
+    metrics = json.loads(outcome.output.splitlines()[-1])
+    assert metrics["sampler/nll"] == pytest.approx(metrics["trainer/nll"], rel=1e-4)
+    assert metrics["sampler/bpb"] == pytest.approx(metrics["trainer/bpb"], rel=1e-4)
+    assert 0 < metrics["trainer/nll"] < 1, "the embedded model knows sums"
+    assert (metrics["eval/gsm8k/num_examples"], metrics["eval/gsm8k/num_errors"]) == (8, 0)
+    assert 0 <= metrics["eval/gsm8k/score"] <= 1
 
 
 def _leave_only_the_first_checkpoint(log_path: Path) -> None:
