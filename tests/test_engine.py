@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, Database, now
+from tinsmith.custom_losses import CustomLosses, NewCustomLoss, insertion
+from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS, Database, now
 from tinsmith.engine import QUIET_S, Engine, Nouns
 from tinsmith.engine.operations import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.engine.recovery import SNAPSHOT_OPTIM_STEPS
@@ -655,3 +655,69 @@ def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) 
         bench.publish(model, number + 1, number)
     bench.turns(200)
     assert len(list((bench.directory / "versions").glob("*"))) == 3 + VERSIONS_IN_MEMORY
+
+
+TRACED: dict[str, object] = {
+    "name": "sum",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {
+        "nodes": [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+            {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}]},
+            {"op": "output", "name": "output", "target": "output",
+             "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}]},
+        ]
+    },
+}  # fmt: skip
+
+
+def custom_pass(bench: Bench, model: str, seq_id: int, loss_id: str) -> str:
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq_id, loss_fn="custom")
+    message.loss_fn_config_v2["loss_id"].text = loss_id
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+    targets = np.array([2, 3], "<i8").tobytes()
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=targets, dtype=pb.DTYPE_INT64))
+    return bench.submit(model, seq_id, "forward_backward", message.SerializeToString())
+
+
+def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bench.model()
+    losses = CustomLosses(bench.db)
+    definition = json.dumps(TRACED).encode()
+    with bench.db.write() as connection:
+        connection.execute(insertion(NewCustomLoss("s:loss:0", "s", "alice", "sum", definition)))
+    custom_pass(bench, model, 1, "s:loss:0")
+    unknown = custom_pass(bench, model, 2, "s:loss:1")
+    bench.turns()
+    assert "'s:loss:1' is no custom loss of session 's'" in bench.error(unknown)
+    ended = {"session_id": "s", "tenant_id": "alice", "state": "expired", "tags": [], "created_at": 0.0}
+    with bench.db.write() as connection:
+        connection.execute(SESSIONS.insert().values(**ended, last_heartbeat_at=0.0, closed_at=1.0))
+    assert losses.sweep(now()) == 0, "the model may still be replayed"
+    bench.restart()
+    seen: list[Pass] = []
+    run = bench.backend.run_passes
+    monkeypatch.setattr(bench.backend, "run_passes", lambda passes, **_: seen.extend(passes) or run(passes))
+    bench.step(model, 3)
+    bench.turns()
+    assert [(each.custom_loss is not None, each.replayed) for each in seen] == [(True, True)]
+    with bench.db.write() as connection:
+        connection.execute(MODELS.update().values(state="unloaded"))
+    assert losses.sweep(now()) == 1
+    with pytest.raises(UserError, match="is no custom loss"):
+        losses.get("s", "s:loss:0")
+
+
+def test_a_pass_that_cannot_be_replayed_costs_its_model_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = bench.model(), bench.model("t:train:0")
+    bench.train(model, 1)
+    bench.turns()
+    bench.restart()
+    monkeypatch.setattr(bench.backend, "run_passes", lambda passes, **_: [UserError("no") for _ in passes])
+    failed, fine = bench.step(model, 2), bench.step(other, 1)
+    bench.turns()
+    assert "cannot be replayed: no" in bench.error(failed)
+    assert bench.optimizer_step(fine) == 1
