@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import sqlalchemy as sa
 
 from databases import database_url
+from tinsmith.db import Database
 
 API_KEY = "tml-test"
 START_S = 60.0
@@ -32,6 +34,14 @@ class LiveServer:
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": API_KEY}, timeout=60)
+
+    def count(self, table: str) -> int:
+        """The rows of a table, or of `TABLE WHERE ...`, as they are in the server's database."""
+        database = Database(database_url(self.data_dir) or f"sqlite:///{self.data_dir / 'tinsmith.db'}")
+        with database.read() as connection:
+            count = connection.scalar(sa.text(f"SELECT count(*) FROM {table}"))
+        database.close()
+        return int(count or 0)
 
     def engine_pids(self) -> list[int]:
         """The engine processes: the server's children."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import socket
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,9 +53,7 @@ def numbers() -> itertools.count:
 
 
 def pending_rows(server: LiveServer) -> int:
-    with sqlite3.connect(f"file:{server.data_dir / 'tinsmith.db'}?mode=ro", uri=True) as db:
-        (count,) = db.execute("SELECT count(*) FROM futures WHERE state = 'pending'").fetchone()
-    return count
+    return server.count("futures WHERE state = 'pending'")
 
 
 # Twice, late, out of order.
@@ -409,9 +406,7 @@ def test_hundreds_of_wrong_requests_leave_no_memory_and_no_rows_pending(server: 
     grown = [after - was for after, was in zip(map(resident_bytes, (server.process.pid, engine)), before, strict=True)]
     assert max(grown) < 6_000_000, f"server and engine grew by {grown} bytes over 400 requests of 40 MB"
     assert pending_rows(server) == 0
-    with sqlite3.connect(f"file:{server.data_dir / 'tinsmith.db'}?mode=ro", uri=True) as db:
-        (bodies,) = db.execute("SELECT count(*) FROM future_bodies").fetchone()
-    assert bodies < 50, "refused requests keep no body"
+    assert server.count("future_bodies") < 50, "refused requests keep no body"
 
 
 # Sessions end.

@@ -173,7 +173,7 @@ class Checkpoints:
         mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & _visible()
         with self._db.write() as connection:
             # Looked up in the same transaction: an overwrite in between would leave its files behind.
-            row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine)).one_or_none()
+            row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine).with_for_update()).one_or_none()
             if row is None:
                 raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
             connection.execute(CHECKPOINTS.delete().where(mine))

@@ -28,6 +28,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.exc import ArgumentError, OperationalError
 
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
@@ -356,7 +357,7 @@ class Database:
         try:
             with self.migrations() as config:
                 command.upgrade(config, "head")
-        except sa.exc.OperationalError as error:
+        except OperationalError as error:
             raise SettingsError(f"the database cannot be reached or written: {error.orig}") from None
 
     @contextmanager
@@ -397,7 +398,7 @@ def _postgres_engine(url: str) -> Engine:
         return sa.create_engine(url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True)
     except ModuleNotFoundError:
         raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
-    except (sa.exc.ArgumentError, ValueError):
+    except (ArgumentError, ValueError):
         raise SettingsError("database_url is no URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
 
 

@@ -169,8 +169,9 @@ class SamplingSessions:
         theirs = SAMPLERS.c.directory.is_not(None) & SAMPLERS.c.session_id.in_(closed)
         with self._db.write() as connection:
             directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
-            if directories:
-                connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
+            # Only what was read: an engine may be moving another one at this moment.
+            for directory in directories:
+                connection.execute(SAMPLERS.update().where(SAMPLERS.c.directory == directory).values(directory=None))
         return directories
 
     def of_session(self, session_id: str) -> list[str]:

@@ -200,7 +200,8 @@ class Sessions:
             SESSIONS.c.last_heartbeat_at <= now() - timeout_s,
         )
         with self._db.write() as connection:
-            row = connection.execute(sa.select(SESSIONS.c.state).where(*open_and_silent)).one_or_none()
+            locked = sa.select(SESSIONS.c.state).where(*open_and_silent).with_for_update()
+            row = connection.execute(locked).one_or_none()
             if row is None:
                 return False
             values: dict[str, object] = {"closed_at": now()}
