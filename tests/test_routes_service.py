@@ -44,7 +44,7 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     assert config.pjwt_auth_enabled
     assert not config.sample_use_retrieve_futures
     assert config.sample_join_sampling_session
-    assert not config.custom_loss_server_side
+    assert config.custom_loss_server_side
     dynamic = ClientDynamicConfigResponse.model_validate(harness.ok("client/dynamic_config", {}))
     assert dynamic.sample_cancel_enabled
 
