@@ -101,9 +101,7 @@ class Models:
         reasons = [str(row.pop("session_reason")) for row in rows]
         return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
-    def page(
-        self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
-    ) -> tuple[list[Model], int]:
+    def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
         """The tenant's models (of one project, if it is named), newest first, and how many there are."""
         mine = MODELS.c.tenant_id == tenant_id
         if project_id is not None:
