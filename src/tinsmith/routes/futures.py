@@ -10,8 +10,8 @@ is announced first to a client that asks for that, so that it can make room.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +33,9 @@ RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
 
 INLINE_BYTES = 256 * 1024
 """Results up to this size come at once even if the client would have them announced: a second request costs more."""
+
+UNWATCHED_S = 0.5
+"""How long a poll is held before its server looks whether the client is still there, which costs 0.1 ms."""
 
 MAX_ACKNOWLEDGED = 1_000_000
 
@@ -142,28 +145,41 @@ async def held(
         found = await look()
         if found is not None or services.waiters.closed or hold_s <= 0:
             return found
-        gone = asyncio.create_task(_client_gone(request))
-        gone.add_done_callback(lambda _: woken.set())
-        try:
-            async with asyncio.timeout_at(deadline):
-                while True:
-                    await woken.wait()
-                    woken.clear()
-                    if gone.done():
-                        raise ClientDisconnect
-                    found = await look()
-                    if found is not None or services.waiters.closed:
-                        return found
-        except TimeoutError:
-            return None
-        finally:
-            gone.cancel()
+        with _end_of_client(request, woken) as client_is_gone:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    while True:
+                        await woken.wait()
+                        woken.clear()
+                        if client_is_gone():
+                            raise ClientDisconnect
+                        found = await look()
+                        if found is not None or services.waiters.closed:
+                            return found
+            except TimeoutError:
+                return None
 
 
-async def _client_gone(request: Request) -> None:
-    """Returns when the connection has ended; the body has been read before."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@contextmanager
+def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[[], bool]]:
+    """Whether the connection has ended, which also sets `woken`. Looks only after a moment: most polls end sooner."""
+    watching: list[asyncio.Task[None]] = []
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":  # the body has been read before
+            pass
+
+    def watch() -> None:
+        watching.append(asyncio.create_task(wait()))
+        watching[0].add_done_callback(lambda _: woken.set())
+
+    timer = asyncio.get_running_loop().call_later(UNWATCHED_S, watch)
+    try:
+        yield lambda: any(task.done() for task in watching)
+    finally:
+        timer.cancel()
+        for task in watching:
+            task.cancel()
 
 
 async def read(services: Services, read: Callable[..., T], *args: object) -> T:
