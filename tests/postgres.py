@@ -48,11 +48,14 @@ class PostgresServer:
             os.chown(data, NOBODY, NOBODY)
         initdb = [binaries / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--encoding=utf8", "--no-sync"]
         subprocess.run(initdb, check=True, capture_output=True, cwd=directory, timeout=120, **self._owner)
-        command = [str(binaries / "postgres"), "-D", str(data), "-h", "", "-k", str(directory)]
+        self._command = [str(binaries / "postgres"), "-D", str(data), "-h", "", "-k", str(directory)]
         for option in options:
-            command += ["-c", option]
-        with (directory / "log").open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=directory, **self._owner)
+            self._command += ["-c", option]
+        self.start()
+
+    def start(self) -> None:
+        with (self._directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, cwd=self._directory, **self._owner)
         self._await_answer()
 
     def _binaries(self) -> Path:

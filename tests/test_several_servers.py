@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tinker import types
 from balancer import balancing
 from databases import POSTGRES, bare_url
 from live import API_KEY, LiveServer, serving
+from postgres import PostgresServer
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.db import Database
 from tinsmith.engines import Engines
@@ -132,3 +134,23 @@ def test_an_engine_that_was_paused_while_another_took_over_writes_nothing(
     log = next((tmp_path / "one" / "logs").glob("engine-*.log")).read_text()
     assert "this engine was taken for dead" in log and "Traceback" not in log, log
     assert not alive(old) and servers[0].engine_pids() == [], "and no other is started there"
+
+
+def test_a_restart_of_postgres_is_a_delay_and_no_loss(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="tn-pg-") as directory:
+        postgres = PostgresServer(Path(directory))
+        try:
+            with one_of(tmp_path, postgres.fresh(), "one") as server:
+                client = connect(server)
+                model = client.model()
+                assert client.steps_taken(client.step(model, 1)) == 1
+                postgres.stop()
+                body = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+                refused = client.post("optim_step", body)
+                assert (refused.status_code, "database" in refused.json()["detail"]) == (503, True)
+                assert wait_until_gone(engine_of(server)), "an engine that cannot settle starts anew"
+                postgres.start()
+                assert client.steps_taken(client.step(model, 2)) == 2
+                client.http.close()
+        finally:
+            postgres.stop()

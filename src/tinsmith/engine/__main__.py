@@ -8,6 +8,7 @@ another engine serves it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import threading
 from pathlib import Path
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import backends
 from tinsmith.bases import read_shape
@@ -100,7 +102,8 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
         engine.run(stopping.is_set)
     finally:
         mailbox.close()
-        engines.release(shape.name, "stopped")
+        with contextlib.suppress(SQLAlchemyError):  # the supervisor releases what this engine cannot
+            engines.release(shape.name, "stopped")
         database.close()
     return 0
 

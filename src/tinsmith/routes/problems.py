@@ -1,8 +1,8 @@
 """Errors -> HTTP answers: the one place where it is decided.
 
 The body is always `{"detail": TEXT}` and never empty (the SDK takes an empty 400 for a proxy's noise and
-retries for minutes). What was raised on purpose says so itself; anything else is a 500 with an id under which
-the log has the rest. Nothing of a request's body or headers reaches the log.
+retries for minutes). What was raised on purpose says so itself; a database that does not answer is a 503; anything
+else is a 500 with an id under which the log has the rest. Nothing of a request's body or headers reaches the log.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import uuid
 from http import HTTPStatus
 
 import structlog
+from sqlalchemy.exc import OperationalError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -57,9 +58,17 @@ def on_unexpected(request: Request, error: Exception) -> Response:
     return answer({"detail": f"the server failed on this request; its log has more under error_id={error_id}"}, 500)
 
 
+def on_silent_database(request: Request, error: Exception) -> Response:
+    log.error("the database does not answer", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's database does not answer; try again in a moment"
+    return answer({"detail": detail}, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
 HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
     TinsmithError: on_tinsmith_error,
     HTTPException: on_http_exception,
     ClientDisconnect: on_disconnect,
+    OperationalError: on_silent_database,
+    TimeoutError: on_silent_database,
     Exception: on_unexpected,
 }
