@@ -1,9 +1,9 @@
 """The janitor: what must happen as time passes.
 
-Sessions whose heartbeats stopped are closed and their models told to unload (as futures, which the engine
-settles); the files of their ephemeral versions are deleted, and their results some time later, of which the usage
-stays; checkpoints past their TTL and audit entries past their retention are deleted, and
-so are checkpoint directories that no row names.
+Sessions whose heartbeats stopped are closed, their models told to unload and their samples cancelled (as futures,
+which the engine settles); the files of their ephemeral versions are deleted, and their results some time later, of
+which the usage stays. Results that clients acknowledged, checkpoints past their TTL and audit entries past their
+retention are deleted, and so are checkpoint directories that no row names.
 """
 
 from __future__ import annotations
