@@ -133,6 +133,48 @@ def test_a_flood_delays_another_tenants_request_by_at_most_one_step(tokens: int,
     assert "b:0" in {request.request_id for request in (*first.passes, *second.passes)}
 
 
+@given(st.integers(1, 300), st.integers(1, 8), st.integers(0, 500))
+def test_beside_a_flood_a_small_request_runs_in_a_short_step_after_at_most_one_full_one(
+    tokens: int, lone_tokens: int, debt: int
+) -> None:
+    flood = {seq: pending(seq, "flood", "a", seq, "forward", tokens) for seq in range(1000)}
+    lone = {0: pending(20_000, "lone", "b", 0, "forward", lone_tokens)}
+    queues = [ModelQueue("a", "flood", 0, flood), ModelQueue("b", "lone", 0, lone)]
+    for was_short in (False, True):
+        fairness = Fairness({"flood": debt}, ("flood",), was_short)
+        waited = 0
+        step, fairness = plan(queues, fairness, 256)
+        while "b:0" not in {request.request_id for request in step.passes}:
+            waited += sum(request.num_tokens for request in step.passes)
+            step, fairness = plan(queues, fairness, 256)
+        assert waited <= max(256, tokens) * was_short
+        beside = sum(request.num_tokens for request in step.passes)
+        assert beside <= (max(256, tokens) if was_short and not waited else 16)
+
+
+def test_small_requests_never_keep_a_large_one_waiting_for_ever() -> None:
+    large = {seq: pending(seq, "large", "a", seq, "forward", 256) for seq in range(10)}
+    fairness, done = Fairness(), 0
+    for turn in range(40):
+        queues = [ModelQueue("a", "large", done, large)]
+        for name in ("x", "y", "z"):
+            small = {turn: pending(100 + turn, name, name, turn, "forward", 1)}
+            queues.append(ModelQueue(name, name, turn, small))
+        step, fairness = plan(queues, fairness, 256)
+        done += any(request.tenant_id == "large" for request in step.passes)
+        assert sum(request.num_tokens for request in step.passes) <= 256
+    assert done >= 5, "one in six or seven steps, of which every other one is short"
+
+
+def test_what_fits_into_one_step_is_never_split() -> None:
+    runs = {
+        name: {0: pending(index, name, name, 0, "forward", tokens)}
+        for index, (name, tokens) in enumerate((("a", 1), ("b", 100), ("c", 155)))
+    }
+    step, _ = plan([ModelQueue(name, name, 0, run) for name, run in runs.items()], Fairness(), 256)
+    assert len(step.passes) == 3
+
+
 def test_saves_of_one_tenant_are_bounded_per_step() -> None:
     queues = [ModelQueue(f"m{i}", "t", 1, {1: pending(i, "t", f"m{i}", 1, "save_weights")}) for i in range(20)]
     step, _ = plan(queues, Fairness(), 1000)

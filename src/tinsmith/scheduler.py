@@ -4,7 +4,9 @@ Rules. A model's requests take effect strictly in seq_id order; a gap waits. Pas
 at the heads of any number of models share one step, whatever their losses, ranks or tenants; everything else is a
 barrier of its model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the
 step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
-next request by at most one step. No I/O, no clock, no device.
+next request by at most one step. Where more waits than one step holds, every other step may be a short one that serves
+first whoever wants little; otherwise that tenant would wait for a full step, and then again for the one that it is in.
+No I/O, no clock, no device.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from tinsmith.ops import Pending
 PASS_KINDS = frozenset({"forward", "forward_backward"})
 MAX_SINGLES_PER_TENANT = 4
 """Saves, loads and creations of one tenant per step: they take milliseconds each and must not hold up passes."""
+
+SHORT_STEPS = 16
+"""How many short steps would hold what one full step does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +44,11 @@ class ModelQueue:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What one step leaves to the next: each tenant's unspent tokens, and who is served first."""
+    """What one step leaves to the next: each tenant's unspent tokens, who is served first, and whether it was short."""
 
     deficits: Mapping[str, int] = field(default_factory=dict)
     order: tuple[str, ...] = ()
+    was_short: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +83,11 @@ def plan(queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int) ->
 
 
 def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
-    """The passes at a model's head, as far as one step could take them."""
+    """The passes at a model's head, as far as one step could take them, and one more: whether they are too many."""
     run: list[Pending] = []
     total = 0
     for request in queue.ready():
-        if request.kind not in PASS_KINDS or (run and total + request.num_tokens > token_budget):
+        if request.kind not in PASS_KINDS or total > token_budget:
             break
         run.append(request)
         total += request.num_tokens
@@ -114,12 +120,14 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     """Deficit round robin over the tenants' runs within the budget."""
     order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
     order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
+    light = set() if fairness.was_short else _light_tenants(runs, token_budget)
+    order.sort(key=lambda tenant_id: tenant_id not in light)
     deficits = {tenant_id: fairness.deficits.get(tenant_id, 0) for tenant_id in order}
     taken: list[Pending] = []
-    room = token_budget
+    room = token_budget // SHORT_STEPS if light else token_budget
     position = dict.fromkeys(order, 0)
     open_tenants = list(order)
-    quantum = max(1, token_budget // max(1, len(order)))
+    quantum = max(1, room // max(1, len(order)))
     while open_tenants:
         still_open: list[str] = []
         for tenant_id in open_tenants:
@@ -143,7 +151,15 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     left = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
     served = [tenant_id for tenant_id in order if tenant_id not in left]
     kept = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in left}
-    return taken, Fairness(kept, tuple(left + served))
+    return taken, Fairness(kept, tuple(left + served), was_short=bool(light))
+
+
+def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> set[str]:
+    """Tenants whose whole wish is within their share of a short step, if not everything fits into one full step."""
+    totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
+    if sum(totals.values()) <= token_budget:
+        return set()
+    return {tenant_id for tenant_id, total in totals.items() if total * SHORT_STEPS * len(totals) <= token_budget}
 
 
 def take_in_turns(waiting: Mapping[str, Iterable[Pending]], room: int, last_tenant: str) -> tuple[list[Pending], str]:
