@@ -26,8 +26,8 @@ from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, engine_mailbox
 from tinsmith.ops import Pending
 
-# Passes that change a model's state: their bodies are kept until a snapshot covers them.
-REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step")
+# What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
+REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
 _CHUNK = 500  # variables of one IN (...) clause
 _CANCEL = ":cancel"
 UNBOUNDED = 2**62
@@ -98,9 +98,8 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of one future. `effects` are statements of the same transaction; `clean_up` runs after it.
-
-    `cost` is what a sample took.
+    """The end of one future. `effects` are statements of the same transaction; `clean_up` is for whoever settled to run
+    once everyone has been told. `cost` is what a sample took.
     """
 
     request_id: str
@@ -417,9 +416,6 @@ class Futures:
             for model_id, seq_id in applied.items():
                 connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
             self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
-        for settlement in settlements:
-            if settlement.clean_up:
-                settlement.clean_up()
 
     def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
         """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
@@ -433,13 +429,37 @@ class Futures:
         with self._db.read() as connection:
             return [Pending(**row._mapping) for row in connection.execute(query)]
 
-    def covered(self, model_id: str, seq_id: int, directory: str) -> None:
-        """Record the snapshot that covers the model up to `seq_id`, and free the bodies that it covers."""
-        ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.seq_id <= seq_id)
+    def settled_at(self, request_id: str) -> float | None:
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
+
+    def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
+        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the one before.
+
+        The bodies that both cover are freed. Returns the directory that nobody needs any more: that of the third
+        newest, or this one if the model was unloaded meanwhile or has a newer snapshot.
+        """
+        mine = MODELS.c.model_id == model_id
         with self._db.write() as connection:
-            mine = MODELS.update().where(MODELS.c.model_id == model_id)
-            connection.execute(mine.values(snapshot_seq_id=seq_id, snapshot_directory=directory))
-            connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
+            row = connection.execute(sa.select(MODELS).where(mine).with_for_update()).one_or_none()
+            if row is None or row.state == "unloaded":
+                return directory
+            if row.snapshot_seq_id is not None and row.snapshot_seq_id >= seq_id:
+                return directory
+            values = {
+                "snapshot_seq_id": seq_id,
+                "snapshot_directory": directory,
+                "previous_snapshot_seq_id": row.snapshot_seq_id,
+                "previous_snapshot_directory": row.snapshot_directory,
+            }
+            connection.execute(MODELS.update().where(mine).values(**values))
+            if row.snapshot_seq_id is not None:
+                # What lies below was freed when the newest but two was recorded.
+                freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
+                between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
+                ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
+                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
+            return row.previous_snapshot_directory
 
     def pending_ids(self, base_model: str) -> set[str]:
         """Every unfinished request, for the slow poll that covers late commits."""
@@ -451,6 +471,12 @@ class Futures:
 def cancelled_name(request_id: str) -> str:
     """What a request to cancel names: a sample, or a sampling session for all of its samples."""
     return request_id.removesuffix(_CANCEL)
+
+
+def log_deletion(model_id: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading of a model: nothing of it is replayed any more."""
+    ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.state != "pending")
+    return BODIES.delete().where(BODIES.c.request_id.in_(ids))
 
 
 def deletion(request_id: str) -> sa.Executable:

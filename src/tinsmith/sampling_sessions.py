@@ -35,6 +35,7 @@ class NewSamplingSession:
     base_model: str
     model_path: str | None = None
     version_id: str | None = None
+    model_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ class SamplingSession:
     base_model: str
     model_path: str | None
     version_id: str | None
+    model_id: str | None
     directory: str | None
     created_at: float
     num_clones: int
@@ -158,20 +160,37 @@ class SamplingSessions:
                 connection.execute(_DELETE_RESULTS, {"request_ids": ids[start : start + _CHUNK]})
         return len(ids)
 
-    def moved(self, version_id: str, directory: str) -> None:
-        """Record where a version's files are, now that it left the engine's memory."""
+    def written(self, version_id: str, directory: str) -> str | None:
+        """Record where a version's files are; returns the directory that they were in before, or, if no sampling
+        session wants them any more, this one.
+        """
+        theirs = SAMPLERS.c.version_id == version_id
+        closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
+        wanted = theirs & ~closed.where(SESSIONS.c.session_id == SAMPLERS.c.session_id).exists()
         with self._db.write() as connection:
-            connection.execute(SAMPLERS.update().where(SAMPLERS.c.version_id == version_id).values(directory=directory))
+            before = connection.scalar(sa.select(sa.func.max(SAMPLERS.c.directory)).where(theirs))
+            changed = connection.execute(SAMPLERS.update().where(wanted).values(directory=directory))
+        return before if changed.rowcount else directory
 
-    def forget_moved(self) -> list[str]:
+    def directory_of(self, version_id: str) -> str | None:
+        """Where a version's files are, if it has any."""
+        query = sa.select(sa.func.max(SAMPLERS.c.directory)).where(SAMPLERS.c.version_id == version_id)
+        with self._db.read() as connection:
+            return connection.scalar(query)
+
+    def directories(self) -> set[str]:
+        """The directories of all versions that may be sampled."""
+        with self._db.read() as connection:
+            return set(connection.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
+
+    def forget_written(self) -> list[str]:
         """The directories of versions whose session is closed; they are forgotten here and now."""
         closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
         theirs = SAMPLERS.c.directory.is_not(None) & SAMPLERS.c.session_id.in_(closed)
         with self._db.write() as connection:
             directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
-            # Only what was read: an engine may be moving another one at this moment.
-            for directory in directories:
-                connection.execute(SAMPLERS.update().where(SAMPLERS.c.directory == directory).values(directory=None))
+            if directories:
+                connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
         return directories
 
     def of_session(self, session_id: str) -> list[str]:

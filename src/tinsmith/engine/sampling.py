@@ -125,8 +125,8 @@ class Sampling:
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
             if suspects := [request for request in waiting if self._suspects.company(request.request_id)]:
-                # They come first, once the sampler is empty: nobody else is to share their fate.
-                return [] if self._inside else self._suspects.groups(suspects)[0]
+                # They come first, when the sampler is still empty: nobody else is to share their fate.
+                return self._suspects.groups(suspects)[0]
         taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
         return taken
 
