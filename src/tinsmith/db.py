@@ -91,6 +91,8 @@ MODELS = sa.Table(
     sa.Column("applied_seq_id", sa.BigInteger, nullable=False),  # every seq_id up to it took effect or was refused
     sa.Column("snapshot_seq_id", sa.BigInteger),  # the newest snapshot covers seq_ids up to it
     sa.Column("snapshot_directory", sa.String(64)),
+    sa.Column("previous_snapshot_seq_id", sa.BigInteger),  # the one before, for when the newest cannot be read
+    sa.Column("previous_snapshot_directory", sa.String(64)),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("last_request_at", sa.Float, nullable=False),
     sa.Index("ix_models_session", "session_id"),
@@ -153,10 +155,12 @@ SAMPLERS = sa.Table(
     sa.Column("base_model", sa.String(512), nullable=False),
     sa.Column("model_path", sa.String(512)),  # the checkpoint it samples from, if it is one
     sa.Column("version_id", sa.String(512)),  # the frozen weights it samples from; null is the base model
-    sa.Column("directory", sa.String(64)),  # where an ephemeral version was moved to make room in memory
+    sa.Column("model_id", sa.String(128)),  # whose weights they are, of an ephemeral version
+    sa.Column("directory", sa.String(64)),  # the files of an ephemeral version, once it has any
     sa.Column("num_clones", sa.Integer, nullable=False, server_default="0"),  # clients that joined it
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_samplers_session", "session_id"),
+    sa.Index("ix_samplers_version", "version_id"),
 )
 
 CHECKPOINTS = sa.Table(

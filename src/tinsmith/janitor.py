@@ -100,7 +100,7 @@ class Janitor:
         for model, reason in parts.models.orphaned():
             self._unload(model, f"its session ended ({reason})")
         parts.futures.cancel_of_closed_sessions()
-        for directory in parts.samplers.forget_moved():
+        for directory in parts.samplers.forget_written():
             parts.versions.discard(directory)
         if forgotten := parts.sessions.closed_before(now() - self._settings.result_grace_s):
             parts.futures.delete_of_sessions(forgotten, usage.folded)

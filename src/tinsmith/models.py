@@ -47,6 +47,8 @@ class Model:
     applied_seq_id: int
     snapshot_seq_id: int | None
     snapshot_directory: str | None
+    previous_snapshot_seq_id: int | None
+    previous_snapshot_directory: str | None
     created_at: float
     last_request_at: float
     project_id: str | None = None
@@ -101,6 +103,13 @@ class Models:
         reasons = [str(row.pop("session_reason")) for row in rows]
         return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
+    def snapshot_directories(self) -> set[str]:
+        """The directories of all snapshots that any model may come back from."""
+        columns = MODELS.c.snapshot_directory, MODELS.c.previous_snapshot_directory
+        with self._db.read() as connection:
+            rows = connection.execute(sa.select(*columns).where(MODELS.c.snapshot_directory.is_not(None)))
+            return {name for row in rows for name in row if name is not None}
+
     def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
         """The tenant's models (of one project, if it is named), newest first, and how many there are."""
         mine = MODELS.c.tenant_id == tenant_id
@@ -138,6 +147,8 @@ def _model(new: NewModel, state: str, reason: str | None = None, project_id: str
         applied_seq_id=-1,
         snapshot_seq_id=None,
         snapshot_directory=None,
+        previous_snapshot_seq_id=None,
+        previous_snapshot_directory=None,
         created_at=created_at,
         last_request_at=created_at,
         project_id=project_id,
@@ -149,6 +160,14 @@ def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
     project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
     of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
     return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
+
+
+def unloading(model_id: str, reason: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading: nothing comes back of this model."""
+    gone = dict.fromkeys(
+        ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
+    )
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
 
 
 def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:

@@ -2,19 +2,31 @@
 
 A backend owns weights, adapters, gradients, optimizer state and frozen sampler versions; it knows no SQL and no
 HTTP. The engine calls it from one thread, never concurrently. Errors: a `UserError` in a result list settles that
-one request; an exception out of the call fails every request of the step. `load(name)` imports the heavy library
-only when its backend is chosen.
+one request; an exception out of the call means that nothing has changed, and MemoryError that what was asked does not
+fit. What `capture` returned may be written by another thread, meanwhile. `load(name)` imports the heavy library only
+when its backend is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 from tinsmith.samplers import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A model or version as it was at one moment. `write` puts it into a directory, from any thread, and touches
+    nothing that lives.
+    """
+
+    num_bytes: int
+    write: Callable[[Path], None]
 
 
 class Backend(Protocol):
@@ -35,6 +47,15 @@ class Backend(Protocol):
 
     def has_model(self, model_id: str) -> bool: ...
 
+    @property
+    def room_bytes(self) -> int:
+        """What models in training may take together, as far as the backend can tell, beside everything else."""
+        ...
+
+    def model_bytes(self, model_id: str) -> int:
+        """What a model in training takes."""
+        ...
+
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
     ) -> list[PassResult | UserError]:
@@ -46,7 +67,17 @@ class Backend(Protocol):
         ...
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        """Apply its own optimizer to each named adapter (distinct model_ids), then zero its gradient."""
+        """Apply its own optimizer to each named adapter (distinct model_ids), then zero its gradient. All or nothing:
+        when an exception comes out, no adapter and no gradient has changed.
+        """
+        ...
+
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        """The model as it is now, as `save` writes it; with `gradient`, what has accumulated goes with it."""
+        ...
+
+    def capture_version(self, version_id: str) -> Capture:
+        """A version, as `save_version` writes it."""
         ...
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
@@ -56,7 +87,9 @@ class Backend(Protocol):
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
-        """Create an adapter from a saved one. Raises UserError if optimizer state is asked for and is not there."""
+        """Create an adapter from a saved one, with the gradient if one was saved with its optimizer state. Raises
+        UserError if optimizer state is asked for and is not there.
+        """
         ...
 
     def publish(self, model_id: str, version_id: str) -> None:

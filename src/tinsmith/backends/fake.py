@@ -10,15 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from tinsmith.backends import Capture
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.ops import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 from tinsmith.samplers.fake import FakeSampler
 
 STATE_FILE = "fake_adapter.json"
+
+ADAPTER_BYTES = 64
+"""What an adapter is said to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,13 @@ class FakeBackend:
 
     def has_model(self, model_id: str) -> bool:
         return model_id in self._models
+
+    @property
+    def room_bytes(self) -> int:
+        return 2**40
+
+    def model_bytes(self, model_id: str) -> int:
+        return ADAPTER_BYTES
 
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
@@ -89,11 +101,19 @@ class FakeBackend:
             results.append({"grad_norm": abs(adapter.gradient), "step": float(adapter.step + 1)})
         return results
 
-    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         adapter = self._models[model_id]
         state = {"weight": adapter.weight, "step": adapter.step if optimizer else None}
-        state |= {"optimizer_type": adapter.optimizer_type}
-        (directory / STATE_FILE).write_text(json.dumps(state))
+        state |= {"optimizer_type": adapter.optimizer_type, "gradient": adapter.gradient if gradient else 0.0}
+        text = json.dumps(state)
+        return Capture(ADAPTER_BYTES, partial(_write, text))
+
+    def capture_version(self, version_id: str) -> Capture:
+        text = json.dumps({"weight": self._versions[version_id], "step": None})
+        return Capture(ADAPTER_BYTES, partial(_write, text))
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+        self.capture(model_id, optimizer=optimizer).write(directory)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
@@ -103,8 +123,8 @@ class FakeBackend:
             raise UserError("the checkpoint holds no optimizer state; load it without the optimizer")
         if optimizer and state["optimizer_type"] != optimizer_type:
             raise UserError(f"the checkpoint holds the state of {state['optimizer_type']!r}, not {optimizer_type!r}")
-        step = state["step"] if optimizer else 0
-        self._models[model_id] = FakeAdapter(spec, state["weight"], 0.0, step, optimizer_type)
+        step, gradient = (state["step"], state["gradient"]) if optimizer else (0, 0.0)
+        self._models[model_id] = FakeAdapter(spec, state["weight"], gradient, step, optimizer_type)
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._versions[version_id] = self._models[model_id].weight
@@ -113,13 +133,17 @@ class FakeBackend:
         self._versions[version_id] = json.loads((directory / STATE_FILE).read_text())["weight"]
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        (directory / STATE_FILE).write_text(json.dumps({"weight": self._versions[version_id], "step": None}))
+        self.capture_version(version_id).write(directory)
 
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
 
     def drop_version(self, version_id: str) -> None:
         self._versions.pop(version_id, None)
+
+
+def _write(text: str, directory: Path) -> None:
+    (directory / STATE_FILE).write_text(text)
 
 
 def _logprobs(datum: Datum, weight: float) -> F32:

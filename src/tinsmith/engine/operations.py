@@ -239,7 +239,7 @@ class Operations:
         while len(versions) > leave:
             oldest = versions[0]
             directory, _ = self._versions.write(partial(self._backend.save_version, oldest))
-            self._samplers.moved(oldest, directory)
+            self._samplers.written(oldest, directory)
             versions.popleft()
             self._backend.drop_version(oldest)
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tinsmith.backends import Capture
 from tinsmith.backends.torch import files, optimizers
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
+from tinsmith.backends.torch.memory import MODELS_SHARE, free_bytes, memory_errors
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
@@ -52,10 +56,12 @@ class TorchBackend:
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
         max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._trainer = Trainer(self._base, max_tokens, chunk_rows)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
+        self._room_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
 
     @property
     def base(self) -> BaseModel:
@@ -81,6 +87,13 @@ class TorchBackend:
     def has_model(self, model_id: str) -> bool:
         return model_id in self._models
 
+    @property
+    def room_bytes(self) -> int:
+        return self._room_bytes
+
+    def model_bytes(self, model_id: str) -> int:
+        return self._model(model_id).num_bytes
+
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
     ) -> list[PassResult | UserError]:
@@ -96,16 +109,31 @@ class TorchBackend:
                 good.append((index, (trained, step.params)))
             except UserError as error:
                 results[index] = error
-        outcomes = optimizers.step_together([request for _, request in good]) if good else []
+        with memory_errors(self._base.device):
+            outcomes = optimizers.step_together([request for _, request in good]) if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
         return results
 
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        with memory_errors(self._base.device):
+            trained = self._model(model_id).copy(gradient=gradient)
+        return Capture(trained.num_bytes, partial(self._write, trained, optimizer))
+
+    def capture_version(self, version_id: str) -> Capture:
+        if version_id not in self._versions:
+            raise UserError(f"version {version_id!r} is not loaded")
+        adapter = self._versions[version_id]  # nobody writes to it: there is nothing to copy
+        return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter))
+
     def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        trained = self._model(model_id)
+        self._write(replace(self._model(model_id), gradient_P=None), optimizer, directory)
+
+    def _write(self, trained: Trained, optimizer: bool, directory: Path) -> None:
         self._save_adapter(trained.adapter, directory)
         if optimizer:
             files.save_optimizer(trained, directory)
+        files.save_gradient(trained, directory)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
@@ -121,6 +149,7 @@ class TorchBackend:
         trained = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
         if optimizer:
             files.load_optimizer(trained, directory)
+            files.load_gradient(trained, directory)
         self._models[model_id] = trained
 
     def publish(self, model_id: str, version_id: str) -> None:
@@ -136,9 +165,7 @@ class TorchBackend:
         self._versions[version_id] = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        if version_id not in self._versions:
-            raise UserError(f"version {version_id!r} is not loaded")
-        self._save_adapter(self._versions[version_id], directory)
+        self.capture_version(version_id).write(directory)
 
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
@@ -172,8 +199,7 @@ class TorchBackend:
         return Adapter(spec, layout, flat_P, self._base.dtype)
 
     def _save_adapter(self, adapter: Adapter, directory: Path) -> None:
-        names = [name for name, _ in self._base.model.named_modules()]
-        files.save_adapter(adapter, self._base.shape.name, names, directory)
+        files.save_adapter(adapter, self._base.shape.name, self._module_names, directory)
 
     def _read_adapter(self, directory: Path) -> files.AdapterFile:
         return files.load_adapter(directory, {target.name: target for target in self._base.adaptable()})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -38,23 +39,31 @@ def check_dimuon(params: DimuonParams) -> None:
         raise UserError(f"optimizer_params.grad_clip_norm is {params.grad_clip_norm}; it must be finite")
 
 
-def step_dimuon(trained: Trained, gradient_P: Tensor, params: DimuonParams) -> None:
+def prepare_dimuon(trained: Trained, gradient_P: Tensor, params: DimuonParams) -> Callable[[], None]:
+    """Compute a step; nothing has changed until the result is called, which needs no memory and cannot fail."""
     (momentum_P,) = trained.moments_or_zeros(len(MOMENTS))
-    momentum_P.lerp_(gradient_P, 1 - params.beta1)
-    trained.step += 1
+    new_momentum_P = torch.lerp(momentum_P, gradient_P, 1 - params.beta1)
     layout = trained.adapter.layout
     groups: defaultdict[torch.Size, list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for weights, moments in zip(
-        layout.views(trained.adapter.flat_P).values(), layout.views(momentum_P).values(), strict=True
+        layout.views(trained.adapter.flat_P).values(), layout.views(new_momentum_P).values(), strict=True
     ):
         for weight, moment in zip(weights, moments, strict=True):
             groups[weight.shape].append((weight, moment))
+    updates: list[tuple[Tensor, Tensor]] = []
     for shape, pairs in groups.items():
         update = orthogonalise(torch.stack([moment for _, moment in pairs]))
         update *= -params.learning_rate * RMS * math.sqrt(max(shape))
-        for (weight, _), change in zip(pairs, update, strict=True):
-            weight += change
-    trained.adapter.refresh()
+        updates += zip([weight for weight, _ in pairs], update.unbind(), strict=True)
+
+    def change() -> None:
+        trained.moments = (new_momentum_P,)
+        trained.step += 1
+        for weight, update in updates:
+            weight += update
+        trained.adapter.refresh()
+
+    return change
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:

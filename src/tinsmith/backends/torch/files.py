@@ -1,9 +1,9 @@
 """Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
 
 An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang
-read them; `optimizer.safetensors` beside it makes training continue bit for bit. A gradient that has
-accumulated but not been stepped is not saved. Files are fsynced one by one; making the directory appear at
-once is the caller's affair.
+read them; `optimizer.safetensors` beside it makes training continue bit for bit, and `gradient.safetensors`, of a
+snapshot only, holds what has accumulated and was not stepped. Files are fsynced one by one; making the directory appear
+at once is the caller's affair.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tinsmith.ops import LORA_ALPHA
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 OPTIMIZER_FILE = "optimizer.safetensors"
+GRADIENT_FILE = "gradient.safetensors"
 
 PREFIX = "base_model.model."
 
@@ -51,9 +52,9 @@ def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], 
     exactly.
     """
     tensors = {}
-    for name, (a_rI, b_Or) in adapter.weights.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.cpu().clone()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.cpu().clone()
+    for name, (a_rI, b_Or) in adapter.layout.views(adapter.flat_P.cpu()).items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.clone()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.clone()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -83,10 +84,23 @@ def save_optimizer(trained: Trained, directory: Path) -> None:
     names = MOMENTS[trained.optimizer_type]
     tensors = {"step": trained.step.cpu().clone()}
     for moment, flat_P in zip(names, trained.moments or [zeros_P] * len(names), strict=True):
-        for name, (a_rI, b_Or) in layout.views(flat_P).items():
-            tensors[f"{name}.lora_A.{moment}"] = a_rI.cpu().clone()
-            tensors[f"{name}.lora_B.{moment}"] = b_Or.cpu().clone()
+        tensors |= _named(layout, flat_P, moment)
     _write_tensors(tensors, directory / OPTIMIZER_FILE)
+
+
+def save_gradient(trained: Trained, directory: Path) -> None:
+    """Nothing is written where nothing has accumulated."""
+    if trained.gradient_P is not None:
+        tensors = _named(trained.adapter.layout, trained.gradient_P, "gradient")
+        _write_tensors(tensors, directory / GRADIENT_FILE)
+
+
+def _named(layout: Layout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+    tensors = {}
+    for name, (a_rI, b_Or) in layout.views(flat_P.cpu()).items():
+        tensors[f"{name}.lora_A.{kind}"] = a_rI.clone()
+        tensors[f"{name}.lora_B.{kind}"] = b_Or.clone()
+    return tensors
 
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
@@ -138,21 +152,27 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
             f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
             f"({', '.join(MOMENTS[family])}); load it without the optimizer"
         )
-    moments = []
-    for moment in MOMENTS[family]:
-        try:
-            pairs = {
-                target.name: (
-                    tensors[f"{target.name}.lora_A.{moment}"],
-                    tensors[f"{target.name}.lora_B.{moment}"],
-                )
-                for target in layout.targets
-            }
-        except KeyError as error:
-            raise UserError(f"{OPTIMIZER_FILE} has no {error}") from None
-        moments.append(fill(layout, pairs, device))
-    trained.moments = tuple(moments)
+    trained.moments = tuple(_flat(layout, tensors, moment, path, device) for moment in MOMENTS[family])
     trained.step = tensors["step"].to(device)
+
+
+def load_gradient(trained: Trained, directory: Path) -> None:
+    """What had accumulated when a snapshot was taken, if anything had."""
+    path = directory / GRADIENT_FILE
+    if path.is_file():
+        adapter = trained.adapter
+        trained.gradient_P = _flat(adapter.layout, _read_tensors(path), "gradient", path, adapter.flat_P.device)
+
+
+def _flat(layout: Layout, tensors: Mapping[str, Tensor], kind: str, path: Path, device: torch.device) -> Tensor:
+    try:
+        pairs = {
+            target.name: (tensors[f"{target.name}.lora_A.{kind}"], tensors[f"{target.name}.lora_B.{kind}"])
+            for target in layout.targets
+        }
+    except KeyError as error:
+        raise UserError(f"{path.name} has no {error}") from None
+    return fill(layout, pairs, device)
 
 
 def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ norm over the whole adapter, as torch's clip_grad_norm_ does it. Knows no reques
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -43,23 +43,38 @@ def check_params(optimizer_type: str, params: OptimParams) -> None:
 
 @torch.no_grad()
 def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[str, float] | NonFiniteGradientError]:
-    """Metrics of each checked request: the norm is the gradient's before clipping. Gradients are gone afterwards."""
+    """Metrics of each checked request: the norm is the gradient's before clipping. Gradients are gone afterwards.
+
+    All or nothing: what needs memory is done before the first number changes.
+    """
     outcomes: list[dict[str, float] | NonFiniteGradientError] = []
     adam: dict[AdamParams, list[tuple[Trained, Tensor]]] = {}
-    gradients = [trained.take_gradient() for trained, _ in requests]
+    clipped: list[tuple[Tensor, float]] = []
+    changes: list[Callable[[], None]] = []
+    gradients = [trained.gradient_or_zeros() for trained, _ in requests]
     norms = torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]).tolist()
     for (trained, params), gradient_P, norm in zip(requests, gradients, norms, strict=True):
         if not math.isfinite(norm):
             outcomes.append(NonFiniteGradientError())
             continue
+        factor = 1.0
         if 0 < params.grad_clip_norm < norm + CLIP_EPSILON:
-            gradient_P.mul_(params.grad_clip_norm / (norm + CLIP_EPSILON))
+            factor = params.grad_clip_norm / (norm + CLIP_EPSILON)
         number = float(trained.step) + 1
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": number})
+        trained.moments_or_zeros(len(MOMENTS[trained.optimizer_type]))
         if isinstance(params, AdamParams):
             adam.setdefault(params, []).append((trained, gradient_P))
+            clipped.append((gradient_P, factor))
         else:
-            dimuon.step_dimuon(trained, gradient_P, params)
+            changes.append(dimuon.prepare_dimuon(trained, gradient_P * factor, params))
+    for trained, _ in requests:
+        trained.gradient_P = None
+    for gradient_P, factor in clipped:
+        if factor != 1.0:
+            gradient_P.mul_(factor)
     for params, group in adam.items():
         adamw.step_adamw(group, params)
+    for change in changes:
+        change()
     return outcomes

@@ -31,11 +31,27 @@ class Trained:
         else:
             self.gradient_P += gradient_P
 
-    def take_gradient(self) -> Tensor:
-        """What has accumulated, zeros if nothing; it is gone afterwards."""
-        gradient_P = self.gradient_P
-        self.gradient_P = None
-        return torch.zeros_like(self.adapter.flat_P) if gradient_P is None else gradient_P
+    def gradient_or_zeros(self) -> Tensor:
+        """What has accumulated."""
+        return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P
+
+    def copy(self, *, gradient: bool) -> Trained:
+        """All of it as it is now, sharing nothing; without its gradient unless asked for."""
+        adapter = self.adapter
+        return Trained(
+            Adapter(adapter.spec, adapter.layout, adapter.flat_P.clone(), adapter.flat_P.dtype),
+            self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
+            None if self.moments is None else tuple(moment.clone() for moment in self.moments),
+            self.step.clone(),
+            self.optimizer_type,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, or will once it has a gradient and moments."""
+        compute = self.adapter.compute_P
+        own = 0 if compute is self.adapter.flat_P else compute.nbytes
+        return own + self.adapter.flat_P.nbytes * (2 + len(self.moments or (0, 0)))
 
     def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
         """The moments, made with zeros at the first step."""

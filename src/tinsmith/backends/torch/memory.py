@@ -1,0 +1,50 @@
+"""Memory that ran out, whatever the allocator calls it; and how much there is.
+
+CUDA raises an error of its own, its libraries and the CPU's allocator a RuntimeError that only its text tells from
+others. All of them become MemoryError, which the engine understands.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+SIGNS = ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED", "not enough memory")
+
+GIBIBYTE = 2**30
+
+MODELS_SHARE = 0.4
+"""Of what is free once the base model is there: the rest is for activations, the KV cache and published versions."""
+
+
+@contextmanager
+def memory_errors(device: torch.device) -> Iterator[None]:
+    """Turn whatever means that memory ran out into MemoryError, and give back what the allocator hoards."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not _ran_out(error):
+            raise
+        text = str(error).strip().partition("\n")[0][:200]
+    else:
+        return
+    # Outside the handler: as long as the error is handled, its traceback holds the tensors of the failed step.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    raise MemoryError(f"{device} has {free_bytes(device) / GIBIBYTE:.1f} GiB free ({text or 'an allocation failed'})")
+
+
+def _ran_out(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(sign in str(error) for sign in SIGNS)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What could be allocated now, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
