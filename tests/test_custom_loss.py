@@ -161,6 +161,23 @@ def test_nothing_grows_beyond_its_bounds_and_none_of_it_is_computed_first() -> N
     assert "multiplications" in failure(product, length=big)
 
 
+@pytest.mark.parametrize("target", ["torch.cat", "torch.outer", "torch.where"])
+def test_what_would_be_too_large_is_not_computed(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    function = custom_loss._FUNCTIONS[target]
+
+    def without_memory(*args: object, **kwargs: object) -> object:
+        assert all(tensor.is_meta for tensor in custom_loss._tensors((args, kwargs)))
+        return function(*args, **kwargs)
+
+    losses: dict[str, traced_losses.Loss] = {
+        "torch.cat": lambda logprobs: (torch.cat([logprobs] * 900).sum(), {}),
+        "torch.outer": lambda logprobs: (torch.outer(logprobs, logprobs).sum(), {}),
+        "torch.where": lambda logprobs: (torch.where(logprobs[:, None] > 0, logprobs, 0.0).sum(), {}),
+    }
+    monkeypatch.setitem(custom_loss._FUNCTIONS, target, without_memory)
+    assert "elements; at most 16777216" in failure(losses[target], length=20_000)
+
+
 def test_a_slow_loss_is_stopped_unless_it_is_replayed() -> None:
     def slow(logprobs):
         for _ in range(200):

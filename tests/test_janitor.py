@@ -11,10 +11,11 @@ import pytest
 import sqlalchemy as sa
 
 from databases import fresh_url
+from tinsmith import custom_losses, sequences
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import AUDIT, FUTURES, SESSIONS, Database, now
+from tinsmith.custom_losses import CustomLosses, NewCustomLoss
+from tinsmith.db import AUDIT, CUSTOM_LOSSES, FUTURES, SEQUENCES, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
@@ -104,7 +105,7 @@ def test_files_of_ephemeral_versions_go_with_their_session(db: Database, parts: 
         version_id = f"{session_id}:sample:0"
         parts.samplers.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
         directory, _ = parts.versions.write(lambda target: None)
-        parts.samplers.moved(version_id, directory)
+        parts.samplers.written(version_id, directory)
         kept[session_id] = directory
     janitor_of(parts, tmp_path).sweep()
     closed, lively = kept.values()
@@ -180,3 +181,21 @@ def test_what_the_janitor_did_is_in_the_audit_log_once(db: Database, parts: Swep
         ("session_expired", {"session_id": session_id, "reason": "no heartbeat for 300 s"}),
         ("checkpoint_expired", {"tinker_path": "tinker://m/weights/old"}),
     ]
+
+
+def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
+    db: Database, parts: SweptParts, tmp_path: Path
+) -> None:
+    session_id = silent_session(db, parts)
+    with db.write() as connection:
+        connection.execute(custom_losses.insertion(NewCustomLoss("l", session_id, TENANT, "l", b"{}")))
+        connection.execute(sequences.insertion(session_id, "r", 1, [1]))
+    janitor_of(parts, tmp_path).sweep()
+    assert parts.custom_losses.get(session_id, "l") == b"{}"
+    with db.write() as connection:
+        connection.execute(SEQUENCES.update().values(valid_until=1.0))
+        connection.execute(SESSIONS.update().values(closed_at=1.0))
+    janitor_of(parts, tmp_path).sweep()
+    with db.read() as connection:
+        assert connection.scalar(sa.select(sa.func.count()).select_from(SEQUENCES)) == 0
+        assert connection.scalar(sa.select(sa.func.count()).select_from(CUSTOM_LOSSES)) == 0
