@@ -95,6 +95,7 @@ QUERIES = {"/get_tokenizer": "?model_id={run_id}"}
 # Routes that take no id: they speak of the server, or of everything of whoever asks.
 WITHOUT_IDS = {
     "/healthz",
+    "/openapi.json",
     "/health",
     "/client/config",
     "/client/dynamic_config",

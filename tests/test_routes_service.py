@@ -22,7 +22,7 @@ from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.downloads import DOWNLOAD
 
-OPEN = {PREFIX + "/healthz", PREFIX + "/health", "/health"}
+OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
 SIGNED = {  # the link is the key
     PREFIX + "/sessions/{session_id}/trace",
     PREFIX + DOWNLOAD + "/files/{file}",

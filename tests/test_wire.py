@@ -554,16 +554,35 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
         bodies.decode(packed, "zstd", MIB)
 
 
-def test_a_frame_that_hides_its_size_is_refused() -> None:
-    compressor = zstandard.ZstdCompressor().compressobj()
-    packed = compressor.compress(b"\0" * (2 * MIB)) + compressor.flush()
-    with pytest.raises(UserError, match="does not declare its content size"):
-        bodies.decode(packed, "zstd", MIB)
+def hidden(body: bytes, **settings: int) -> bytes:
+    """A frame that does not declare its size."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, **settings)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    return compressor.compress(body) + compressor.flush()
+
+
+@given(st.binary(max_size=5000))
+def test_a_frame_that_hides_its_size_comes_back_whole(body: bytes) -> None:
+    assert bodies.decode(hidden(body), "zstd", MIB) == body
+
+
+def test_a_frame_that_hides_its_size_may_have_as_much_as_any_other() -> None:
+    assert bodies.decode(hidden(b"\0" * MIB), "zstd", MIB) == b"\0" * MIB
+    with pytest.raises(TooLargeError):
+        bodies.decode(hidden(b"\0" * (MIB + 1)), "zstd", MIB)
+
+
+def test_a_frame_that_hides_its_size_may_not_ask_for_a_huge_window() -> None:
+    assert bodies.decode(hidden(b"a", window_log=23), "zstd", MIB) == b"a"
+    with pytest.raises(UserError, match="too much memory"):
+        bodies.decode(hidden(b"a", window_log=24), "zstd", MIB)
 
 
 def test_a_frame_cut_short_or_followed_by_more_is_refused() -> None:
     packed = zstandard.ZstdCompressor().compress(bytes(range(256)) * 9)
-    for wrong in (packed[:-1], packed + b"x", packed + packed, b"hello"):
+    sly = hidden(bytes(range(256)) * 9)
+    wrongs = (packed[:-1], packed + b"x", packed + packed, b"hello", b"", sly[:-1], sly + b"x", sly + sly)
+    for wrong in wrongs:
         with pytest.raises(UserError, match="not one whole zstd frame"):
             bodies.decode(wrong, "zstd", MIB)
 

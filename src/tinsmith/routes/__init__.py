@@ -18,6 +18,7 @@ from tinsmith.routes import (
     futures,
     losses,
     models,
+    openapi,
     sampling,
     search,
     service,
@@ -54,7 +55,8 @@ API = [
         traces,
         telemetry,
         service,
+        openapi,
         dialect,
     )
     for route in noun.ROUTES
-] + dialect.ROOT_ROUTES
+] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES]

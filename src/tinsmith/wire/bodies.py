@@ -13,7 +13,11 @@ from tinsmith.errors import TooLargeError, UnsupportedMediaError, UserError
 JSON_TYPE = "application/json"
 PROTO_TYPE = "application/x-protobuf"
 
-MIN_WINDOW_BYTES = 8 << 20  # every zstd decoder must accept this much (RFC 8878, section 3.1.1.1.2)
+WINDOW_BYTES = 8 << 20
+"""Of a zstd frame that does not declare its size: what every decoder must accept (RFC 8878, section 3.1.1.1.2)."""
+
+PIECE_BYTES = 512
+"""Such a frame is fed in pieces, each of which can become 16 MiB at the most: four bytes make a block of 128 KiB."""
 
 
 def check_length(content_length: str | None, limit_bytes: int) -> None:
@@ -54,12 +58,27 @@ def too_large(limit_bytes: int) -> TooLargeError:
 def _decompress(body: bytes, limit_bytes: int) -> bytes:
     try:
         declared = zstandard.frame_content_size(body)
-        if declared < 0:
-            # Without a declared size, neither the bound nor a body cut short could be checked before the end.
-            raise UserError("the zstd frame does not declare its content size; compress the body in one call")
         if declared > limit_bytes:
             raise too_large(limit_bytes)
-        decompressor = zstandard.ZstdDecompressor(max_window_size=max(MIN_WINDOW_BYTES, limit_bytes))
+        if declared < 0:
+            return _in_pieces(body, limit_bytes)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=max(WINDOW_BYTES, limit_bytes))
         return decompressor.decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise UserError(f"the body is not one whole zstd frame: {error}") from error
+
+
+def _in_pieces(body: bytes, limit_bytes: int) -> bytes:
+    """A frame whose size is known only at its end."""
+    decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES).decompressobj()
+    parts: list[bytes] = []
+    size = 0
+    for start in range(0, len(body), PIECE_BYTES):
+        part = decompressor.decompress(body[start : start + PIECE_BYTES])
+        size += len(part)
+        if size > limit_bytes:
+            raise too_large(limit_bytes)
+        parts.append(part)
+    if not decompressor.eof or decompressor.unused_data:
+        raise UserError("the body is not one whole zstd frame: it ends too early, or more follows")
+    return b"".join(parts)

@@ -8,7 +8,7 @@ out what is None). JSON's true is never taken for a 1.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,12 @@ T = TypeVar("T")
 INT64_MAX = 2**63 - 1
 MAX_TEXT = 4096
 MAX_METADATA_BYTES = 65536
+MAX_DEPTH = 64
+"""Nesting of a JSON body. Whatever is read can be written again: orjson itself reads 1024 levels and writes 254."""
+
+MAX_CONTAINERS = 2**18
+"""Objects and lists of a JSON body. An empty one takes 3 bytes of it, and 60 of memory."""
+
 SHOWN = 80  # characters of an offending value that a message repeats
 
 
@@ -147,13 +153,34 @@ class Fields:
 
 def read_object(body: bytes) -> Fields:
     """The body as one JSON object."""
+    containers = body.count(b"{") + body.count(b"[")  # at most so many: some may be in strings
+    if containers > MAX_CONTAINERS:
+        raise UserError(f"the body holds more than {MAX_CONTAINERS} lists and objects; send less data per request")
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise UserError(f"the body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"the body must be a JSON object, not {show(value)}")
+    if containers > MAX_DEPTH:
+        _check_depth(value)
     return Fields(value)
+
+
+def _check_depth(value: dict[str, object]) -> None:
+    """Level by level, so that no depth is too much for this function itself."""
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for each in level for child in _children(each) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise UserError(f"the body is nested more than {MAX_DEPTH} levels deep")
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:

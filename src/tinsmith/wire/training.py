@@ -33,8 +33,15 @@ from tinsmith.ops import (
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.messages import check_messages
 
 RECORD_TYPE = "ArrayRecord"
+MAX_DATA = 16384
+"""Of one request; the SDK sends 1024 at the most."""
+
+MAX_CHUNKS = 16384
+MAX_TENSORS = 64
+MAX_DIMENSIONS = 8
 ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
 DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
@@ -53,6 +60,7 @@ def read_pass(body: bytes, request_id: str) -> Pass:
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
     """The protobuf message alone: enough to know whose request it is, before its contents are judged."""
+    check_messages(body, pb.ForwardBackwardRequest)
     try:
         return pb.ForwardBackwardRequest.FromString(body)
     except DecodeError as error:
@@ -60,6 +68,7 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
+    _check_count("data", len(message.data), MAX_DATA)
     return Pass(
         request_id=request_id,
         model_id=message.model_id,
@@ -95,7 +104,14 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     return config
 
 
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise UserError(f"{what} has {count} entries; at most {most} are taken")
+
+
 def _datum(message: pb.Datum, where: str) -> Datum:
+    _check_count(f"{where}.model_input.chunks", len(message.model_input), MAX_CHUNKS)
+    _check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_TENSORS)
     inputs = {
         name: _tensor(tensor, f"{where}.loss_fn_inputs[{show(name)}]")
         for name, tensor in message.loss_fn_inputs.items()
@@ -126,6 +142,7 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     dtype = _WIRE_DTYPES.get(message.dtype)
     if dtype is None:
         raise UserError(f"{where}.dtype is {message.dtype}; it must be float32, int64, int32 or bfloat16")
+    _check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS)
     if any(size < 0 for size in message.shape):
         raise UserError(f"{where}.shape is {list(message.shape)}; sizes cannot be negative")
     encoding = message.WhichOneof("encoding")
