@@ -55,14 +55,14 @@ def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Pat
 
 def test_deaths_count_only_while_alone_and_over_engines_that_had_other_work(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    for running in (["a", "b"], ["a"], ["b"], ["a"]):
+    for running in (["a", "b"], ["a"], ["b"], *[["a"]] * (MOST_DEATHS - 1)):
         suspects = Suspects(path)
         assert suspects.verdict("a") is None and suspects.verdict("b") is None
         suspects.keep({"a", "b"})
         with pytest.raises(DeathError), suspects.running(running):
             raise DeathError
     last = Suspects(path)
-    assert "'a' ended the engine's process 2 times" in str(last.verdict("a"))
+    assert f"'a' ended the engine's process {MOST_DEATHS} times" in str(last.verdict("a"))
     assert last.verdict("b") is None
 
 
@@ -192,7 +192,7 @@ def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -
     ids = [bench.train(model, 1, (1, POISON) if model == models[2] else (1, 2)) for model in models]
     after = [bench.step(model, 2) for model in models]
     assert work(bench) == 1 + MOST_DEATHS
-    assert "ended the engine's process 2 times" in bench.error(ids[2])
+    assert f"ended the engine's process {MOST_DEATHS} times" in bench.error(ids[2])
     outcome = bench.outcome(ids[2])
     assert outcome is not None and outcome.category == "server"
     norms = [bench.result(request_id)["metrics"]["grad_norm"] for request_id in after]  # type: ignore[index]

@@ -23,7 +23,9 @@ import structlog
 from tinsmith.errors import EngineFailedError
 from tinsmith.ops import Pending
 
-MOST_DEATHS = 2
+MOST_DEATHS = 5
+"""An engine that is killed from outside looks the same, so the innocent get the benefit of a few more tries."""
+
 SMALLER = 8
 
 log = structlog.get_logger()
