@@ -15,7 +15,7 @@ from tinsmith import custom_losses, sequences
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
-from tinsmith.db import AUDIT, CUSTOM_LOSSES, FUTURES, SEQUENCES, SESSIONS, Database, now
+from tinsmith.db import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
@@ -195,6 +195,11 @@ def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
     with db.write() as connection:
         connection.execute(SEQUENCES.update().values(valid_until=1.0))
         connection.execute(SESSIONS.update().values(closed_at=1.0))
+    janitor_of(parts, tmp_path).sweep()
+    assert parts.custom_losses.get(session_id, "l") == b"{}", "its model is not unloaded yet"
+    with db.write() as connection:
+        connection.execute(MODELS.update().values(state="unloaded"))
+        connection.execute(FUTURES.update().values(state="done", settled_at=1.0))
     janitor_of(parts, tmp_path).sweep()
     with db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(SEQUENCES)) == 0
