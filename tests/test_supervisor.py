@@ -192,16 +192,21 @@ def test_a_second_server_on_the_same_directory_is_refused_and_the_first_is_as_fa
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Engines]:
-    db = Database(fresh_url(tmp_path))
+def url(tmp_path: Path) -> str:
+    return fresh_url(tmp_path)
+
+
+@pytest.fixture
+def engines(url: str) -> Iterator[Engines]:
+    db = Database(url)
     yield Engines(db, "here")
     db.close()
 
 
-def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, engines: Engines) -> None:
+def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, url: str, engines: Engines) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 16}')
     shape = ModelShape("local/tiny", str(tmp_path), 50, 16, "Tiny")
-    supervisor = Supervisor(Settings(data_dir=tmp_path, backend="jax"), Bases((shape,)), engines)
+    supervisor = Supervisor(Settings(data_dir=tmp_path, database_url=url, backend="jax"), Bases((shape,)), engines)
 
     async def run() -> None:
         supervisor.start()
