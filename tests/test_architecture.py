@@ -102,9 +102,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "app": {"routes"},
+    "connections": set(),
     "server": DURABLE
     | {
         "app",
+        "connections",
         "bases",
         "db",
         "errors",

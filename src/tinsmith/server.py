@@ -26,6 +26,7 @@ from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.connections import Connection
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
@@ -99,10 +100,12 @@ class Server:
     async def _run(self, on_ready: Callable[[str], None] | None) -> None:
         config = uvicorn.Config(
             self.app,
-            http="httptools",
+            http=Connection,
+            ws="none",
             loop="uvloop",
-            log_level="warning",
+            log_level="error",  # below it, anyone who sends nonsense writes a line
             access_log=False,
+            server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
