@@ -30,6 +30,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
+from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
 
@@ -361,6 +362,7 @@ class Database:
         try:
             with self.migrations() as config:
                 command.upgrade(config, "head")
+                reach("migration.uncommitted")
         except OperationalError as error:
             raise SettingsError(f"the database cannot be reached or written: {error.orig}") from None
 

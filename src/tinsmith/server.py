@@ -27,6 +27,7 @@ from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
+from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
@@ -128,13 +129,14 @@ def build(settings: Settings) -> Server:
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
+    engines = Engines(database, holder_of(data_dir))
+    supervisor = Supervisor(settings, served, engines)
+    arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     mailbox = open_mailbox(settings.resolved_database_url, data_dir, SERVER)
     waiters = Waiters()
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    engines = Engines(database, holder_of(data_dir))
-    supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
     if services.tenants.accepts_anyone():
         _refuse_public_address(settings)

@@ -113,6 +113,10 @@ class Settings(BaseSettings):
     """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
     server counts for itself."""
 
+    crash_point: str = ""
+    """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
+    (`crashpoints.py` has the names); empty for nowhere."""
+
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
 

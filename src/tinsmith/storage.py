@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import IO
 
+from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError
 
 MANIFEST = "manifest.json"
@@ -37,6 +38,7 @@ class Directories:
 
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
+            reach(f"{self._root.name}.writing")
             _seal(hidden)
 
         return self._place(fill_and_seal)
@@ -50,11 +52,13 @@ class Directories:
             fill(hidden)
             _fsync(hidden)
             size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
+            reach(f"{self._root.name}.sealed")
             hidden.rename(self._root / name)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
         _fsync(self._root)
+        reach(f"{self._root.name}.placed")
         return name, size_bytes
 
     def copy(self, name: str) -> tuple[str, int]:

@@ -44,6 +44,7 @@ class Supervisor:
         self._engines = engines
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.pids: set[int] = set()
         self.refused = asyncio.Event()
         self.refusal = ""
 
@@ -115,6 +116,13 @@ class Supervisor:
                 env=engine_environment(),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
+        self.pids.add(process.pid)
+        try:
+            return await self._attend(shape, process)
+        finally:
+            self.pids.discard(process.pid)
+
+    async def _attend(self, shape: ModelShape, process: asyncio.subprocess.Process) -> int:
         assert process.stdin is not None
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret"})  # an engine signs nothing
         spec = {"name": shape.name, "path": shape.path, "settings": settings}

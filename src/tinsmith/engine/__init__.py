@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.operations import Operations, require_usable
 from tinsmith.engine.passes import PassReader
@@ -141,6 +142,8 @@ class Engine:
     def _fetch(self, named: Collection[str] = ()) -> None:
         """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
         found = self._nouns.futures.incoming(self._shape.name, self._last_arrival)
+        if found:
+            reach("engine.fetched")
         late = set(named) - {"", *self._queues.known, *(request.request_id for request in found)}
         for request in [*found, *self._nouns.futures.arrived(sorted(late))]:
             self._last_arrival = max(self._last_arrival, request.arrival)
@@ -205,6 +208,7 @@ class Engine:
         step, self._fairness = plan(self._queues.model_queues(), self._fairness, self._settings.step_token_budget)
         if not step:
             return False
+        reach("engine.planned")
         started = time.monotonic()
         for group in self._suspects.groups(step.optim_steps):
             self._run_optim_steps(group)
@@ -231,6 +235,7 @@ class Engine:
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
             self._operations.unload(request.model_id)
+            reach("model.unloaded")
             if model := self._nouns.models.find(request.model_id):
                 self._recovery.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
@@ -382,7 +387,9 @@ class Engine:
         self._settle([Settlement(request.request_id, error=error) for request in requests], {})
 
     def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
+        reach("engine.ran")
         self._nouns.futures.settle(settlements, applied)
+        reach("settle.committed")
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._suspects.forget(ids)

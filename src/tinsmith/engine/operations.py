@@ -27,6 +27,7 @@ from tinsmith.checkpoints import (
     failure,
     parse_path,
 )
+from tinsmith.crashpoints import reach
 from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import Settlement
 from tinsmith.models import Model, Models, set_state
@@ -92,6 +93,7 @@ class Operations:
 
     def unload(self, model_id: str) -> None:
         """Forget a model's weights and its ephemeral versions."""
+        reach("model.unloading")
         self._backend.unload_model(model_id)
         for version_id in self._ephemeral.pop(model_id, ()):
             self._backend.drop_version(version_id)
@@ -142,6 +144,7 @@ class Operations:
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
         self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
+        reach("model.created")
         answer = {"model_id": model.model_id, "type": "create_model"}
         return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _created(model)])
 
@@ -170,9 +173,11 @@ class Operations:
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         directory = self._checkpoints.checked_directory(checkpoint)
+        reach("model.loading")
         self._backend.load(
             model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
         )
+        reach("model.loaded")
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         save = read_save(body)

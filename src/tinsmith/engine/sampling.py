@@ -17,6 +17,7 @@ import structlog
 
 from tinsmith import sequences
 from tinsmith.backends import Backend
+from tinsmith.crashpoints import reach
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.suspects import Suspects
@@ -144,6 +145,7 @@ class Sampling:
                 recorded_for = request.session_id if sample.record_stability_info else None
                 self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for)
                 self._backend.sampler.submit(sample)
+                reach("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except Exception as error:  # the answer of this request alone
