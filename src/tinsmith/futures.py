@@ -465,6 +465,18 @@ class Futures:
                 connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
             return row.previous_snapshot_directory
 
+    def forget_snapshot(self, model_id: str, directory: str) -> None:
+        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
+        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
+        values = {
+            "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
+            "snapshot_directory": MODELS.c.previous_snapshot_directory,
+            "previous_snapshot_seq_id": None,
+            "previous_snapshot_directory": None,
+        }
+        with self._db.write() as connection:
+            connection.execute(MODELS.update().where(mine).values(values))
+
     def pending_ids(self, base_model: str) -> set[str]:
         """Every unfinished request, for the slow poll that covers late commits."""
         query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
