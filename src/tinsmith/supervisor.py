@@ -104,7 +104,7 @@ class Supervisor:
     async def _run_once(self, shape: ModelShape) -> int:
         """Run one engine process to its end; returns its exit status."""
         path = self.log_path(shape.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
