@@ -659,6 +659,23 @@ def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
     assert all(bench.outcome(f"{sampler}:1") is not None for sampler in samplers)
 
 
+def test_a_publish_under_a_name_in_use_is_refused_and_harms_nobody(bench: Bench) -> None:
+    model = bench.model()
+    sampler = bench.publish(model, 1, number=7)
+    bench.turns()
+    before = bench.sample(sampler)
+    bench.train(model, 2)
+    bench.step(model, 3)
+    bench.publish(model, 4, number=7)
+    step = bench.step(model, 5)
+    bench.turns()
+    assert "is in use" in bench.error(f"{model}:4")
+    assert bench.outcome(step) is not None
+    after = bench.sample(sampler, 1)
+    bench.turns()
+    assert bench.outcome(before).body == bench.outcome(after).body  # type: ignore[union-attr]
+
+
 def test_a_publish_writes_no_file_unless_the_engine_is_never_idle(bench: Bench) -> None:
     model = bench.model()
     for number in range(VERSIONS_IN_MEMORY + 3):

@@ -163,6 +163,12 @@ class Operations:
         if save.sampling_session_seq_id is None:
             raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
         sampling_session_id, version_id = _published(model, save)
+        if self._versions.is_named(sampling_session_id):
+            # Its weights are what its clients were promised, and its row would refuse a second one.
+            raise UserError(
+                f"sampling_session_seq_id {save.sampling_session_seq_id} is in use: sampling session "
+                f"{sampling_session_id!r} exists; use the next number"
+            )
         self._versions.publish(model.model_id, version_id)
         new = NewSamplingSession(
             sampling_session_id=sampling_session_id,

@@ -54,6 +54,10 @@ class Versions:
         self._newer_inflight: set[str] = set()  # published since they were written
         self._loaded: dict[str, None] = {}
 
+    def is_named(self, sampling_session_id: str) -> bool:
+        """Whether a sampling session of this id exists."""
+        return self._samplers.find(sampling_session_id) is not None
+
     def publish(self, model_id: str, version_id: str) -> None:
         self._backend.publish(model_id, version_id)
         reach("model.published")
