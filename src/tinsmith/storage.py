@@ -85,10 +85,7 @@ class Directories:
 
     def files(self, name: str) -> dict[str, int]:
         """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
-        manifest = self._manifest(name)
-        if outside := [file for file in manifest if file != os.path.basename(file) or file in ("", ".", "..")]:
-            raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
-        return {file: int(facts["bytes"]) for file, facts in manifest.items()}
+        return {file: size_bytes for file, (size_bytes, _) in self._manifest(name).items()}
 
     def check_sizes(self, name: str) -> None:
         """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
@@ -100,16 +97,21 @@ class Directories:
     def check(self, name: str) -> None:
         """Read every file and compare it with its digest. Raises CorruptFilesError."""
         self.check_sizes(name)
-        for file, facts in self._manifest(name).items():
+        for file, (_, sha256) in self._manifest(name).items():
             with (self._root / name / file).open("rb") as opened:
-                if hashlib.file_digest(opened, "sha256").hexdigest() != facts["sha256"]:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
 
-    def _manifest(self, name: str) -> dict[str, dict[str, str]]:
+    def _manifest(self, name: str) -> dict[str, tuple[int, str]]:
+        """The files, each with its size and digest. It is not believed where it leads out of its directory."""
         try:
-            return json.loads((self._root / name / MANIFEST).read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            files = json.loads((self._root / name / MANIFEST).read_text())["files"]
+            found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
+        if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
+            raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
+        return found
 
     def old(self, age_s: float) -> list[str]:
         """Directories, finished and unfinished ones, in which nothing was written for `age_s` seconds."""

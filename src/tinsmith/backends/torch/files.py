@@ -33,6 +33,8 @@ GRADIENT_FILE = "gradient.safetensors"
 
 PREFIX = "base_model.model."
 
+MAX_ALPHA = 1e30  # weights are float32
+
 UNSUPPORTED = ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "fan_in_fan_out",
                "trainable_token_indices", "target_parameters", "layer_replication")  # fmt: skip
 """PEFT settings that change what an adapter computes in ways that we do not have."""
@@ -107,7 +109,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     """Raises UserError unless every tensor has its place in the base model whose `targets` these are."""
     config = _read_config(directory)
     rank, alpha = config["r"], config["lora_alpha"]
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     pairs: dict[str, list[Tensor | None]] = {}
@@ -115,6 +117,8 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
         name, _, last = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if last not in ("A", "B") or name not in targets:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
+        if not tensor.is_floating_point():
+            raise UserError(f"{WEIGHTS_FILE}: {key!r} is {tensor.dtype}; weights must be floating-point numbers")
         pairs.setdefault(name, [None, None])[last == "B"] = tensor.float()
     complete = {}
     for name, (a_rI, b_Or) in pairs.items():
@@ -147,6 +151,8 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
     layout, device = trained.adapter.layout, trained.adapter.flat_P.device
     family = trained.optimizer_type
     held = {name.rpartition(".")[2] for name in tensors} - {"step"}
+    if "step" not in tensors or tensors["step"].numel() != 1:
+        raise UserError(f"{path.name} does not say at which step the optimizer is")
     if held != set(MOMENTS[family]):
         raise UserError(
             f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
@@ -172,6 +178,11 @@ def _flat(layout: Layout, tensors: Mapping[str, Tensor], kind: str, path: Path, 
         }
     except KeyError as error:
         raise UserError(f"{path.name} has no {error}") from None
+    for target in layout.targets:
+        # A smaller tensor would be repeated until it fits.
+        sizes = (layout.rank, target.in_features), (target.out_features, layout.rank)
+        if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
+            raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
     return fill(layout, pairs, device)
 
 
@@ -188,7 +199,7 @@ def _read_config(directory: Path) -> dict[str, object]:
         config = json.loads(path.read_text())
     except FileNotFoundError:
         raise UserError(f"there is no {CONFIG_FILE}: not an adapter in PEFT's format") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
