@@ -109,7 +109,9 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     """Raises UserError unless every tensor has its place in the base model whose `targets` these are."""
     config = _read_config(directory)
     rank, alpha = config["r"], config["lora_alpha"]
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not 0 < alpha < MAX_ALPHA:
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or bool in (type(rank), type(alpha)):
+        raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
+    if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     pairs: dict[str, list[Tensor | None]] = {}
