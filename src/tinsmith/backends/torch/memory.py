@@ -22,19 +22,15 @@ MODELS_SHARE = 0.4
 
 @contextmanager
 def memory_errors(device: torch.device) -> Iterator[None]:
-    """Turn whatever means that memory ran out into MemoryError, and give back what the allocator hoards."""
+    """Turn whatever means that memory ran out into MemoryError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not _ran_out(error):
             raise
-        text = str(error).strip().partition("\n")[0][:200]
-    else:
-        return
-    # Outside the handler: as long as the error is handled, its traceback holds the tensors of the failed step.
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    raise MemoryError(f"{device} has {free_bytes(device) / GIBIBYTE:.1f} GiB free ({text or 'an allocation failed'})")
+        text = str(error).strip().partition("\n")[0][:200] or "an allocation failed"
+        free = f"{device} has {free_bytes(device) / GIBIBYTE:.1f} GiB free"
+        raise MemoryError(f"{free} ({text})") from None
 
 
 def _ran_out(error: Exception) -> bool:

@@ -5,6 +5,9 @@ gradients only when every micro-batch has run, so an exception leaves no trace. 
 (forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
 optimizer and no file.
 
+Where memory runs out, the step begins again with micro-batches of half the size, down to one sequence; a sequence that
+does not fit alone fails its pass. The smaller size stays for a while, since what took the memory may.
+
 A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer
 is dropped, and what else wanted that adapter runs again without the failed pass; other adapters notice nothing.
 """
@@ -15,6 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import Tensor
 
@@ -23,12 +27,18 @@ from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.head import Head, Objective
+from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.metrics import measure
 from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 from tinsmith.loss_graphs import MAX_SECONDS
 from tinsmith.ops import F32, Pass, PassResult
+
+GROW_AFTER = 64
+"""Steps without trouble after which the size of a micro-batch is doubled again."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +55,9 @@ class Trainer:
     def __init__(self, base: BaseModel, max_tokens: int, chunk_rows: int) -> None:
         self._base = base
         self._max_tokens = max_tokens
+        self._limit = max_tokens
+        self._steps_at_limit = 0
+        self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
 
     def run(
@@ -53,14 +66,54 @@ class Trainer:
         models: Mapping[str, Trained],
         between: Callable[[], None] | None = None,
     ) -> list[PassResult | UserError]:
+        refused: dict[int, UserError] = {}
+        while True:
+            left = [index for index in range(len(passes)) if index not in refused]
+            self._running = None
+            try:
+                with memory_errors(self._base.device):
+                    results = dict(zip(left, self._run([passes[i] for i in left], models, between), strict=True))
+            except MemoryError as error:
+                if self._running is None:
+                    raise  # not for want of smaller micro-batches
+                if unfit := self._shrink(self._running, str(error)):
+                    index, refusal = unfit
+                    refused[left[index]] = refusal
+                continue
+            self._grow()
+            results |= refused
+            return [results[index] for index in range(len(passes))]
+
+    def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
+        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may do."""
+        num_tokens = sum(batch.lengths)
+        self._steps_at_limit = 0
+        if len(batch.examples) == 1:
+            text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
+            return batch.examples[0].pass_index, UserError(text)
+        self._limit = max(1, num_tokens // 2)
+        log.warning("memory ran out; micro-batches are smaller now", num_tokens=self._limit, problem=problem)
+        return None
+
+    def _grow(self) -> None:
+        self._steps_at_limit += 1
+        if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
+            self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
+
+    def _run(
+        self,
+        passes: Sequence[Pass],
+        models: Mapping[str, Trained],
+        between: Callable[[], None] | None,
+    ) -> list[PassResult | UserError]:
         jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
         good = [job for job in jobs if isinstance(job, _Job)]
         train, score = [], []
         for job in good:
             for example in job.examples:
                 (train if job.trained is not None and example.has_weight else score).append(example)
-        batches = [(batch, True) for batch in pack(train, self._max_tokens)]
-        batches += [(batch, False) for batch in pack(score, self._max_tokens)]
+        batches = [(batch, True) for batch in pack(train, self._limit)]
+        batches += [(batch, False) for batch in pack(score, self._limit)]
         objectives = [job.objective if isinstance(job, _Job) else Objective("", {}) for job in jobs]
         buffers = self._run_all(batches, objectives, jobs, between)
         results = [_result(job) if isinstance(job, _Job) else job for job in jobs]
@@ -118,7 +171,9 @@ class Trainer:
             for number, (batch, train) in enumerate(batches):
                 if number and between is not None:
                     between()
+                self._running = batch
                 self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+            self._running = None
         finally:
             for adapter in adapters.values():
                 adapter.gradients = None
