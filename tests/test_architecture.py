@@ -104,7 +104,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tenants",
         "wire",
     },
-    "app": {"routes"},
+    "app": {"routes", "wire"},
     "connections": set(),
     "server": DURABLE
     | {

@@ -127,6 +127,18 @@ def test_arrays_of_any_type_shape_and_content_are_refused_or_read(body: bytes) -
         judge_pass(body)
 
 
+@pytest.mark.parametrize("shape", [[0, 2**62], [2**62, 0], [0, 2**40, 2**40], [0, 2**48 + 1]])
+def test_an_array_without_cells_may_not_have_sizes_beyond_counting(shape: list[int]) -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    tensor = message.data.add().loss_fn_inputs["weights"]
+    tensor.CopyFrom(pb.Tensor(dense=b"", dtype=pb.DTYPE_FLOAT32, shape=shape))
+    with pytest.raises(UserError, match="shape is"):
+        training.read_pass(message.SerializeToString(), "r")
+    asked = READERS[read_sample] | {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": shape}}
+    with pytest.raises(UserError, match="shape is"):
+        read_sample(fields.read_object(orjson.dumps(asked)))
+
+
 def test_a_key_that_comes_twice_counts_once() -> None:
     entry = pb.Datum(loss_fn_inputs={"weights": pb.Tensor(dense=b"\0" * 4, dtype=pb.DTYPE_FLOAT32)})
     twice = pb.Datum.FromString(entry.SerializeToString() * 2)
@@ -138,7 +150,7 @@ def test_a_key_that_comes_twice_counts_once() -> None:
 STRANGE: list[object] = [
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, -1e308, 1e-320, 0.5,
     "", "a", "\x00", "x" * 5000, "..", "../../etc/passwd", "tinker://a/weights/b", "é\u202e\U0001f600", [], {}, [[]],
-    [1, 2], [1, [2]], [1, "a"], ["a"], [None], [1.5], [True], [2**63], [{}], {"a": 1}, {"": {}}, {"\x00": "\x00"},
+    [1, 2], [1, [2]], [1, "a"], ["a"], [None], [1.5], [True], [2**63], [0, 2**62], [2**62, 0], [{}], {"a": 1}, {"": {}}, {"\x00": "\x00"},
     {"ref": "x"}, {"tuple": [{"slice": [1, None, {"float": "nan"}]}]}, {"chunks": [{"type": "image"}]},
 ]  # fmt: skip
 NODES = [

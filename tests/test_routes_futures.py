@@ -9,12 +9,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import zstandard
 from tinker.types import RequestFailedResponse
 from tinker.types.try_again_response import TryAgainResponse
 
-from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
+from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_bytes, make_harness
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.futures import Outcome, Settlement
+from tinsmith.routes.call import SHORT_BYTES
 
 
 @pytest.fixture
@@ -139,3 +141,23 @@ def test_a_poll_for_nothing_is_a_400(harness: Harness, body: object, words: str)
     answer = harness.post("retrieve_future", body)
     assert answer.status_code == 400
     assert words in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["retrieve_future", "retrieve_futures", "delete_model"])
+def test_a_poll_may_be_compressed_and_is_bounded(harness: Harness, path: str) -> None:
+    model_id = harness.model()
+    body = {"request_id": f"{model_id}:0", "model_id": model_id, "target": {"sampling_session_id": harness.sampler()}}
+
+    def send(content: bytes, **headers: str) -> httpx.Response:
+        sent = {"X-API-Key": ALICE, "Content-Type": "application/json"} | headers
+        return harness.client.post(f"/api/v1/{path}", content=content, headers=sent)  # type: ignore[return-value]
+
+    packed = zstandard.ZstdCompressor().compress(json_bytes(body))
+    assert send(packed, **{"Content-Encoding": "zstd"}).status_code == 200
+    bomb = zstandard.ZstdCompressor().compress(b" " * (MAX_BODY_BYTES + 1))
+    assert send(bomb, **{"Content-Encoding": "zstd"}).status_code == 413
+    long = json_bytes(body | {"retrieved_request_ids": ["x" * 60] * 1400})
+    assert MAX_BODY_BYTES > len(long) > SHORT_BYTES
+    assert send(long).status_code == 200
+    deep = json_bytes(body)[:-1] + b',"x":' + b"[" * 70 + b"]" * 70 + b"}"
+    assert "64 levels" in send(deep).json()["detail"]

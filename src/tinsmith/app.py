@@ -6,19 +6,22 @@ live in one process. Background tasks belong to the caller's `lifespan`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.routes import API, problems
-from tinsmith.routes.call import Services
+from tinsmith.routes.call import Services, answer
+from tinsmith.wire.fields import show
 
 __all__ = ["Services", "create_app"]
 
+HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
@@ -28,13 +31,18 @@ class _OwnNames:
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._tenants = services.tenants
         self._app = app
-        hosts = ["127.0.0.1", "localhost", "[::1]", services.settings.host]
-        self._guarded = TrustedHostMiddleware(app, allowed_hosts=hosts)
+        self._names = {"127.0.0.1", "localhost", "[::1]", services.settings.host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Asks the database every other second, and never again once there is a key.
-        guarded = scope["type"] == "http" and self._tenants.accepts_anyone()
-        await (self._guarded if guarded else self._app)(scope, receive, send)
+        if scope["type"] == "http" and self._tenants.accepts_anyone():
+            host = Headers(scope=scope).get("host", "")
+            named = HOST.fullmatch(host)
+            if named is None or named[1].lower() not in self._names:
+                detail = f"the header Host is {show(host)}; a server without API keys answers to its own names only"
+                await answer({"detail": detail}, 400)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:

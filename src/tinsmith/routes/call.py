@@ -42,6 +42,9 @@ T = TypeVar("T")
 PREFIX = "/api/v1"  # of every path
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
+MAX_POLL_BYTES = 16 << 20
+SHORT_BYTES = 64 << 10
+"""What is parsed in less time than the way to a worker thread takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,8 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
     if "\x00" in request.scope["path"]:
         raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
+    if b"%00" in request.scope["query_string"]:
+        raise UserError("the query holds a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
     return services, caller.tenant_id
@@ -148,6 +153,19 @@ async def read_body(request: Request, takes: str, limit_bytes: int | None = None
             raise bodies.too_large(limit_bytes)
         parts.append(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_json(request: Request) -> Fields:
+    """The body of a poll, which is short but for what it acknowledges: on the event loop, unless it is long."""
+    services: Services = request.app.state.services
+    limit_bytes = min(MAX_POLL_BYTES, services.settings.max_body_bytes)
+    body = await read_body(request, bodies.JSON_TYPE, limit_bytes)
+    encoding = request.headers.get("content-encoding")
+
+    def work() -> Fields:
+        return read_object(bodies.decode(body, encoding, limit_bytes))
+
+    return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
 
 async def run(work: Callable[..., T], *args: object) -> T:

@@ -24,7 +24,7 @@ from tinsmith.checkpoints import parse_path
 from tinsmith.errors import UserError
 from tinsmith.futures import Outcome
 from tinsmith.routes import models, sampling, sessions
-from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_body, run
+from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
 from tinsmith.routes.futures import held, read
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.dialect import pass_result, sample_body, sample_result
@@ -54,8 +54,9 @@ def list_sessions(call: Call) -> JsonObject:
 async def delete_model(request: Request) -> Response:
     """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
     services, tenant_id = await authenticate(request)
-    call = call_of(request, services, tenant_id, await read_body(request, JSON_TYPE))
-    model_id = call.fields().text("model_id")
+    fields = await read_json(request)
+    model_id = fields.text("model_id")
+    call = call_of(request, services, tenant_id, orjson.dumps(fields.values))
     request_id = str((await run(models.unload_model, call))["request_id"])
     outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
     if outcome is not None and outcome.error is not None:

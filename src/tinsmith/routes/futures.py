@@ -23,10 +23,10 @@ from tinsmith.admission import check_position
 from tinsmith.crashpoints import reach
 from tinsmith.errors import UserError
 from tinsmith.futures import UNBOUNDED
-from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
+from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run
 from tinsmith.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import Fields, show
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ MAX_ACKNOWLEDGED = 1_000_000
 
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    fields = read_object(await read_body(request, JSON_TYPE))
+    fields = await read_json(request)
     request_id = fields.text("request_id")
     inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
     outcome = await held(
@@ -65,7 +65,7 @@ async def retrieve_future(request: Request) -> Response:
 
 async def retrieve_futures(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    poll = _session_poll(read_object(await read_body(request, JSON_TYPE)))
+    poll = _session_poll(await read_json(request))
     samplers = services.sampling_sessions
     await read(services, samplers.get, tenant_id, poll.sampling_session_id)
     samplers.acknowledge(poll.sampling_session_id, poll.acknowledged)

@@ -14,7 +14,7 @@ from tinsmith.errors import UserError
 from tinsmith.ops import F32, I32, I64, Sample, SampleResult, SamplingParams, SparseRows, TopK
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Fields, read_object, show
-from tinsmith.wire.training import refuse_chunk
+from tinsmith.wire.training import check_sizes, refuse_chunk
 
 REQUEST_FIELDS = frozenset(
     (
@@ -117,6 +117,7 @@ def _targets(fields: Fields | None) -> I64 | SparseRows | None:
     if len(sizes) != 2 or sizes.min() < 0:
         raise UserError(f"{fields.path('shape')} is {show(shape)}; it must be [len(prompt) - 1, K]")
     num_rows, width = int(sizes[0]), int(sizes[1])
+    check_sizes("target_prompt_logprobs", (num_rows, width))
     values = _integers(fields.values.get("data"), fields.path("data"))
     if not (fields.has("sparse_crow_indices") or fields.has("sparse_col_indices")):
         if len(values) != num_rows * width:

@@ -42,6 +42,8 @@ MAX_DATA = 16384
 MAX_CHUNKS = 16384
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
+MAX_CELLS = 2**48
+"""Far more than fit into a body; what matters is that numpy can count them."""
 ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
 DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
@@ -143,8 +145,7 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     if dtype is None:
         raise UserError(f"{where}.dtype is {message.dtype}; it must be float32, int64, int32 or bfloat16")
     _check_count(f"{where}.shape", len(message.shape), MAX_DIMENSIONS)
-    if any(size < 0 for size in message.shape):
-        raise UserError(f"{where}.shape is {list(message.shape)}; sizes cannot be negative")
+    check_sizes(where, message.shape)
     encoding = message.WhichOneof("encoding")
     if encoding is None:
         raise UserError(f"{where} has no data; it must be dense or sparse_csr")
@@ -155,6 +156,14 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
     if math.prod(shape) != flat.size:
         raise UserError(f"{where} holds {flat.size} values, which do not fill its shape {list(shape)}")
     return flat.reshape(shape)
+
+
+def check_sizes(where: str, shape: Sequence[int]) -> None:
+    """Raise UserError unless an array may have this shape. One without cells has sizes all the same."""
+    if any(size < 0 for size in shape):
+        raise UserError(f"{where}.shape is {list(shape)}; sizes cannot be negative")
+    if math.prod(size for size in shape if size) > MAX_CELLS:
+        raise UserError(f"{where}.shape is {list(shape)}; at most {MAX_CELLS} cells are taken")
 
 
 def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], where: str) -> SparseRows:
