@@ -1,0 +1,167 @@
+"""What the crashes must not disturb: training loops of two tenants by the real SDK, side by side, and what is compared.
+
+The loops differ in rank and loss, send passes and steps ahead of their results, sample from ephemeral samplers, save,
+load, begin again from a checkpoint, and say goodbye. Their numbers do not depend on what shares a step on the fake
+backend, whose arithmetic is exact here, so that everything is compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+from crash.kept import KeptServer
+
+NANO = "tinsmith/nano"
+RATE = 1 / 64  # a power of two: sums of such are exact
+STEPS = 9
+"""Between two publishes; twice this many are more than lie between two snapshots."""
+PATIENCE_S = 120.0
+"""A run that waits longer for one answer has noticed more than a delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one tenant trains."""
+
+    tenant: str
+    rank: int
+    loss_fn: str
+    seed: int
+
+
+PLANS = (Plan("ann", 4, "cross_entropy", 1), Plan("bob", 8, "importance_sampling", 2))
+
+
+@dataclass
+class Record:
+    """Everything that a tenant was told, in the order of its loop, without what is named anew in each run."""
+
+    told: list[tuple[str, object]] = field(default_factory=list)
+
+    def note(self, what: str, value: object) -> None:
+        self.told.append((what, value))
+
+
+def run_all(server: KeptServer, rounds: int = 1) -> dict[str, Record]:
+    """The loops of all tenants at the same time; raises what any of them was told as an error."""
+    with ThreadPoolExecutor(len(PLANS)) as pool:
+        futures = {plan.tenant: pool.submit(_run, server, plan, rounds) for plan in PLANS}
+        return {tenant: future.result() for tenant, future in futures.items()}
+
+
+def _run(server: KeptServer, plan: Plan, rounds: int) -> Record:
+    record = Record()
+    with tinker.ServiceClient(base_url=server.url, api_key=server.keys[plan.tenant]) as service:
+        client = service.create_lora_training_client(NANO, rank=plan.rank, seed=plan.seed).result(PATIENCE_S)
+        for round_ in range(rounds):
+            _train(client, plan, record)
+            middle = client.save_state(f"middle-{round_}").result(PATIENCE_S)
+            _train(client, plan, record)
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):
+                client.load_state_with_optimizer(middle.path).result(PATIENCE_S)
+            _train(client, plan, record)
+        final = client.save_state("final").result(PATIENCE_S)
+        client.save_weights_for_sampler("named").result(PATIENCE_S)
+        again = service.create_training_client_from_state_with_optimizer(final.path).result(PATIENCE_S)
+        _train(again, plan, record)
+        again.save_state("again").result(PATIENCE_S)
+        for model in (client, again):
+            _unload(server, plan.tenant, model.model_id)
+    return record
+
+
+def _unload(server: KeptServer, tenant: str, model_id: str) -> None:
+    """The SDK has no method for it; sending it twice is sending it once."""
+    body = {"model_id": model_id, "type": "unload_model"}
+    deadline = time.monotonic() + PATIENCE_S
+    while server.rows(f"SELECT 1 FROM models WHERE model_id = '{model_id}' AND state <> 'unloaded'"):
+        assert time.monotonic() < deadline, f"{model_id} is not unloaded"
+        with contextlib.suppress(httpx.TransportError):
+            key = {"X-API-Key": server.keys[tenant]}
+            httpx.post(f"{server.url}/api/v1/unload_model", json=body, headers=key, timeout=30)
+        time.sleep(0.05)
+
+
+def _train(client: tinker.TrainingClient, plan: Plan, record: Record) -> None:
+    data = _data(plan)
+    sent: list[tuple[str, Callable[[], object]]] = []
+    for _ in range(STEPS):
+        passes = [client.forward_backward(some, plan.loss_fn) for some in (data[:2], data[2:])]
+        step = client.optim_step(types.AdamParams(learning_rate=RATE))
+        sent += [("pass", lambda passed=passed: _of_pass(passed.result(PATIENCE_S))) for passed in passes]
+        sent.append(("step", lambda step=step: step.result(PATIENCE_S).metrics))
+    sampler = client.save_weights_and_get_sampling_client().result(PATIENCE_S)
+    asked = types.SamplingParams(max_tokens=6, temperature=1.0, seed=plan.seed)
+    samples = [sampler.sample(datum.model_input, num_samples=2, sampling_params=asked) for datum in data]
+    sent += [("sample", lambda sample=sample: _of_sample(sample.result(PATIENCE_S))) for sample in samples]
+    for what, get in sent:
+        record.note(what, get())
+
+
+def _of_pass(output: types.ForwardBackwardOutput) -> object:
+    logprobs = [row["logprobs"].data for row in output.loss_fn_outputs]
+    return output.metrics["loss:sum"], logprobs
+
+
+def _of_sample(response: types.SampleResponse) -> object:
+    return [(list(sequence.tokens), list(sequence.logprobs or ())) for sequence in response.sequences]
+
+
+def _data(plan: Plan, count: int = 3, length: int = 12) -> list[types.Datum]:
+    rng = np.random.default_rng(plan.seed)
+    rows = [rng.integers(0, 400, length + 1) for _ in range(count)]
+    inputs: dict[str, np.ndarray] = {"weights": np.ones(length, np.float32)}
+    if plan.loss_fn == "importance_sampling":
+        inputs = {"logprobs": np.full(length, -1.0, np.float32), "advantages": np.ones(length, np.float32)}
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": row[1:], **inputs},
+        )
+        for row in rows
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the database says was done, by tenant and kind: requests, their states, and how far each model came."""
+
+    futures: list[tuple]
+    models: list[tuple]
+    checkpoints: list[tuple]
+    samplers: list[tuple]
+    gaps: list[tuple]
+
+
+def counters(server: KeptServer) -> Counters:
+    return Counters(
+        server.rows("SELECT tenant_id, kind, state, count(*) FROM futures GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"),
+        server.rows("SELECT tenant_id, lora_rank, state, applied_seq_id FROM models ORDER BY 1, 2, 3, 4"),
+        server.rows("SELECT tenant_id, name, state, lora_rank FROM checkpoints ORDER BY 1, 2"),
+        server.rows("SELECT tenant_id, count(*) FROM samplers GROUP BY 1 ORDER BY 1"),
+        server.rows(
+            "SELECT model_id, count(*), min(seq_id), max(seq_id) FROM futures WHERE seq_id IS NOT NULL "
+            "AND sampling_session_id IS NULL GROUP BY 1 HAVING max(seq_id) - min(seq_id) + 1 <> count(*)"
+        ),
+    )
+
+
+def final_states(server: KeptServer) -> dict[tuple[str, str], dict]:
+    """The weights and steps of every checkpoint of the fake backend, by tenant and name."""
+    found = {}
+    for tenant, name, directory in server.rows("SELECT tenant_id, name, directory FROM checkpoints"):
+        path = server.data_dir / "checkpoints" / directory / "fake_adapter.json"
+        found[tenant, name] = json.loads(Path(path).read_text())
+    return found

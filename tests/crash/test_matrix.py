@@ -1,0 +1,67 @@
+"""Every point x whoever dies there: the clients notice a delay and nothing else, and nothing is lost or done twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from crash.kept import KeptServer, kept
+from crash.runs import Record, counters, final_states, run_all
+from tinsmith.crashpoints import POINTS, VICTIMS
+
+NTH = {
+    "submit.before": 40,
+    "submit.stored": 50,
+    "poll.answering": 30,
+    "engine.fetched": 9,
+    "engine.planned": 12,
+    "engine.running": 15,
+    "engine.ran": 20,
+    "settle.uncommitted": 18,
+    "settle.committed": 22,
+    "model.created": 2,
+    "model.published": 2,
+    "sample.admitted": 4,
+    "checkpoints.writing": 2,
+    "checkpoints.sealed": 2,
+    "checkpoints.placed": 2,
+}
+"""Which time is the deadly one, where the first would come before there is something to lose."""
+
+BEFORE = {"model.replaying": "engine.ran:25,"}
+"""What must happen first."""
+
+FIRST_START = "migration.uncommitted"
+
+Seen = tuple[dict[str, Record], object, object]
+
+
+def outcome(server: KeptServer) -> Seen:
+    """Everything that must not differ between a run with crashes and one without."""
+    return run_all(server), counters(server), final_states(server)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    with kept(tmp_path_factory.mktemp("undisturbed") / "data", "--backend", "fake") as server:
+        seen = outcome(server)
+        assert server.deaths == 0 and not server.markers
+    return seen
+
+
+def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
+    migrated = FIRST_START not in points
+    with kept(data_dir, "--backend", "fake", migrated=migrated, crash_point=specs) as server:
+        assert outcome(server) == undisturbed
+        assert points <= server.markers, "not every process died"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_any_point_is_a_delay_and_nothing_else(
+    tmp_path: Path, undisturbed: Seen, point: str, victim: str
+) -> None:
+    spec = f"{BEFORE.get(point, '')}{point}:{NTH.get(point, 1)}@{victim}"
+    check(tmp_path / "data", spec, {point}, undisturbed)
