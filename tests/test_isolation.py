@@ -5,9 +5,11 @@ The cases are held against the route table, so that a route without one fails.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from httpx import Response
@@ -242,3 +244,79 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
     assert harness.send(method, path + action, body, BOB).status_code == 404
     assert harness.post("weights_info", {"tinker_path": things.weights}, BOB).status_code == 200
     assert harness.send(method, path + action, body, ALICE).status_code == 200
+
+
+def nothing_like(things: Things) -> Things:
+    """Ids and paths of the same form, which nobody has."""
+    session_id = str(uuid.uuid4())
+    changed = (text.replace(things.session_id, session_id) for text in astuple(things))
+    return Things(*changed)
+
+
+def without_ids(text: str, things: Things) -> str:
+    return text.replace(things.session_id, "SESSION")
+
+
+@pytest.mark.parametrize(("method", "path"), id_routes())
+def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Harness, method: str, path: str) -> None:
+    """Neither by the status, nor by a word, nor by a header."""
+    theirs = things_of(harness)
+    nobodys = nothing_like(theirs)
+    answers = [
+        (answer.status_code, without_ids(answer.text, things), {k: v for k, v in answer.headers.items() if k != "date"})
+        for things in (theirs, nobodys)
+        for answer in [ask(harness, method, path, things, BOB)]
+    ]
+    assert answers[0] == answers[1]
+
+
+PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id")
+STRANGE_IDS = {
+    "a way up": "..%2F..%2Fsigning.key",
+    "a way up, twice encoded": "%252e%252e%252f",
+    "an absolute path": "%2Fetc%2Fpasswd",
+    "a backslash": "..%5C..%5Csigning.key",
+    "NUL": "a%00b",
+    "a line end": "a%0d%0aSet-Cookie:%20a=b",
+    "colons": "a:train:0:train:1",
+    "another scheme": "tinker:%2F%2Fa%2Fweights%2Fb",
+    "a wildcard": "%25",
+    "an SQL quote": "'%20OR%20'1'='1",
+    "full width": "%EF%BC%8E%EF%BC%8E%EF%BC%8F",
+    "a lone surrogate": "%ED%A0%80",
+    "no UTF-8": "%FF%FE",
+    "very long": "x" * 50_000,
+    "a template": "{run_id}",
+    "empty braces": "{0.__class__}",
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE_IDS)
+def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: str) -> None:
+    things_of(harness)
+    name = STRANGE_IDS[strange]
+    for method, path in id_routes():
+        for part in (part for part in PARTS if f"{{{part}}}" in path):
+            rest = path.format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
+            body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", ""))
+            url = f"{PREFIX}{rest.replace('NAME', name)}"
+            answer = harness.client.request(
+                method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
+            )
+            assert answer.status_code in (400, 404), (method, path, part, answer.text[:300])
+            assert len(answer.text) < 2000 + 2 * len(name), "what is refused is not repeated over and over"
+            assert "set-cookie" not in answer.headers
+
+
+@pytest.mark.parametrize("strange", STRANGE_IDS)
+def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: str) -> None:
+    alice = things_of(harness)
+    name = unquote(STRANGE_IDS[strange])[:4000]
+    things = Things(name, name, name, f"tinker://{name}/weights/{name}", f"tinker://{name}/weights/{name}")
+    for path, body in BODIES.items():
+        if "{" in path or isinstance(filled := body(things), bytes):
+            continue
+        answer = harness.post(path.removeprefix("/"), filled)
+        assert answer.status_code in (400, 404, 410), (path, answer.text[:300])
+    named = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})
+    assert harness.result(named.json()["request_id"])["category"] == "user"
