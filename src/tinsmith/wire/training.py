@@ -43,7 +43,7 @@ MAX_CHUNKS = 16384
 MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_CELLS = 2**48
-"""Far more than fit into a body; what matters is that numpy can count them."""
+"""Product of an empty array's other sizes; numpy must be able to count them in bytes."""
 ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
 DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
@@ -159,11 +159,11 @@ def _tensor(message: pb.Tensor, where: str) -> Array:
 
 
 def check_sizes(where: str, shape: Sequence[int]) -> None:
-    """Raise UserError unless an array may have this shape. One without cells has sizes all the same."""
+    """Raise UserError unless this can be a shape. That of an array without cells is bounded by nothing else."""
     if any(size < 0 for size in shape):
         raise UserError(f"{where}.shape is {list(shape)}; sizes cannot be negative")
-    if math.prod(size for size in shape if size) > MAX_CELLS:
-        raise UserError(f"{where}.shape is {list(shape)}; at most {MAX_CELLS} cells are taken")
+    if 0 in shape and math.prod(size for size in shape if size) > MAX_CELLS:
+        raise UserError(f"{where}.shape is {list(shape)}; its sizes are too large, even for an array without cells")
 
 
 def _sparse(message: pb.Tensor, dtype: np.dtype[np.generic], where: str) -> SparseRows:
