@@ -151,7 +151,8 @@ STRANGE: list[object] = [
     None, True, False, 0, -1, 1, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63), 1e308, -1e308, 1e-320, 0.5,
     "", "a", "\x00", "x" * 5000, "..", "../../etc/passwd", "tinker://a/weights/b", "é\u202e\U0001f600", [], {}, [[]],
     [1, 2], [1, [2]], [1, "a"], ["a"], [None], [1.5], [True], [2**63], [{}], {"a": 1}, {"": {}}, {"\x00": "\x00"},
-    [0, 2**62], [2**62, 0], {"ref": "x"}, {"tuple": [{"slice": [1, None, {"float": "nan"}]}]}, {"chunks": [{"type": "image"}]},
+    [0, 2**62], [2**62, 0], {"ref": "x"}, {"tuple": [{"slice": [1, None, {"float": "nan"}]}]},
+    {"chunks": [{"type": "image"}]},
 ]  # fmt: skip
 NODES = [
     {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
