@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinsmith.errors import SettingsError
 from tinsmith.notify import MAX_DATAGRAM_BYTES, Mailbox, Waiters, engine_mailbox, socket_dir
 
 
@@ -63,6 +66,46 @@ def test_a_successor_takes_the_name_and_keeps_it(sockets: Path) -> None:
     assert second.drain() == {"a"}
     second.close()
     sender.close()
+
+
+def test_what_is_no_text_wakes_and_harms_nobody(sockets: Path) -> None:
+    reader = Mailbox(sockets, "server")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.sendto(b"\xff\xfe\n\x00", str(sockets / "server"))
+    assert reader.wait(1.0)
+    assert len(reader.drain()) == 2
+    reader.close()
+
+
+def test_sockets_lie_where_only_their_user_can_enter(sockets: Path) -> None:
+    Mailbox(sockets / "tinsmith" / "key", "server").close()
+    for directory in (sockets / "tinsmith", sockets / "tinsmith" / "key"):
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("level", ["tinsmith", "tinsmith/key"])
+@pytest.mark.parametrize("how", ["another user's", "everybody's", "a link", "a file"])
+def test_a_directory_that_others_made_before_is_refused(
+    sockets: Path, level: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns it could replace what is in it."""
+    (sockets / level).parent.mkdir(exist_ok=True)
+    if how == "a link":
+        (sockets / "elsewhere").mkdir()
+        (sockets / level).symlink_to(sockets / "elsewhere")
+    elif how == "a file":
+        (sockets / level).touch()
+    else:
+        (sockets / level).mkdir()
+        if how == "everybody's":
+            (sockets / level).chmod(0o777)
+        else:
+            found = Path.lstat
+            theirs = lambda path: os.stat_result((*found(path)[:4], os.getuid() + 1, *found(path)[5:]))  # noqa: E731
+            monkeypatch.setattr(Path, "lstat", lambda path: theirs(path) if path == sockets / level else found(path))
+    with pytest.raises(SettingsError, match="could be changed by other users"):
+        Mailbox(sockets / "tinsmith" / "key", "server")
+    assert not (sockets / "elsewhere" / "server").exists()
 
 
 def test_a_wait_ends_without_a_wake_up(sockets: Path) -> None:
