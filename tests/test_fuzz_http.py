@@ -7,10 +7,13 @@ of the ids are those of things that exist. `make fuzz` runs the same for longer.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import cycle
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import schemathesis
@@ -25,8 +28,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
+from tinsmith.routes import PREFIX
 from tinsmith.routes.openapi import document
-from tinsmith.routes.requests import SHARED
+from tinsmith.routes.requests import REQUESTS, SHARED
 from tinsmith.wire.bodies import PROTO_TYPE
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
@@ -143,3 +147,57 @@ def test_no_pass_breaks_its_route(harness: Harness, at: int, change: bytes, enco
     answer = harness.client.post("/api/v1/forward_backward", content=body, headers=headers)
     assert answer.status_code in (400, 404, 415)
     assert answer.json()["detail"]
+
+
+def ids_of(label: str) -> list[str]:
+    """The fields of a body that hold ids or numbers of them."""
+    schema = REQUESTS.get(label.partition(" ")[2].removeprefix(PREFIX), {}).get("properties", {})
+    assert isinstance(schema, dict)
+    return [name for name in schema if name.endswith(("_id", "_path", "base_model"))]
+
+
+NASTY = [
+    "../../etc/passwd",
+    "%2e%2e%2f%2e%2e",
+    "a/b",
+    "a:b",
+    "a\x00b",
+    "%00",
+    "%25%30%30",
+    "\ud7ff\u202e\U0001f600",
+    "e\u0301",
+    "x" * 5000,
+    "' OR 1=1 --",
+    "{}",
+    "\r\nX-API-Key: tml-bob",
+    "tinker://a/weights/b",
+    " ",
+    "-1",
+]
+BY_PATH = [label for label in OPERATIONS if "{" in label]
+WITH_IDS = [label for label in OPERATIONS if ids_of(label)]
+
+
+@pytest.mark.parametrize("label", BY_PATH)
+def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+    method, _, path = label.partition(" ")
+    names = re.findall(r"{(\w+)}", path)
+    for name, value in zip(cycle(names), NASTY, strict=False):
+        filled = {each: quote(value if each == name else things.get(each, "x"), safe="") for each in names}
+        url = "http://127.0.0.1" + path.format(**filled)
+        answer = harness.client.request(method, url, headers={"X-API-Key": ALICE}, json={"project_id": "p"})
+        # 405 where an id holds a slash: that is another path. 403 is for links.
+        assert answer.status_code in (400, 403, 404, 405), (url, answer.text)
+        assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize("label", WITH_IDS)
+def test_no_id_in_a_body_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+    method, _, path = label.partition(" ")
+    ids = [name for name in ids_of(label) if name in things]
+    numbers = {name: 1 for name in ids_of(label) if name.endswith("seq_id")}
+    for name, value in zip(cycle(ids), NASTY, strict=False):
+        body = {**numbers, **{each: things[each] for each in ids}, name: value}
+        answer = harness.client.request(method, path.format(**things), json=body, headers={"X-API-Key": ALICE})
+        assert answer.status_code in (200, 400, 404), (body, answer.text)
+        assert answer.status_code == 200 or answer.json()["detail"]
