@@ -310,3 +310,13 @@ def test_the_source_unpickles_nothing_runs_no_text_and_asks_no_address(path: Pat
         assert given.get("shell", "False") == "False"
         assert given.get("trust_remote_code", "False") == "False"
         assert given.get("allow_pickle", "False") == "False"
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    tests = Path(__file__).parent
+    file = ""
+    found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", (tests.parent / "docs" / "security.md").read_text())
+    named = [(file := name or file, test) for name, test in found if name or test]
+    assert len(named) > 50
+    for file, test in named:
+        assert f"\ndef {test}(" in (tests / file).read_text() if test else (tests / file).exists(), (file, test)
