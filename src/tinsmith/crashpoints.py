@@ -86,7 +86,7 @@ def arm(setting: str, role: str, data_dir: Path, others: Callable[[], Iterable[i
         found = _SPEC.fullmatch(spec)
         if found is None or found["point"] not in POINTS or found["victim"] not in (None, *VICTIMS):
             raise SettingsError(
-                f"crash_point names {spec!r}; the form is NAME[:N][@server|engine|both], NAME being one of {list(POINTS)}"
+                f"crash_point has {spec!r}; the form is NAME[:N][@server|engine|both], NAME being one of {list(POINTS)}"
             )
         victim = found["victim"] or role
         victims = frozenset(VICTIMS[:2] if victim == "both" else (victim,))

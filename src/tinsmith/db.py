@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
+from tinsmith.turns import MOST_IN_SQLITE_S, Turns
 
 MAX_NOTIFY_BYTES = 7_900
 """Postgres takes less than 8,000 bytes in one NOTIFY."""
@@ -283,15 +283,16 @@ Fence = Callable[[Connection], None]
 class Database:
     """Connections to one database. `write` and `read` each give one transaction."""
 
-    def __init__(self, url: str, fence: Fence | None = None) -> None:
+    def __init__(self, url: str, fence: Fence | None = None, *, patience_s: float = MOST_IN_SQLITE_S) -> None:
+        """On SQLite, a writer waits for others for `patience_s` (see `turns`)."""
         self.url = sqlalchemy_url(url)
         self._fence = fence
-        self._write_lock = threading.Lock()
+        self._turns = Turns(patience_s)
         self.is_sqlite = self.url.startswith("sqlite")
         # hide_parameters: an error's text must not carry request bodies into the log.
         if self.is_sqlite:
             _make_private_file(sa.make_url(self.url).database)
-            connect_args: dict[str, object] = {"timeout": 30.0, "check_same_thread": False}
+            connect_args: dict[str, object] = {"timeout": self._turns.timeout_s, "check_same_thread": False}
             self.engine: Engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
             event.listen(self.engine, "connect", _configure_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
@@ -302,8 +303,8 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         if self.is_sqlite:
-            with self._write_lock, self.engine.connect().execution_options(tinsmith_write=True) as connection:
-                with connection.begin():
+            with self._turns.mine(), self.engine.connect().execution_options(tinsmith_write=True) as connection:
+                with self._turns.begin(connection):
                     if self._fence:
                         self._fence(connection)
                     yield connection

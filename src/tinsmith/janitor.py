@@ -3,7 +3,8 @@
 Sessions whose heartbeats stopped are closed, their models told to unload and their samples cancelled (as futures,
 which the engine settles); the files of their ephemeral versions are deleted, and their results some time later, of
 which the usage stays. Results that clients acknowledged, checkpoints past their TTL and audit entries past their
-retention are deleted, and so are checkpoint directories that no row names.
+retention are deleted, and so are checkpoint directories that no row names. When the clock was set, or the machine
+slept, nothing is judged by its age until everyone had the time to say that they are there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith import usage
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.clocks import WatchedClock
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
 from tinsmith.futures import Futures, NewFuture
@@ -61,10 +63,18 @@ class SweptParts:
 
 
 class Janitor:
-    def __init__(self, settings: Settings, parts: SweptParts, alone: Alone = lambda: nullcontext(True)) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        parts: SweptParts,
+        alone: Alone = lambda: nullcontext(True),
+        clock: WatchedClock | None = None,
+    ) -> None:
         self._settings = settings
         self._parts = parts
         self._alone = alone
+        self._clock = clock or WatchedClock()
+        self._next_expiry = 0.0
         self._next_directories = 0.0  # with the first sweep
 
     async def run(self) -> None:
@@ -89,7 +99,9 @@ class Janitor:
         """Every part of it may be cut short and is taken up by the next sweep."""
         parts = self._parts
         timeout_s = self._settings.session_timeout_s
-        if timeout_s >= 0:
+        self._look_at_the_clock()
+        parts.sessions.forget_future_heartbeats()
+        if timeout_s >= 0 and time.monotonic() >= self._next_expiry:
             for session in parts.sessions.silent(timeout_s):
                 reason = f"no heartbeat for {timeout_s:g} s"
                 if parts.sessions.close(session.session_id, reason, timeout_s=timeout_s):
@@ -114,6 +126,12 @@ class Janitor:
             for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):
                 log.info("a checkpoint's directory that no row names was deleted", directory=directory)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
+
+    def _look_at_the_clock(self) -> None:
+        if jump_s := self._clock.jump_s():
+            log.warning("the clock was set, or the machine slept; nothing expires for a while", jump_s=round(jump_s))
+            self._next_expiry = time.monotonic() + self._settings.session_timeout_s
+            self._next_directories = time.monotonic() + UNNAMED_AGE_S
 
     def _unload(self, model: Model, reason: str) -> None:
         """Tell the engine, once: the request_id makes every further time the same request."""

@@ -52,6 +52,9 @@ from tinsmith.tenants.tokens import Tokens
 from tinsmith.traces import Traces
 from tinsmith.usage import Usage
 
+PATIENCE_S = 5.0
+"""How long a request waits for the database; then its client is told to send it again."""
+
 SHUTDOWN_S = 5
 """How long requests in flight may take once the server is told to stop."""
 
@@ -128,7 +131,7 @@ def build(settings: Settings) -> Server:
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
-    database = Database(settings.resolved_database_url)
+    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S)
     engines = Engines(database, holder_of(data_dir))
     supervisor = Supervisor(settings, served, engines)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)

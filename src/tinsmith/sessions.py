@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
+from tinsmith.clocks import TOLERANCE_S
 from tinsmith.db import FUTURES, SESSIONS, Database, now
 from tinsmith.errors import GoneError, NotFoundError
 
@@ -183,6 +184,12 @@ class Sessions:
         query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
         with self._db.read() as connection:
             return [Session(**row._mapping) for row in connection.execute(query)]
+
+    def forget_future_heartbeats(self) -> None:
+        """A clock that was set back must not keep silent sessions for as long: what is to come counts as now."""
+        with self._db.write() as connection:
+            to_come = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
+            connection.execute(SESSIONS.update().where(*to_come).values(last_heartbeat_at=now()))
 
     def silent(self, timeout_s: float) -> list[Session]:
         """Open sessions whose last heartbeat is older than `timeout_s`."""

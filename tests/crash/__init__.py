@@ -1,1 +1,1 @@
-"""Processes that die at named points, or at any moment: training runs by the real SDK end as if nothing had happened."""
+"""Processes die at named points, or at any moment: training runs by the real SDK end as if nothing had happened."""

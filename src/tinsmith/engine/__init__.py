@@ -209,9 +209,8 @@ class Engine:
 
     def _give_up_gaps(self) -> None:
         """The SDK stops re-sending a request after some minutes: what waits behind it must not wait for ever."""
-        older_than = time.time() - self._settings.seq_gap_s
         for lane in self._queues.lanes.values():
-            if missing := lane.give_up_gap(older_than):
+            if missing := lane.give_up_gap(self._settings.seq_gap_s):
                 first, last = missing
                 log.warning("gave up waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
 

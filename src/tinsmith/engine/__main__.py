@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
@@ -99,7 +100,8 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
         engines.release(shape.name, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
-    database = Database(settings.resolved_database_url, fence(lease))
+    # What was computed is not given up because another process holds the database.
+    database = Database(settings.resolved_database_url, fence(lease), patience_s=math.inf)
     mailbox = open_mailbox(settings.resolved_database_url, settings.resolved_data_dir, engine_mailbox(shape.name))
     engine = Engine(shape, backend, open_nouns(database, settings), mailbox, settings)
     threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()

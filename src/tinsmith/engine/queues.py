@@ -5,6 +5,7 @@ Holds which seq_id each model may run next; skips refused and given-up numbers. 
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 
@@ -21,6 +22,7 @@ class Lane:
         self.next_seq_id = next_seq_id
         self.waiting: dict[int, Pending] = {}
         self._refused: set[int] = set()
+        self._gap: tuple[int, float] | None = None  # what waits behind missing ones, and since when
 
     def add(self, request: Pending) -> None:
         assert request.seq_id is not None
@@ -43,12 +45,18 @@ class Lane:
             self._refused.discard(self.next_seq_id)
             self.next_seq_id += 1
 
-    def give_up_gap(self, older_than: float) -> tuple[int, int] | None:
-        """Skip the missing seq_ids if a request has waited for them since before `older_than`: the first and last."""
+    def give_up_gap(self, patience_s: float) -> tuple[int, int] | None:
+        """Skip the missing seq_ids if what waits behind them has waited for `patience_s`: the first and last.
+
+        The wall clock counts for what is seen for the first time only, since it can be set.
+        """
         if not self.waiting or self.next_seq_id in self.waiting:
+            self._gap = None
             return None
         nearest = min(self.waiting)
-        if self.waiting[nearest].created_at >= older_than:
+        if self._gap is None or self._gap[0] != nearest:
+            self._gap = nearest, time.monotonic() - max(0.0, time.time() - self.waiting[nearest].created_at)
+        if time.monotonic() - self._gap[1] < patience_s:
             return None
         missing = self.next_seq_id, nearest - 1
         self.next_seq_id = nearest
