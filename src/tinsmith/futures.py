@@ -131,9 +131,11 @@ _OUTCOME = (
     .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
+_APPLIED = sa.select(MODELS.c.applied_seq_id).where(MODELS.c.model_id == FUTURES.c.model_id).scalar_subquery()
 _INCOMING = (
     sa.select(*_COLUMNS)
     .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
+    .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > _APPLIED))
     .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
     .order_by(FUTURES.c.arrival)
 )
@@ -336,14 +338,18 @@ class Futures:
         return 1 if highest is None else highest + 1
 
     def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
-        """Forget all settled futures of ended sessions; returns how many.
+        """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many.
 
         `keep` is given what each transaction deletes, and answers what that transaction is to write instead.
         """
+        left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         deleted = 0
         for session_id in session_ids:
             while some := self._delete_some(session_id, keep):
                 deleted += some
+            with self._db.write() as connection:
+                done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
+                connection.execute(done_with.values(forgotten_at=now()))
         return deleted
 
     def _delete_some(self, session_id: str, keep: Callable[[Sequence[Spent]], Effects]) -> int:
@@ -362,7 +368,7 @@ class Futures:
     # The engine's side.
 
     def incoming(self, base_model: str, after_arrival: int) -> list[Pending]:
-        """Requests that arrived after `after_arrival` and are to be worked on or, if refused, skipped."""
+        """Requests that arrived after `after_arrival` and are to be worked on or, if refused and not yet, skipped."""
         known = {"base_model": base_model, "after_arrival": after_arrival}
         with self._db.read() as connection:
             return [Pending(**row._mapping) for row in connection.execute(_INCOMING, known)]
@@ -375,6 +381,13 @@ class Futures:
             with self._db.read() as connection:
                 found += [Pending(**row._mapping) for row in connection.execute(_ARRIVED, some)]
         return found
+
+    def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
+        """A model's requests from `from_seq_id` on that are to be skipped."""
+        mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
+        query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(query)]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies, as the client sent them."""

@@ -185,8 +185,9 @@ class SamplingSessions:
 
     def forget_written(self) -> list[str]:
         """The directories of versions whose session is closed; they are forgotten here and now."""
-        closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
-        theirs = SAMPLERS.c.directory.is_not(None) & SAMPLERS.c.session_id.in_(closed)
+        # Asked of each sampler that has files, since the closed sessions are many.
+        closed = sa.exists().where(SESSIONS.c.session_id == SAMPLERS.c.session_id, SESSIONS.c.closed_at.is_not(None))
+        theirs = SAMPLERS.c.directory.is_not(None) & closed
         with self._db.write() as connection:
             directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
             if directories:

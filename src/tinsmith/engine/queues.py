@@ -45,12 +45,16 @@ class Lane:
             self._refused.discard(self.next_seq_id)
             self.next_seq_id += 1
 
+    @property
+    def has_gap(self) -> bool:
+        return bool(self.waiting) and self.next_seq_id not in self.waiting
+
     def give_up_gap(self, patience_s: float) -> tuple[int, int] | None:
         """Skip the missing seq_ids if what waits behind them has waited for `patience_s`: the first and last.
 
         The wall clock counts for what is seen for the first time only, since it can be set.
         """
-        if not self.waiting or self.next_seq_id in self.waiting:
+        if not self.has_gap:
             self._gap = None
             return None
         nearest = min(self.waiting)
