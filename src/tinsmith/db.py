@@ -70,8 +70,10 @@ SESSIONS = sa.Table(
     sa.Column("last_heartbeat_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),  # when it finished or expired
     sa.Column("closed_at", sa.Float),  # when its models were told to unload
+    sa.Column("forgotten_at", sa.Float),  # when the last of its futures was deleted
     sa.Index("ix_sessions_tenant_created", "tenant_id", "created_at"),
-    sa.Index("ix_sessions_state_heartbeat", "state", "last_heartbeat_at"),
+    sa.Index("ix_sessions_closed_heartbeat", "closed_at", "last_heartbeat_at"),
+    sa.Index("ix_sessions_forgotten_closed", "forgotten_at", "closed_at"),
 )
 
 MODELS = sa.Table(
@@ -100,6 +102,7 @@ MODELS = sa.Table(
     sa.Column("last_request_at", sa.Float, nullable=False),
     sa.Index("ix_models_session", "session_id"),
     sa.Index("ix_models_tenant_created", "tenant_id", "created_at"),
+    sa.Index("ix_models_state_tenant", "state", "tenant_id"),
 )
 
 FUTURES = sa.Table(
@@ -130,7 +133,7 @@ FUTURES = sa.Table(
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
     sa.Index("ix_futures_work", "base_model", "state", "arrival"),
     sa.Index("ix_futures_session", "session_id"),
-    sa.Index("ix_futures_tenant", "tenant_id", "state"),
+    sa.Index("ix_futures_tenant_settled", "tenant_id", "state", "settled_at"),
     sa.Index("ix_futures_settle_order", "sampling_session_id", "settle_order"),
     sqlite_autoincrement=True,
 )
@@ -149,6 +152,8 @@ RESULTS = sa.Table(
     sa.Column("body", sa.LargeBinary, nullable=False),  # the answer, byte for byte
 )
 
+_WRITTEN = sa.text("directory IS NOT NULL")  # few of many
+
 SAMPLERS = sa.Table(
     "samplers",
     METADATA,
@@ -164,6 +169,7 @@ SAMPLERS = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_samplers_session", "session_id"),
     sa.Index("ix_samplers_version", "version_id"),
+    sa.Index("ix_samplers_directory", "directory", sqlite_where=_WRITTEN, postgresql_where=_WRITTEN),
 )
 
 CHECKPOINTS = sa.Table(
@@ -188,6 +194,7 @@ CHECKPOINTS = sa.Table(
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("expires_at", sa.Float),
     sa.Index("ix_checkpoints_tenant_created", "tenant_id", "created_at"),
+    sa.Index("ix_checkpoints_expires", "expires_at"),
 )
 
 ENGINES = sa.Table(
@@ -236,6 +243,7 @@ AUDIT = sa.Table(
     sa.Column("details", sa.JSON, nullable=False),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Index("ix_audit_tenant_created", "tenant_id", "created_at"),
+    sa.Index("ix_audit_created", "created_at"),
 )
 
 USAGE = sa.Table(

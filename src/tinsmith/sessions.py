@@ -46,6 +46,7 @@ class Session:
     ended_at: float | None = None
     closed_at: float | None = None
     finish_type: str | None = None
+    forgotten_at: float | None = None
 
     @property
     def finish_detail(self) -> str | None:
@@ -218,9 +219,11 @@ class Sessions:
         return True
 
     def closed_before(self, moment: float, limit: int = 100, *, tenant_id: str | None = None) -> list[str]:
-        """Sessions (of one tenant) that were closed before `moment` and still have settled futures to forget."""
-        has_futures = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state != "pending")
-        query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < moment, has_futures).limit(limit)
+        """Sessions (of one tenant) that were closed before `moment` and not forgotten; none that can only wait."""
+        theirs = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        ready = theirs.where(FUTURES.c.state != "pending") | ~theirs
+        unforgotten = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
+        query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(limit)
         if tenant_id is not None:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
         with self._db.read() as connection:

@@ -167,10 +167,13 @@ class Engine:
     def _fetch_late(self) -> None:
         """The slow poll: rows whose wake-up was lost, or that were committed out of order."""
         self._fetch()
-        known = self._queues.known
-        if self._nouns.futures.pending_ids(self._shape.name) - known:
-            for request in self._nouns.futures.incoming(self._shape.name, 0):
-                self._enqueue(request)
+        missed = self._nouns.futures.pending_ids(self._shape.name) - self._queues.known
+        for request in self._nouns.futures.arrived(sorted(missed)):
+            self._enqueue(request)
+        for lane in self._queues.lanes.values():
+            if lane.has_gap:
+                for request in self._nouns.futures.refused_of(lane.model_id, lane.next_seq_id):
+                    lane.add(request)
 
     def _enqueue(self, request: Pending) -> None:
         if request.request_id in self._queues.known:
