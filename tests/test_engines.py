@@ -131,7 +131,7 @@ def test_an_engine_that_lost_its_lease_writes_nothing(url: str, here: Engines, t
     with pytest.raises(LeaseLostError, match="epoch 1"):
         Futures(stale).settle([settlement], {model: 1})
     with pytest.raises(LeaseLostError):
-        Futures(stale).covered(model, 1, "directory")
+        Models(stale).covered(model, 1, "directory")
     assert Futures(db).outcome("alice", request.request_id) is None
     found = Models(db).find(model)
     assert found is not None and (found.reason, found.applied_seq_id, found.snapshot_seq_id) == (None, -1, None)

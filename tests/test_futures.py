@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement, Spent, log_deletion
-from tinsmith.models import Models, NewModel, unloading
+from tinsmith.futures import Futures, NewFuture, Settlement, Spent
+from tinsmith.models import Models, NewModel, log_deletion, unloading
 from tinsmith.ops import LoraSpec
 
 MODEL = "s:train:0"
@@ -128,22 +128,22 @@ def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Fut
         snapshots = model.snapshot_seq_id, model.snapshot_directory
         return len(futures.bodies(ids)), *snapshots, model.previous_snapshot_seq_id, model.previous_snapshot_directory
 
-    assert futures.covered(MODEL, 2, "a") is None
+    assert Models(db).covered(MODEL, 2, "a") is None
     assert state() == (6, 2, "a", None, None)
-    assert futures.covered(MODEL, 3, "b") is None
+    assert Models(db).covered(MODEL, 3, "b") is None
     assert state() == (4, 3, "b", 2, "a")
-    assert futures.covered(MODEL, 5, "c") == "a", "nobody needs the third newest"
+    assert Models(db).covered(MODEL, 5, "c") == "a", "nobody needs the third newest"
     assert state() == (3, 5, "c", 3, "b")
-    assert futures.covered(MODEL, 4, "late") == "late", "one that was overtaken is of no use"
+    assert Models(db).covered(MODEL, 4, "late") == "late", "one that was overtaken is of no use"
     assert state() == (3, 5, "c", 3, "b")
-    futures.forget_snapshot(MODEL, "b")
+    Models(db).forget_snapshot(MODEL, "b")
     assert state() == (3, 5, "c", 3, "b"), "not the newest"
-    futures.forget_snapshot(MODEL, "c")
+    Models(db).forget_snapshot(MODEL, "c")
     assert state() == (3, 3, "b", None, None)
     with db.write() as connection:
         connection.execute(unloading(MODEL, "done"))
         connection.execute(log_deletion(MODEL))
-    assert futures.covered(MODEL, 6, "too late") == "too late"
+    assert Models(db).covered(MODEL, 6, "too late") == "too late"
     assert state() == (0, None, None, None, None)
 
 

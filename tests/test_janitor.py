@@ -41,9 +41,9 @@ def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
 @pytest.fixture
 def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
-    versions = Directories(tmp_path / "versions")
+    versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    return SweptParts(*nouns, checkpoints, versions, Audit(db), CustomLosses(db), Sequences(db))
+    return SweptParts(*nouns, checkpoints, versions, snapshots, Audit(db), CustomLosses(db), Sequences(db))
 
 
 def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:
@@ -145,6 +145,30 @@ def test_a_checkpoints_directory_without_a_row_is_deleted_by_the_first_sweep_tha
     janitor = janitor_of(parts, tmp_path)
     janitor.sweep()
     assert [path.name for path in parts.checkpoints.files.path("").iterdir()] == [fresh]
+
+
+def test_an_engines_directory_without_a_row_is_deleted_once_it_is_old(
+    db: Database, parts: SweptParts, tmp_path: Path
+) -> None:
+    session_id = silent_session(db, parts, silent_s=1.0)
+    model_id, version_id = f"{session_id}:train:0", f"{session_id}:sample:0"
+    parts.samplers.create(NewSamplingSession(version_id, session_id, TENANT, "base", version_id=version_id))
+    kept: dict[str, set[str]] = {}
+    for name, root in (("versions", parts.versions), ("snapshots", parts.snapshots)):
+        *named, unnamed, fresh = (root.write(lambda target: None)[0] for _ in range(4))
+        if name == "versions":
+            parts.samplers.written(version_id, named.pop())
+            parts.samplers.written(version_id, named[0])
+        else:
+            for seq_id, directory in enumerate(named):
+                parts.models.covered(model_id, seq_id, directory)
+        for path in (*root.path(unnamed).parent.glob("*/*"), *root.path(unnamed).parent.glob("*")):
+            if fresh not in str(path):
+                os.utime(path, (now() - UNNAMED_AGE_S - 60,) * 2)
+        kept[name] = {*named, fresh}
+    janitor_of(parts, tmp_path).sweep()
+    for name, names in kept.items():
+        assert {path.name for path in (tmp_path / name).iterdir()} == names
 
 
 def test_what_a_closed_session_used_outlives_its_results(db: Database, parts: SweptParts, tmp_path: Path) -> None:

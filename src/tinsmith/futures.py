@@ -450,46 +450,6 @@ class Futures:
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
 
-    def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
-        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the one before.
-
-        The bodies that both cover are freed. Returns the directory that nobody needs any more: that of the third
-        newest, or this one if the model was unloaded meanwhile or has a newer snapshot.
-        """
-        mine = MODELS.c.model_id == model_id
-        with self._db.write() as connection:
-            row = connection.execute(sa.select(MODELS).where(mine).with_for_update()).one_or_none()
-            if row is None or row.state == "unloaded":
-                return directory
-            if row.snapshot_seq_id is not None and row.snapshot_seq_id >= seq_id:
-                return directory
-            values = {
-                "snapshot_seq_id": seq_id,
-                "snapshot_directory": directory,
-                "previous_snapshot_seq_id": row.snapshot_seq_id,
-                "previous_snapshot_directory": row.snapshot_directory,
-            }
-            connection.execute(MODELS.update().where(mine).values(**values))
-            if row.snapshot_seq_id is not None:
-                # What lies below was freed when the newest but two was recorded.
-                freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
-                between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
-                ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
-                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
-            return row.previous_snapshot_directory
-
-    def forget_snapshot(self, model_id: str, directory: str) -> None:
-        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
-        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
-        values = {
-            "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
-            "snapshot_directory": MODELS.c.previous_snapshot_directory,
-            "previous_snapshot_seq_id": None,
-            "previous_snapshot_directory": None,
-        }
-        with self._db.write() as connection:
-            connection.execute(MODELS.update().where(mine).values(values))
-
     def pending_ids(self, base_model: str) -> set[str]:
         """Every unfinished request, for the slow poll that covers late commits."""
         query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
@@ -500,12 +460,6 @@ class Futures:
 def cancelled_name(request_id: str) -> str:
     """What a request to cancel names: a sample, or a sampling session for all of its samples."""
     return request_id.removesuffix(_CANCEL)
-
-
-def log_deletion(model_id: str) -> sa.Executable:
-    """A statement for the transaction that settles the unloading of a model: nothing of it is replayed any more."""
-    ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.state != "pending")
-    return BODIES.delete().where(BODIES.c.request_id.in_(ids))
 
 
 def deletion(request_id: str) -> sa.Executable:

@@ -3,7 +3,7 @@
 Sessions whose heartbeats stopped are closed, their models told to unload and their samples cancelled (as futures,
 which the engine settles); the files of their ephemeral versions are deleted, and their results some time later, of
 which the usage stays. Results that clients acknowledged, checkpoints past their TTL and audit entries past their
-retention are deleted, and so are checkpoint directories that no row names. When the clock was set, or the machine
+retention are deleted, and so are directories that no row names. When the clock was set, or the machine
 slept, nothing is judged by its age until everyone had the time to say that they are there.
 """
 
@@ -57,6 +57,7 @@ class SweptParts:
     futures: Futures
     checkpoints: Checkpoints
     versions: Directories
+    snapshots: Directories
     audit: Audit
     custom_losses: CustomLosses
     sequences: Sequences
@@ -125,6 +126,8 @@ class Janitor:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
             for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):
                 log.info("a checkpoint's directory that no row names was deleted", directory=directory)
+            self._sweep_directories(parts.versions, parts.samplers.directories)
+            self._sweep_directories(parts.snapshots, parts.models.snapshot_directories)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)
 
     def _look_at_the_clock(self) -> None:
@@ -132,6 +135,11 @@ class Janitor:
             log.warning("the clock was set, or the machine slept; nothing expires for a while", jump_s=round(jump_s))
             self._next_expiry = time.monotonic() + self._settings.session_timeout_s
             self._next_directories = time.monotonic() + UNNAMED_AGE_S
+
+    def _sweep_directories(self, directories: Directories, named: Callable[[], set[str]]) -> None:
+        candidates = directories.old(UNNAMED_AGE_S)  # before the rows are read: a row that is added names a newer one
+        for directory in directories.discard_all(candidates, but=named()):
+            log.info("an engine's directory that no row names was deleted", directory=directory)
 
     def _unload(self, model: Model, reason: str) -> None:
         """Tell the engine, once: the request_id makes every further time the same request."""

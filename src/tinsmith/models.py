@@ -4,6 +4,10 @@ States: creating -> ready | failed; ready -> unloaded; copied is a run that was 
 home of a copied checkpoint, `reason` says of which. A model_id is `{session_id}:train:{model_seq_id}`, so a
 repeated creation finds the first one. `applied_seq_id` is the scheduler's memory: every seq_id up to it has taken
 effect or was refused.
+
+A model comes back from its newest snapshot, or the one before, and the stored bodies of what came after. The newest is
+of no use to what it does not cover, and the one before is kept for when it turns out to be damaged; so a body is freed
+when both cover it.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import MODELS, SESSIONS, Database, now
+from tinsmith.db import BODIES, FUTURES, MODELS, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.ops import LoraSpec
 
@@ -103,6 +107,46 @@ class Models:
         reasons = [str(row.pop("session_reason")) for row in rows]
         return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
+    def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
+        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the one before.
+
+        The bodies that both cover are freed. Returns the directory that nobody needs any more: that of the third
+        newest, or this one if the model was unloaded meanwhile or has a newer snapshot.
+        """
+        mine = MODELS.c.model_id == model_id
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(MODELS).where(mine).with_for_update()).one_or_none()
+            if row is None or row.state == "unloaded":
+                return directory
+            if row.snapshot_seq_id is not None and row.snapshot_seq_id >= seq_id:
+                return directory
+            values = {
+                "snapshot_seq_id": seq_id,
+                "snapshot_directory": directory,
+                "previous_snapshot_seq_id": row.snapshot_seq_id,
+                "previous_snapshot_directory": row.snapshot_directory,
+            }
+            connection.execute(MODELS.update().where(mine).values(**values))
+            if row.snapshot_seq_id is not None:
+                # What lies below was freed when the newest but two was recorded.
+                freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
+                between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
+                ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
+                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
+            return row.previous_snapshot_directory
+
+    def forget_snapshot(self, model_id: str, directory: str) -> None:
+        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
+        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
+        values = {
+            "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
+            "snapshot_directory": MODELS.c.previous_snapshot_directory,
+            "previous_snapshot_seq_id": None,
+            "previous_snapshot_directory": None,
+        }
+        with self._db.write() as connection:
+            connection.execute(MODELS.update().where(mine).values(values))
+
     def snapshot_directories(self) -> set[str]:
         """The directories of all snapshots that any model may come back from."""
         columns = MODELS.c.snapshot_directory, MODELS.c.previous_snapshot_directory
@@ -168,6 +212,12 @@ def unloading(model_id: str, reason: str) -> sa.Executable:
         ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
     )
     return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
+
+
+def log_deletion(model_id: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading of a model: nothing of it is replayed any more."""
+    ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.state != "pending")
+    return BODIES.delete().where(BODIES.c.request_id.in_(ids))
 
 
 def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:

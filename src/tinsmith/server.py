@@ -150,6 +150,7 @@ def build(settings: Settings) -> Server:
         services.futures,
         services.checkpoints,
         Directories(settings.resolved_storage_dir / "versions"),
+        Directories(settings.resolved_storage_dir / "snapshots"),
         services.audit,
         services.custom_losses,
         services.sequences,

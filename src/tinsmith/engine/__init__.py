@@ -33,8 +33,8 @@ from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.versions import Versions
 from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
-from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement, log_deletion
-from tinsmith.models import Model, Models, unloading
+from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
+from tinsmith.models import Model, Models, log_deletion, unloading
 from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.ops import ModelShape, PassResult, Pending
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
@@ -74,10 +74,10 @@ class Engine:
         self._operations = Operations(backend, nouns.checkpoints, self._versions)
         self._passes = PassReader(nouns.custom_losses)
         self._snapshots = Snapshots(
-            backend, nouns.futures, nouns.snapshots, self._versions, settings.resident_model_bytes
+            backend, nouns.models, nouns.snapshots, self._versions, settings.resident_model_bytes
         )
         self._recovery = Recovery(
-            backend, nouns.futures, self._operations, nouns.snapshots, self._snapshots, self._passes
+            backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
         )
         self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
         self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle)

@@ -18,7 +18,7 @@ from tinsmith.engine.passes import PassReader
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import LostStateError, TinsmithError, UserError
 from tinsmith.futures import Futures
-from tinsmith.models import Model
+from tinsmith.models import Model, Models
 from tinsmith.ops import Pending
 from tinsmith.storage import Directories
 from tinsmith.wire.training import read_optim_step
@@ -34,6 +34,7 @@ class Recovery:
         self,
         backend: Backend,
         futures: Futures,
+        models: Models,
         operations: Operations,
         directories: Directories,
         snapshots: Snapshots,
@@ -41,6 +42,7 @@ class Recovery:
     ) -> None:
         self._backend = backend
         self._futures = futures
+        self._models = models
         self._operations = operations
         self._directories = directories
         self._snapshots = snapshots
@@ -68,7 +70,7 @@ class Recovery:
                     raise LostStateError(_cannot(model, [*failures, str(error)])) from error
                 raise
             if failures and model.snapshot_directory:
-                self._futures.forget_snapshot(model.model_id, model.snapshot_directory)
+                self._models.forget_snapshot(model.model_id, model.snapshot_directory)
             log.info("model restored", model_id=model.model_id, snapshot_seq_id=seq_id, replayed=num_replayed)
             return
         raise LostStateError(_cannot(model, failures))

@@ -21,8 +21,7 @@ from tinsmith.backends import Backend
 from tinsmith.crashpoints import reach
 from tinsmith.engine.versions import Versions
 from tinsmith.engine.writer import Job, Writer
-from tinsmith.futures import Futures
-from tinsmith.models import Model
+from tinsmith.models import Model, Models
 from tinsmith.storage import Directories
 
 SNAPSHOT_OPTIM_STEPS = 16
@@ -56,10 +55,10 @@ class _Resident:
 
 class Snapshots:
     def __init__(
-        self, backend: Backend, futures: Futures, directories: Directories, versions: Versions, room_bytes: int
+        self, backend: Backend, models: Models, directories: Directories, versions: Versions, room_bytes: int
     ) -> None:
         self._backend = backend
-        self._futures = futures
+        self._models = models
         self._directories = directories
         self._versions = versions
         self._room_bytes = room_bytes or backend.room_bytes
@@ -154,7 +153,7 @@ class Snapshots:
         self._writer.submit(Job(num_bytes, work, done))
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
-        replaced = self._futures.covered(model_id, seq_id, directory)
+        replaced = self._models.covered(model_id, seq_id, directory)
         reach("snapshots.recorded")
         self._directories.discard(replaced)
 
