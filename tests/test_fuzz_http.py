@@ -85,6 +85,7 @@ def things(harness: Harness) -> dict[str, str]:
     model_id = harness.model(session_id)
     sampler_id = harness.sampler(session_id)
     path = harness.saved(model_id)
+    pending = harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
     return {
         "session_id": session_id,
         "last_session_id": session_id,
@@ -92,7 +93,7 @@ def things(harness: Harness) -> dict[str, str]:
         "run_id": model_id,
         "sampling_session_id": sampler_id,
         "sampling_client_id": sampler_id,
-        "request_id": f"{model_id}:0",
+        "request_id": pending["request_id"],
         "base_model": BASE,
         "kind": "weights",
         "name": "one",
