@@ -7,6 +7,8 @@ import contextlib
 import json
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ from tinsmith.errors import UserError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.notify import Waiters
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.server import look_for_lost
+from tinsmith.server import FEW_FILES, look_for_lost
 
 SAMPLER = "s:sample:0"
 POLLS = 1000
@@ -141,8 +143,9 @@ def test_a_poll_ends_when_its_client_goes(harness: Harness, path: str) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * POLLS)), hard))  # the server inherits it
+    resource.setrlimit(resource.RLIMIT_NOFILE, (POLLS // 4, hard))  # the server inherits it, and is to raise it
     with serving(tmp_path_factory.mktemp("polls") / "data", "--backend", "fake") as live:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * POLLS)), hard))
         yield live
 
 
@@ -194,6 +197,23 @@ def test_a_thousand_clients_that_vanish_leave_nothing_and_the_next_is_answered_a
     assert within(20, lambda: open_files(server) <= before + 10), "long before the polls would have ended"
     client.step(model, 1)
     assert client.steps_taken(waiting) == 2
+
+
+def test_a_server_that_may_open_few_files_says_so() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "
+    code += "from tinsmith.server import raise_file_limit; raise_file_limit(); "
+    code += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    for hard, told in ((FEW_FILES - 1, True), (FEW_FILES, False)):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(limits=(100, min(hard, limits[1])))],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert ("raise the limit of open files" in done.stdout + done.stderr) is told
+        assert f"({hard}, {hard})" in done.stdout
 
 
 def test_every_poll_for_one_future_is_answered_when_it_settles(server: LiveServer, client: RawClient) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -58,6 +59,9 @@ PATIENCE_S = 5.0
 SHUTDOWN_S = 5
 """How long requests in flight may take once the server is told to stop."""
 
+FEW_FILES = 4096
+"""A server that may open no more than this says so: each poll that is held is a connection, and that a file."""
+
 log = structlog.get_logger()
 
 
@@ -99,6 +103,7 @@ class Server:
         # uvicorn stops on these signals and then raises them again, for whoever handled them before: nobody.
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, lambda _signal, _frame: None)
+        raise_file_limit()
         uvloop.run(self._run(on_ready))
 
     async def _run(self, on_ready: Callable[[str], None] | None) -> None:
@@ -235,6 +240,18 @@ async def look_for_lost(
     waiters.settled(settled)
     waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
     return newest
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (ValueError, OSError) as error:  # where an unlimited number is more than the kernel takes
+        log.info("the limit of open files stays as it was", limit=soft, error=str(error))
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:
