@@ -24,7 +24,7 @@ from tinsmith.errors import UserError
 from tinsmith.futures import Futures, NewFuture, Outcome
 from tinsmith.models import Models, NewModel
 from tinsmith.notify import Mailbox
-from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
@@ -657,6 +657,23 @@ def test_versions_that_are_sampled_from_disk_do_not_pile_up_in_memory(
         bench.turns(40)
     assert len(bench.backend._versions) == VERSIONS_IN_MEMORY + 2
     assert all(bench.outcome(f"{sampler}:1") is not None for sampler in samplers)
+
+
+def test_a_cached_prompt_is_found_by_its_own_tenant_only(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[str] = []
+    submit = bench.backend.sampler.submit
+
+    def note(sample: Sample) -> None:
+        scopes.append(sample.cache_scope)
+        submit(sample)
+
+    monkeypatch.setattr(bench.backend.sampler, "submit", note)
+    for tenant in ("alice", "bob"):
+        sampler = f"{tenant}:sample:0"
+        bench.samplers.create(NewSamplingSession(sampler, tenant, tenant, BASE))
+        bench.sample(sampler, tenant=tenant)
+    bench.turns()
+    assert sorted(scopes) == ["alice", "bob"]
 
 
 def test_a_publish_under_a_name_in_use_is_refused_and_harms_nobody(bench: Bench) -> None:

@@ -374,7 +374,7 @@ def test_the_pool_grows_for_live_blocks_and_not_for_cached_ones():
 
 def test_keys_depend_on_weights_tokens_and_everything_before():
     tokens = [np.array(row, np.int32).tobytes() for row in ([1, 2], [2, 1], [1, 2, 0])]
-    roots = [root_key(0), root_key(1), root_key(256)]
+    roots = [root_key(0), root_key(0, "alice"), root_key(1)]
     keys = {chain_key(root, row) for root in roots for row in tokens}
     keys |= {chain_key(key, tokens[0]) for key in list(keys)}
     assert len(keys) == 18

@@ -319,6 +319,17 @@ def test_a_prompt_that_was_seen_is_not_computed_again_and_answers_the_same(base:
     assert_same(second_turn, alone(base, make_sample("d", turn)))
 
 
+def test_a_cached_prompt_is_found_in_its_own_scope_only(base: BaseModel):
+    sampler = LocalSampler(base, {}, options=SamplerOptions(block_size=4))
+    prompt = make_prompt(30)
+    hits = [
+        run(sampler, make_sample(scope, prompt, cache_scope=scope[0]))[scope].prompt_cache_hit_tokens
+        for scope in ("alice", "bob", "ann")
+    ]
+    hits += [run(sampler, make_sample("bob", prompt, cache_scope="b"))["bob"].prompt_cache_hit_tokens]
+    assert hits == [0, 0, 28, 28]
+
+
 def test_a_request_keeps_the_weights_that_it_started_with(base: BaseModel):
     old, new = make_adapter(base, 1), make_adapter(base, 2)
     versions = {"v": old}

@@ -230,6 +230,7 @@ class Sample:
 
     `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
     `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
+    What is cached of prompts is found within one `cache_scope` only: what is cached tells what others asked.
     """
 
     request_id: str
@@ -237,6 +238,7 @@ class Sample:
     prompt_T: I32
     num_samples: int
     params: SamplingParams
+    cache_scope: str = ""
     record_stability_info: bool = False
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0

@@ -81,8 +81,8 @@ class Settings(BaseSettings):
     """How long a poll for an unfinished result is held before it is answered with 408."""
 
     session_polls: bool = False
-    """Whether clients follow a sampling session with one poll, rather than poll for each sample. Fewer connections where
-    thousands of samples wait at once; a single sample takes longer."""
+    """Whether clients follow a sampling session with one poll, rather than poll for each sample. Fewer connections
+    where thousands of samples wait at once; a single sample takes longer."""
 
     session_timeout_s: float = 300.0
     """A session without a heartbeat for this long expires and its models are unloaded; negative turns it off."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
@@ -146,7 +146,7 @@ class Sampling:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._suspects.running([request.request_id]):
                 version_id = self._prepare_version(sampler)
-                sample = read_sample(body, request.request_id, version_id)
+                sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for)
                 self._backend.sampler.submit(sample)

@@ -3,11 +3,11 @@
 A block holds the keys and values of `block_size` consecutive tokens. It is in exactly one state: free; live
 (one or more sequences refer to it); or cached (nobody refers to it, but a later prompt may find it by its
 key). Block 0 is the null block: always zero, never handed out, the padding of every block table. A key is a
-digest of everything the block depends on (`chain_key`): the weights, named by a namespace, and all tokens up
-to the block's end. The pool grows only when live blocks need the room and otherwise drops the cached block
-that was used longest ago, so memory follows the work and not the traffic. The cache's tensors follow
-`num_blocks`; blocks in `take_fresh()` must be zeroed before use, because a stale NaN under a mask is still a
-NaN.
+digest of everything the block depends on (`chain_key`): the weights, named by a namespace, all tokens up to the
+block's end, and the scope within which prompts are shared. The pool grows only when live blocks need the room and
+otherwise drops the cached block that was used longest ago, so memory follows the work and not the traffic. The
+cache's tensors follow `num_blocks`; blocks in `take_fresh()` must be zeroed before use, because a stale NaN under
+a mask is still a NaN.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def chain_key(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.blake2b(tokens, key=parent, digest_size=16).digest()
 
 
-def root_key(namespace: int) -> bytes:
-    return namespace.to_bytes(16, "little")
+def root_key(namespace: int, scope: str = "") -> bytes:
+    return chain_key(namespace.to_bytes(16, "little"), scope.encode())
 
 
 class BlockPool:

@@ -87,7 +87,7 @@ class Sequence:
         self.tokens_T[: self.length] = request.sample.prompt_T
         self.num_cached = 0
         self.blocks: list[int] = []
-        self._keys: list[bytes] = [root_key(request.weights.number)]
+        self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
         self._logprobs: list[float] = []
         self._topk: list[TopRow] = []
 
