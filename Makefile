@@ -21,7 +21,7 @@ test-postgres: $(STAMP)
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes
 
-# What `make test` does of it in half a minute, with forty times the examples.
+# What `make test` does of it in half a minute, with fifty times the examples.
 fuzz: $(STAMP)
 	FUZZ_EXAMPLES=320 $(BIN)/python -m pytest -q --timeout 3600 tests/test_fuzz_wire.py tests/test_fuzz_http.py
 

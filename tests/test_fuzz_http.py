@@ -33,7 +33,7 @@ from tinsmith.routes.openapi import document
 from tinsmith.routes.requests import REQUESTS, SHARED
 from tinsmith.wire.bodies import PROTO_TYPE
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 AT_MOST_S = 5.0
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 FUZZ = settings(

@@ -34,7 +34,7 @@ from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
 SHAPE = SHAPES[0]
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 FUZZ = settings(max_examples=EXAMPLES * 20, deadline=5000, database=None, suppress_health_check=list(HealthCheck))
 KNOWN_LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "stable_reinforce", "custom:x", "", "é"]
 
