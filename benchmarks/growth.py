@@ -1,0 +1,206 @@
+"""What an operation costs when much was done before it.
+
+    python benchmarks/growth.py                         # SQLite, with 1,000, 10,000 and 100,000 stored futures
+    python benchmarks/growth.py --database-url postgresql://USER@HOST/NAME      # an empty database of its own
+
+For each amount of history a server with the fake backend is started on it. Then a client without the SDK's own cost
+sends one optimizer step after the other and polls for each; sweeps of the janitor and the start until the engine is
+ready are timed, too. The history is of the same tenant: settled requests of a session that is still open, and for
+every ten of them another session that ended. Prints a table; with --json FILE also writes the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import httpx
+import sqlalchemy as sa
+from latency import API_KEY, summary, wait_for
+
+from tinsmith.audit import Audit
+from tinsmith.checkpoints import Checkpoints
+from tinsmith.custom_losses import CustomLosses
+from tinsmith.db import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.futures import Futures
+from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.models import Models
+from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sequences import Sequences
+from tinsmith.sessions import Sessions
+from tinsmith.settings import Settings
+from tinsmith.storage import Directories
+
+MODEL = "tinsmith/nano"
+TENANT = "local"
+OPEN = "open"
+SIZES = (1_000, 10_000, 100_000)
+AT_A_TIME = 5_000
+SWEEPS = 20
+
+
+def add_history(database: Database, first: int, last: int) -> None:
+    """Rows as a life of that length leaves them: for every ten futures one session that ended, with its model."""
+    moment = now()
+    lora = {"lora_rank": 8, "train_attn": True, "train_mlp": True, "train_unembed": True, "optimizer_type": "adamw"}
+    for start in range(first, last, AT_A_TIME):
+        rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS)}
+        rows |= {FUTURES: [], RESULTS: []}
+        for number in range(start, min(last, start + AT_A_TIME)):
+            if number % 10 == 0:
+                whose = {"session_id": f"old-{number}", "tenant_id": TENANT, "created_at": moment}
+                ended = {"state": "finished", "ended_at": moment, "closed_at": moment - 7200, "forgotten_at": moment}
+                rows[SESSIONS].append(whose | ended | {"tags": [], "last_heartbeat_at": moment})
+                model = {"model_id": f"old-{number}:train:0", "state": "unloaded", "applied_seq_id": 7}
+                rows[MODELS].append(whose | lora | model | {"base_model": MODEL, "last_request_at": moment})
+                sampler = {"sampling_session_id": f"old-{number}:sample:0", "base_model": MODEL}
+                rows[SAMPLERS].append(whose | sampler)
+            rows[FUTURES].append(future(number, moment))
+            rows[RESULTS].append({"request_id": rows[FUTURES][-1]["request_id"], "body": bytes(400)})
+        with database.write() as connection:
+            for table, some in rows.items():
+                connection.execute(table.insert(), some)
+
+
+def future(number: int, moment: float) -> dict[str, object]:
+    """Half of them samples, half of them operations on one model; one in a hundred refused."""
+    row: dict[str, object] = {"tenant_id": TENANT, "session_id": OPEN, "base_model": MODEL, "num_tokens": 32}
+    row |= {"created_at": moment, "settled_at": moment, "body_bytes": 900, "settle_order": None}
+    state = "refused" if number % 100 == 99 else "done"
+    if number % 2:
+        sampler = f"{OPEN}:sample:0"
+        row |= {"sampling_session_id": sampler, "seq_id": number, "settle_order": number, "model_id": None}
+        return row | {"request_id": f"{sampler}:{number}", "kind": "sample", "state": state}
+    model = f"{OPEN}:train:0"
+    row |= {"model_id": model, "seq_id": number, "sampling_session_id": None}
+    return row | {"request_id": f"{model}:{number}", "kind": "forward_backward", "state": state}
+
+
+def open_session(database: Database) -> None:
+    moment = now()
+    whose = {"session_id": OPEN, "tenant_id": TENANT, "created_at": moment}
+    with database.write() as connection:
+        active = {"state": "active", "tags": [], "last_heartbeat_at": moment + 86400}
+        connection.execute(SESSIONS.insert(), whose | active)
+        sampler = {"sampling_session_id": f"{OPEN}:sample:0", "base_model": MODEL}
+        connection.execute(SAMPLERS.insert(), whose | sampler)
+
+
+@contextmanager
+def served(directory: str, database_url: str) -> Iterator[tuple[str, float]]:
+    """A server on this data, and how long it took until its engine was ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "TINSMITH_DATABASE_URL": database_url, "TINSMITH_SESSION_TIMEOUT_S": "-1"}
+    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--backend", "fake", "--port", str(port)]
+    started = time.perf_counter()
+    with (Path(directory) / "server.log").open("ab") as log:
+        process = subprocess.Popen([*command, "--data-dir", directory], stdout=log, stderr=log, env=environment)
+    try:
+        wait_for(port, process)
+        url = f"http://127.0.0.1:{port}/api/v1"
+        while httpx.get(f"{url}/healthz").status_code != 200:
+            time.sleep(0.05)
+        yield url, time.perf_counter() - started
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def steps(url: str, runs: int) -> dict[str, list[float]]:
+    """Milliseconds of each submission, of each poll after it, and of a client's poll that follows its samples."""
+    times: dict[str, list[float]] = {"submission": [], "until its result": [], "first page of sessions": []}
+    with httpx.Client(base_url=url, headers={"X-API-Key": API_KEY}, timeout=60) as http:
+
+        def ok(path: str, body: object) -> dict:
+            while (answer := http.post(path, json=body)).status_code == 408:
+                pass
+            answer.raise_for_status()
+            return answer.json()
+
+        session_id = ok("create_session", {"tags": [], "sdk_version": "0.38.0"})["session_id"]
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 8}}
+        created = ok("create_model", body)
+        ok("retrieve_future", {"request_id": created["request_id"]})
+        for seq_id in range(1, runs + 1):
+            begun = time.perf_counter()
+            step = {"model_id": created["model_id"], "seq_id": seq_id, "adam_params": {"learning_rate": 0.1}}
+            request_id = ok("optim_step", step)["request_id"]
+            submitted = time.perf_counter()
+            ok("retrieve_future", {"request_id": request_id})
+            times["submission"].append(1000 * (submitted - begun))
+            times["until its result"].append(1000 * (time.perf_counter() - submitted))
+            if seq_id % 10 == 0:
+                begun = time.perf_counter()
+                http.get("sessions", params={"limit": 20}).raise_for_status()
+                times["first page of sessions"].append(1000 * (time.perf_counter() - begun))
+    return times
+
+
+def sweeps(database: Database, directory: str) -> list[float]:
+    """Milliseconds of sweeps that find nothing to do."""
+    checkpoints = Checkpoints(database, Directories(Path(directory) / "checkpoints"))
+    nouns = (Sessions(database), Models(database), SamplingSessions(database), Futures(database), checkpoints)
+    files = (Directories(Path(directory) / name) for name in ("versions", "snapshots"))
+    parts = SweptParts(*nouns, *files, Audit(database), CustomLosses(database), Sequences(database))
+    janitor = Janitor(Settings(data_dir=Path(directory), session_timeout_s=600), parts)
+    times = []
+    for _ in range(SWEEPS):
+        begun = time.perf_counter()
+        janitor.sweep()
+        times.append(1000 * (time.perf_counter() - begun))
+    return times
+
+
+def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[str, dict[str, float]]]:
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        database = Database(database_url or f"sqlite:///{directory}/tinsmith.db")
+        database.migrate()
+        open_session(database)
+        stored = 0
+        for size in sizes:
+            add_history(database, stored, size)
+            stored = size
+            with served(directory, database_url) as (url, start_s):
+                times = steps(url, runs)
+            times["sweep"] = sweeps(database, directory)
+            times["start until ready"] = [1000 * start_s]
+            figures[str(size)] = {name: summary(some) for name, some in times.items()}
+        database.close()
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=300)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="stored futures, ascending")
+    parser.add_argument("--database-url", default="", help="an empty Postgres database instead of SQLite")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    figures = measure(given.database_url, given.runs, given.sizes)
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; p50 / p95, milliseconds")
+    names = list(next(iter(figures.values())))
+    print("| stored futures | " + " | ".join(names) + " |")
+    print("|---" * (len(names) + 1) + "|")
+    for size, row in figures.items():
+        cells = [f"{row[name]['p50_ms']:.1f} / {row[name]['p95_ms']:.1f}" for name in names]
+        print(f"| {int(size):,} | " + " | ".join(cells) + " |")
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
