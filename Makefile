@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-postgres test-recipes fuzz check format bench clean
+.PHONY: demo test test-postgres test-crash test-recipes fuzz check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -17,6 +17,9 @@ test: $(STAMP)
 
 test-postgres: $(STAMP)
 	$(BIN)/python -m pytest -q --database postgres
+
+test-crash: $(STAMP)
+	$(BIN)/python -m pytest -q tests/crash
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes
