@@ -8,13 +8,11 @@ backend, whose arithmetic is exact here, so that everything is compared bit by b
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -24,7 +22,6 @@ from tinker import types
 from crash.kept import KeptServer
 
 NANO = "tinsmith/nano"
-RATE = 1 / 64  # a power of two: sums of such are exact
 STEPS = 9
 """Between two publishes; twice this many are more than lie between two snapshots."""
 PATIENCE_S = 120.0
@@ -39,6 +36,7 @@ class Plan:
     rank: int
     loss_fn: str
     seed: int
+    rate: float = 1 / 64  # a power of two: sums of such are exact
 
 
 PLANS = (Plan("ann", 4, "cross_entropy", 1), Plan("bob", 8, "importance_sampling", 2))
@@ -54,24 +52,23 @@ class Record:
         self.told.append((what, value))
 
 
-def run_all(server: KeptServer, rounds: int = 1) -> dict[str, Record]:
+def run_all(server: KeptServer, plans: Sequence[Plan] = PLANS) -> dict[str, Record]:
     """The loops of all tenants at the same time; raises what any of them was told as an error."""
-    with ThreadPoolExecutor(len(PLANS)) as pool:
-        futures = {plan.tenant: pool.submit(_run, server, plan, rounds) for plan in PLANS}
+    with ThreadPoolExecutor(len(plans)) as pool:
+        futures = {plan.tenant: pool.submit(_run, server, plan) for plan in plans}
         return {tenant: future.result() for tenant, future in futures.items()}
 
 
-def _run(server: KeptServer, plan: Plan, rounds: int) -> Record:
+def _run(server: KeptServer, plan: Plan) -> Record:
     record = Record()
     with tinker.ServiceClient(base_url=server.url, api_key=server.keys[plan.tenant]) as service:
         client = service.create_lora_training_client(NANO, rank=plan.rank, seed=plan.seed).result(PATIENCE_S)
-        for round_ in range(rounds):
-            _train(client, plan, record)
-            middle = client.save_state(f"middle-{round_}").result(PATIENCE_S)
-            _train(client, plan, record)
-            with warnings.catch_warnings(action="ignore", category=FutureWarning):
-                client.load_state_with_optimizer(middle.path).result(PATIENCE_S)
-            _train(client, plan, record)
+        _train(client, plan, record)
+        middle = client.save_state("middle").result(PATIENCE_S)
+        _train(client, plan, record)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            client.load_state_with_optimizer(middle.path).result(PATIENCE_S)
+        _train(client, plan, record)
         final = client.save_state("final").result(PATIENCE_S)
         client.save_weights_for_sampler("named").result(PATIENCE_S)
         again = service.create_training_client_from_state_with_optimizer(final.path).result(PATIENCE_S)
@@ -99,7 +96,7 @@ def _train(client: tinker.TrainingClient, plan: Plan, record: Record) -> None:
     sent: list[tuple[str, Callable[[], object]]] = []
     for _ in range(STEPS):
         passes = [client.forward_backward(some, plan.loss_fn) for some in (data[:2], data[2:])]
-        step = client.optim_step(types.AdamParams(learning_rate=RATE))
+        step = client.optim_step(types.AdamParams(learning_rate=plan.rate))
         sent += [("pass", lambda passed=passed: _of_pass(passed.result(PATIENCE_S))) for passed in passes]
         sent.append(("step", lambda step=step: step.result(PATIENCE_S).metrics))
     sampler = client.save_weights_and_get_sampling_client().result(PATIENCE_S)
@@ -135,22 +132,35 @@ def _data(plan: Plan, count: int = 3, length: int = 12) -> list[types.Datum]:
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """What the database says was done, by tenant and kind: requests, their states, and how far each model came."""
+class Books:
+    """What the server has in its books after runs: counts by tenant, how far each model came, which numbers are
+    missing, and the weights and steps in the checkpoints of the fake backend.
+    """
 
     futures: list[tuple]
     models: list[tuple]
-    checkpoints: list[tuple]
     samplers: list[tuple]
+    checkpoints: list[tuple]
     gaps: list[tuple]
 
+    def times(self, runs: int) -> Books:
+        """After as many equal runs."""
+        return Books(
+            [(*row[:-1], row[-1] * runs) for row in self.futures],
+            sorted(self.models * runs),
+            [(*row[:-1], row[-1] * runs) for row in self.samplers],
+            sorted(self.checkpoints * runs),
+            self.gaps,
+        )
 
-def counters(server: KeptServer) -> Counters:
-    return Counters(
+
+def books(server: KeptServer) -> Books:
+    saved = server.rows("SELECT tenant_id, name, state, directory FROM checkpoints")
+    return Books(
         server.rows("SELECT tenant_id, kind, state, count(*) FROM futures GROUP BY 1, 2, 3 ORDER BY 1, 2, 3"),
-        server.rows("SELECT tenant_id, lora_rank, state, applied_seq_id FROM models ORDER BY 1, 2, 3, 4"),
-        server.rows("SELECT tenant_id, name, state, lora_rank FROM checkpoints ORDER BY 1, 2"),
+        sorted(server.rows("SELECT tenant_id, lora_rank, state, applied_seq_id FROM models")),
         server.rows("SELECT tenant_id, count(*) FROM samplers GROUP BY 1 ORDER BY 1"),
+        sorted((*row, _saved_state(server, directory)) for *row, directory in saved),
         server.rows(
             "SELECT model_id, count(*), min(seq_id), max(seq_id) FROM futures WHERE seq_id IS NOT NULL "
             "AND sampling_session_id IS NULL GROUP BY 1 HAVING max(seq_id) - min(seq_id) + 1 <> count(*)"
@@ -158,10 +168,6 @@ def counters(server: KeptServer) -> Counters:
     )
 
 
-def final_states(server: KeptServer) -> dict[tuple[str, str], dict]:
-    """The weights and steps of every checkpoint of the fake backend, by tenant and name."""
-    found = {}
-    for tenant, name, directory in server.rows("SELECT tenant_id, name, directory FROM checkpoints"):
-        path = server.data_dir / "checkpoints" / directory / "fake_adapter.json"
-        found[tenant, name] = json.loads(Path(path).read_text())
-    return found
+def _saved_state(server: KeptServer, directory: str) -> str:
+    path = server.data_dir / "checkpoints" / directory / "fake_adapter.json"
+    return path.read_text() if path.exists() else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crash.kept import KeptServer, kept
-from crash.runs import Record, counters, final_states, run_all
+from crash.runs import Books, Record, books, run_all
 from tinsmith.crashpoints import POINTS, VICTIMS
 
 NTH = {
@@ -34,12 +34,12 @@ BEFORE = {"model.replaying": "engine.ran:25,"}
 
 FIRST_START = "migration.uncommitted"
 
-Seen = tuple[dict[str, Record], object, object]
+Seen = tuple[dict[str, Record], Books]
 
 
 def outcome(server: KeptServer) -> Seen:
     """Everything that must not differ between a run with crashes and one without."""
-    return run_all(server), counters(server), final_states(server)
+    return run_all(server), books(server)
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +65,29 @@ def test_a_crash_at_any_point_is_a_delay_and_nothing_else(
 ) -> None:
     spec = f"{BEFORE.get(point, '')}{point}:{NTH.get(point, 1)}@{victim}"
     check(tmp_path / "data", spec, {point}, undisturbed)
+
+
+CHAINS = (
+    "migration.uncommitted,engine.fetched:4,checkpoints.writing@both,snapshots.sealed,model.unloading@server,"
+    "submit.before:9@engine",
+    "submit.stored:9,model.created:2@engine,engine.planned:5@both,versions.writing,checkpoints.sealed:2@server,"
+    "snapshots.recorded",
+    "poll.answering:9@both,engine.running:7,versions.sealed@server,checkpoints.placed,model.loading,"
+    "snapshots.writing@both",
+    "engine.ran:9,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
+    "settle.uncommitted:9@both,settle.committed:5,model.loaded@server,model.published:2,snapshots.placed@both",
+)
+"""Every point once, in few runs. Those of one kind of request are apart: what ends two engines is given up."""
+
+
+def test_the_chains_have_every_point() -> None:
+    assert set().union(*map(points_of, CHAINS)) == set(POINTS)
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(tmp_path: Path, undisturbed: Seen, chain: str) -> None:
+    check(tmp_path / "data", chain, points_of(chain), undisturbed)
+
+
+def points_of(specs: str) -> set[str]:
+    return {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",")}
