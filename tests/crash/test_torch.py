@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from crash.kept import kept
-from crash.runs import Plan, Record, books, run_all
+from crash.runs import DEPRECATED, Plan, Record, books, run_all
+
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
 PLANS = (Plan("ann", 4, "cross_entropy", 1, rate=1e-3), Plan("bob", 8, "importance_sampling", 2, rate=1e-3))
 BOUND = 1e-3
