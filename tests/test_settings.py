@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.errors import SettingsError
-from tinsmith.settings import KEPT_PRODUCTS, Settings, engine_environment, load
+from tinsmith.settings import KEPT_PRODUCTS, engine_environment, load
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
