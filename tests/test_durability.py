@@ -351,6 +351,28 @@ def test_an_inflight_sampler_comes_back_with_its_newest_publish(bench: Bench, co
     assert len(list((bench.directory / "versions").glob("*"))) == covered, "of inflight versions the newest files only"
 
 
+def test_an_inflight_version_that_could_not_be_written_is_written_with_the_next_snapshot(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.engine.snapshots.RETRY_S", 0.0)
+    model = bench.model()
+    train_for(bench, model, 1)
+    sampler = bench.publish(model, 3, 0, kind="inflight")
+    (bench.directory / "versions").write_text("no directory can be made here")
+    next_seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS, 4)
+    assert snapshots(bench) == (None, None)
+    (bench.directory / "versions").unlink()
+    next_seq_id = train_for(bench, model, 2 * SNAPSHOT_OPTIM_STEPS, next_seq_id)
+    assert None not in snapshots(bench)
+    version = bench.backend._versions[f"{model}:inflight"]
+    bench.restart()
+    sampled = bench.sample(sampler)
+    bench.turns()
+    outcome = bench.outcome(sampled)
+    assert outcome is not None and outcome.error is None
+    assert bench.backend._versions[f"{model}:inflight"] == version
+
+
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
 def test_a_sampler_whose_model_was_unloaded_is_refused_for_good(bench: Bench, kind: str) -> None:
     model = bench.model()
