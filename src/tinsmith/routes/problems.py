@@ -12,7 +12,7 @@ import uuid
 from http import HTTPStatus
 
 import structlog
-from sqlalchemy.exc import OperationalError, TimeoutError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -64,11 +64,18 @@ def on_silent_database(request: Request, error: Exception) -> Response:
     return answer({"detail": detail}, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
 
 
+def on_database_error(request: Request, error: Exception) -> Response:
+    """What the driver says when a connection breaks in the middle depends on the moment."""
+    assert isinstance(error, DBAPIError)
+    gone = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    return on_silent_database(request, error) if gone else on_unexpected(request, error)
+
+
 HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
     TinsmithError: on_tinsmith_error,
     HTTPException: on_http_exception,
     ClientDisconnect: on_disconnect,
-    OperationalError: on_silent_database,
+    DBAPIError: on_database_error,
     TimeoutError: on_silent_database,
     Exception: on_unexpected,
 }
