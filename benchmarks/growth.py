@@ -59,7 +59,7 @@ def add_history(database: Database, first: int, last: int) -> None:
         rows |= {FUTURES: [], RESULTS: []}
         for number in range(start, min(last, start + AT_A_TIME)):
             if number % 10 == 0:
-                whose = {"session_id": f"old-{number}", "tenant_id": TENANT, "created_at": moment}
+                whose = {"session_id": f"old-{number}", "tenant_id": TENANT, "created_at": moment - number}
                 ended = {"state": "finished", "ended_at": moment, "closed_at": moment - 7200, "forgotten_at": moment}
                 rows[SESSIONS].append(whose | ended | {"tags": [], "last_heartbeat_at": moment})
                 model = {"model_id": f"old-{number}:train:0", "state": "unloaded", "applied_seq_id": 7}
@@ -174,6 +174,9 @@ def measure(database_url: str, runs: int, sizes: list[int]) -> dict[str, dict[st
         for size in sizes:
             add_history(database, stored, size)
             stored = size
+            if not database.is_sqlite:
+                with database.write() as connection:  # as the database itself does after some time
+                    connection.execute(sa.text("ANALYZE"))
             with served(directory, database_url) as (url, start_s):
                 times = steps(url, runs)
             times["sweep"] = sweeps(database, directory)
