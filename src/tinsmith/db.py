@@ -451,7 +451,8 @@ def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _r
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.execute("PRAGMA cache_size=-65536")
+    # KiB of each connection, of which a server keeps five; the system's own cache holds the file for all of them.
+    cursor.execute("PRAGMA cache_size=-16384")
     cursor.close()
 
 
