@@ -76,7 +76,7 @@ def add_history(database: Database, first: int, last: int) -> None:
 def future(number: int, moment: float) -> dict[str, object]:
     """Half of them samples, half of them operations on one model; one in a hundred refused."""
     row: dict[str, object] = {"tenant_id": TENANT, "session_id": OPEN, "base_model": MODEL, "num_tokens": 32}
-    row |= {"created_at": moment, "settled_at": moment, "body_bytes": 900, "settle_order": None}
+    row |= {"created_at": moment, "settled_at": moment, "body_bytes": 900, "settle_order": None, "result_type": "json"}
     state = "refused" if number % 100 == 99 else "done"
     if number % 2:
         sampler = f"{OPEN}:sample:0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -107,6 +108,23 @@ def test_processes_may_migrate_at_once(tmp_path: Path, database_kind: str) -> No
     db = Database(url)
     with db.engine.connect() as connection:
         assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    db.close()
+
+
+def test_a_new_file_whose_writer_is_not_done_is_waited_for(tmp_path: Path) -> None:
+    # SQLite itself does not wait here, whatever its timeout: two processes that open a new database meet like this.
+    path = tmp_path / "new.sqlite"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE early (x)")
+    release = threading.Timer(0.3, other.execute, ["COMMIT"])
+    release.start()
+    db = Database(f"sqlite:///{path}")
+    with db.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert sa.inspect(connection).get_table_names() == ["early"]
+    release.join()
+    other.close()
     db.close()
 
 

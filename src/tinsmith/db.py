@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -448,12 +449,26 @@ def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _r
     # pysqlite must not open transactions by itself: _begin_sqlite says which kind to open.
     dbapi_connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = dbapi_connection.cursor()
-    cursor.execute("PRAGMA journal_mode=WAL")
+    _use_wal(cursor)
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     # KiB of each connection, of which a server keeps five; the system's own cache holds the file for all of them.
     cursor.execute("PRAGMA cache_size=-16384")
     cursor.close()
+
+
+def _use_wal(cursor: sa.engine.interfaces.DBAPICursor) -> None:
+    # Two processes that change a new file's mode at once would each wait for the other's lock: SQLite tells one of them
+    # at once that the file is locked, however patient the connection is.
+    deadline = time.monotonic() + MOST_IN_SQLITE_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
 
 
 def _begin_sqlite(connection: Connection) -> None:
