@@ -14,7 +14,7 @@ import pytest
 from test_engine import BASE, Bench
 from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.db import CHECKPOINTS
-from tinsmith.engine.operations import LOADED_VERSIONS
+from tinsmith.engine.versions import LOADED_VERSIONS
 from tinsmith.errors import NotFoundError
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec

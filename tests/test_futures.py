@@ -13,8 +13,8 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement, Spent
-from tinsmith.models import Models, NewModel
+from tinsmith.futures import Futures, NewFuture, Settlement, Spent, log_deletion
+from tinsmith.models import Models, NewModel, unloading
 from tinsmith.ops import LoraSpec
 
 MODEL = "s:train:0"
@@ -118,13 +118,33 @@ def test_the_log_is_in_order_and_holds_what_is_replayed(futures: Futures) -> Non
     assert [request.seq_id for request in futures.log_of(MODEL, 1, 4)] == [4]
 
 
-def test_a_snapshot_frees_the_bodies_it_covers(futures: Futures, db: Database) -> None:
-    for seq_id in (1, 2, 3):
-        futures.settle([Settlement(futures.submit(new(seq_id)), b"", keep_body=True)], {})
-    futures.covered(MODEL, 2, "directory")
-    assert set(futures.bodies([f"{MODEL}:{seq_id}" for seq_id in (1, 2, 3)])) == {f"{MODEL}:3"}
-    model = Models(db).find(MODEL)
-    assert model is not None and (model.snapshot_seq_id, model.snapshot_directory) == (2, "directory")
+def test_a_snapshot_frees_the_bodies_that_the_one_before_covers_too(futures: Futures, db: Database) -> None:
+    ids = [futures.submit(new(seq_id)) for seq_id in range(1, 7)]
+    futures.settle([Settlement(request_id, b"", keep_body=True) for request_id in ids], {})
+
+    def state() -> tuple[int, int | None, str | None, int | None, str | None]:
+        model = Models(db).find(MODEL)
+        assert model is not None
+        snapshots = model.snapshot_seq_id, model.snapshot_directory
+        return len(futures.bodies(ids)), *snapshots, model.previous_snapshot_seq_id, model.previous_snapshot_directory
+
+    assert futures.covered(MODEL, 2, "a") is None
+    assert state() == (6, 2, "a", None, None)
+    assert futures.covered(MODEL, 3, "b") is None
+    assert state() == (4, 3, "b", 2, "a")
+    assert futures.covered(MODEL, 5, "c") == "a", "nobody needs the third newest"
+    assert state() == (3, 5, "c", 3, "b")
+    assert futures.covered(MODEL, 4, "late") == "late", "one that was overtaken is of no use"
+    assert state() == (3, 5, "c", 3, "b")
+    futures.forget_snapshot(MODEL, "b")
+    assert state() == (3, 5, "c", 3, "b"), "not the newest"
+    futures.forget_snapshot(MODEL, "c")
+    assert state() == (3, 3, "b", None, None)
+    with db.write() as connection:
+        connection.execute(unloading(MODEL, "done"))
+        connection.execute(log_deletion(MODEL))
+    assert futures.covered(MODEL, 6, "too late") == "too late"
+    assert state() == (0, None, None, None, None)
 
 
 def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> None:

@@ -213,9 +213,7 @@ def test_a_pass_without_a_number_is_a_400(harness: Harness, seq_id: int) -> None
     assert harness.pending() == []
 
 
-@pytest.mark.parametrize(
-    ("seq_id", "words"), [(0, "seq_id is 0"), (2**63, "64 bits"), (1.0, "seq_id is 1.0")]
-)
+@pytest.mark.parametrize(("seq_id", "words"), [(0, "seq_id is 0"), (2**63, "64 bits"), (1.0, "seq_id is 1.0")])
 def test_a_step_without_a_number_is_a_400(harness: Harness, seq_id: object, words: str) -> None:
     answer = harness.post("optim_step", {"model_id": harness.model(), "seq_id": seq_id, "adam_params": {}})
     assert answer.status_code == 400
@@ -453,3 +451,22 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
     model = services.models.get("alice", future["model_id"])
     assert (model.base_model, model.state) == (twin.name, "creating")
     assert [row.request_id for row in services.futures.incoming(twin.name, 0)] == [future["request_id"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_model", {"model_seq_id": 0, "base_model": BASE}),
+        ("load_weights", {"model_seq_id": 0, "path": "tinker://a/weights/b", "optimizer": False}),
+        ("load_weights", {"seq_id": 1, "path": "tinker://a/weights/b", "optimizer": False}),
+        ("save_weights", {"seq_id": 1, "path": "one"}),
+        ("save_weights_for_sampler", {"seq_id": 1, "path": "one"}),
+        ("save_weights_external", {"seq_id": 1, "path": "one"}),
+    ],
+)
+def test_what_a_request_asks_for_in_vain_is_refused_by_name(harness: Harness, path: str, body: dict) -> None:
+    whose = {"session_id": harness.session()} if "model_seq_id" in body else {"model_id": harness.model()}
+    sent = harness.ok(path, body | whose | {"parallelism_config": {"data": 8}, "empty": None})
+    refusal = harness.result(sent["request_id"])
+    assert refusal["category"] == "user"
+    assert "parallelism_config is not supported" in refusal["error"]

@@ -40,5 +40,7 @@ class _OwnNames:
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [Middleware(_OwnNames, services=services)]
     app = Starlette(routes=API, middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
+    # A path with a slash too many is not found. The router would send its client to whatever host it had named.
+    app.router.redirect_slashes = False
     app.state.services = services
     return app

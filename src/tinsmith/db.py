@@ -14,6 +14,8 @@ changing a row's metadata never touches them.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +32,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
+from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
 
@@ -287,6 +290,7 @@ class Database:
         self.is_sqlite = self.url.startswith("sqlite")
         # hide_parameters: an error's text must not carry request bodies into the log.
         if self.is_sqlite:
+            _make_private_file(sa.make_url(self.url).database)
             connect_args: dict[str, object] = {"timeout": 30.0, "check_same_thread": False}
             self.engine: Engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
             event.listen(self.engine, "connect", _configure_sqlite)
@@ -361,6 +365,7 @@ class Database:
         try:
             with self.migrations() as config:
                 command.upgrade(config, "head")
+                reach("migration.uncommitted")
         except OperationalError as error:
             raise SettingsError(f"the database cannot be reached or written: {error.orig}") from None
 
@@ -404,6 +409,13 @@ def _postgres_engine(url: str) -> Engine:
         raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
     except (ArgumentError, ValueError):
         raise SettingsError("database_url is no URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
+
+
+def _make_private_file(path: str | None) -> None:
+    """SQLite would let everyone read what it makes. Its other files have the mode of this one."""
+    if path and path != ":memory:":
+        with contextlib.suppress(OSError):  # it is there already, or SQLite will say what is wrong
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:

@@ -21,6 +21,7 @@ from typing import Protocol
 import sqlalchemy as sa
 import zstandard
 
+from tinsmith.crashpoints import reach
 from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, Database, now
 from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, engine_mailbox
@@ -210,6 +211,7 @@ class Futures:
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
         """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
+        reach("submit.before")
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
@@ -225,6 +227,7 @@ class Futures:
             self._db.notify(connection, engine_mailbox(new.base_model), [new.request_id])
             if refusal:
                 self._db.notify(connection, SERVER, [new.request_id])
+        reach("submit.stored")
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
@@ -416,6 +419,7 @@ class Futures:
             for model_id, seq_id in applied.items():
                 connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
             self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
+            reach("settle.uncommitted")
 
     def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
         """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
@@ -460,6 +464,18 @@ class Futures:
                 ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
                 connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
             return row.previous_snapshot_directory
+
+    def forget_snapshot(self, model_id: str, directory: str) -> None:
+        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
+        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
+        values = {
+            "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
+            "snapshot_directory": MODELS.c.previous_snapshot_directory,
+            "previous_snapshot_seq_id": None,
+            "previous_snapshot_directory": None,
+        }
+        with self._db.write() as connection:
+            connection.execute(MODELS.update().where(mine).values(values))
 
     def pending_ids(self, base_model: str) -> set[str]:
         """Every unfinished request, for the slow poll that covers late commits."""

@@ -110,10 +110,11 @@ def revoke(
 def _database(data_dir: Path | None) -> Iterator[Database]:
     """The server's database, migrated; TINSMITH_DATABASE_URL says where it is, if not in the data directory."""
     from tinsmith.db import Database
+    from tinsmith.storage import make_private
 
     settings = load({} if data_dir is None else {"data_dir": data_dir})
     if not settings.database_url:
-        settings.resolved_data_dir.mkdir(parents=True, exist_ok=True)
+        make_private(settings.resolved_data_dir)
     database = Database(settings.resolved_database_url)
     try:
         database.migrate()

@@ -13,11 +13,14 @@ import hashlib
 import os
 import select
 import socket
+import stat
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
+
+from tinsmith.errors import SettingsError
 
 SERVER = "server"
 SAFETY_POLL_S = 1.0
@@ -49,7 +52,8 @@ class Mailbox:
     """A bound datagram socket that others can wake by name."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _make_own(directory.parent)
+        _make_own(directory)
         self._directory = directory
         self._path = directory / name
         self._path.unlink(missing_ok=True)
@@ -79,7 +83,7 @@ class Mailbox:
                 payload = self._socket.recv(65536)
             except BlockingIOError:
                 return ids
-            ids.update(payload.decode().split("\n"))
+            ids.update(payload.decode(errors="replace").split("\n"))
 
     def wait(self, timeout_s: float) -> bool:
         """Block until something arrives; False after the time-out."""
@@ -92,6 +96,23 @@ class Mailbox:
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
+
+
+def _make_own(directory: Path) -> None:
+    """Make a directory that nobody else can enter; anybody may have made one of its name before. Raises SettingsError.
+
+    The directory of all temporary files is everybody's, and protects what is in it.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX and found.st_uid == 0:
+        return
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise SettingsError(
+            f"{directory}, where the processes wake each other, could be changed by other users; remove it, or set "
+            "TMPDIR to another directory"
+        )
 
 
 def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:

@@ -26,6 +26,8 @@ from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.connections import Connection
+from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
@@ -99,10 +101,12 @@ class Server:
     async def _run(self, on_ready: Callable[[str], None] | None) -> None:
         config = uvicorn.Config(
             self.app,
-            http="httptools",
+            http=Connection,
+            ws="none",
             loop="uvloop",
-            log_level="warning",
+            log_level="error",  # below it, anyone who sends nonsense writes a line
             access_log=False,
+            server_header=False,
             proxy_headers=False,
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
@@ -125,13 +129,14 @@ def build(settings: Settings) -> Server:
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url)
+    engines = Engines(database, holder_of(data_dir))
+    supervisor = Supervisor(settings, served, engines)
+    arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     mailbox = open_mailbox(settings.resolved_database_url, data_dir, SERVER)
     waiters = Waiters()
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    engines = Engines(database, holder_of(data_dir))
-    supervisor = Supervisor(settings, served, engines)
     services = _services(settings, served, database, waiters, Futures(database, wake), engines)
     if services.tenants.accepts_anyone():
         _refuse_public_address(settings)

@@ -16,6 +16,8 @@ from tinsmith.errors import SettingsError
 
 MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
+SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "JWT"))
+"""What the name of a secret in the environment has among its words."""
 
 
 class Settings(BaseSettings):
@@ -63,6 +65,11 @@ class Settings(BaseSettings):
 
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
+
+    resident_model_bytes: int = Field(default=0, ge=0)
+    """Bytes of adapters in training, with their gradients and optimizer state, that an engine keeps in its device's
+    memory. Beyond it the least recently used are on disk until their next request. 0 means two fifths of what is free
+    once the base model is loaded."""
 
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, counted after decompression."""
@@ -113,6 +120,10 @@ class Settings(BaseSettings):
     """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
     server counts for itself."""
 
+    crash_point: str = ""
+    """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
+    (`crashpoints.py` has the names); empty for nowhere."""
+
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
 
@@ -142,13 +153,21 @@ def load(given: dict[str, object]) -> Settings:
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of an engine process; what the user has set stays.
+    """The environment of an engine process; what the user has set stays, but for secrets.
+
+    An engine's settings come by pipe, and it asks nobody for anything. A Postgres password (PGPASSWORD) is the one
+    secret that it may need.
 
     OpenMP's waiting threads spin for a few microseconds and then sleep. Spinning for milliseconds, its default, takes
     the cores that the server, the client and other engines need (a 32-token step beside another engine on two cores:
     1,200 ms, against 29); sleeping at once makes large steps a fifth slower.
     """
-    return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
+    return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **needed}
+
+
+def _is_secret(name: str) -> bool:
+    return name.startswith(PREFIX) or not SECRET_WORDS.isdisjoint(name.upper().split("_"))
 
 
 def _in_words(error: ValidationError) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import IO
 
+from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError
 
 MANIFEST = "manifest.json"
@@ -37,24 +38,27 @@ class Directories:
 
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
+            reach(f"{self._root.name}.writing")
             _seal(hidden)
 
         return self._place(fill_and_seal)
 
     def _place(self, fill: Callable[[Path], None]) -> tuple[str, int]:
         name = uuid.uuid4().hex
-        self._root.mkdir(parents=True, exist_ok=True)
+        make_private(self._root)
         hidden = self._root / f".{name}"
         hidden.mkdir()
         try:
             fill(hidden)
             _fsync(hidden)
             size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
+            reach(f"{self._root.name}.sealed")
             hidden.rename(self._root / name)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
         _fsync(self._root)
+        reach(f"{self._root.name}.placed")
         return name, size_bytes
 
     def copy(self, name: str) -> tuple[str, int]:
@@ -81,13 +85,16 @@ class Directories:
 
     def files(self, name: str) -> dict[str, int]:
         """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
-        return {file: int(facts["bytes"]) for file, facts in self._manifest(name).items()}
+        manifest = self._manifest(name)
+        if outside := [file for file in manifest if file != os.path.basename(file) or file in ("", ".", "..")]:
+            raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
+        return {file: int(facts["bytes"]) for file, facts in manifest.items()}
 
     def check_sizes(self, name: str) -> None:
         """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
         for file, size_bytes in self.files(name).items():
             path = self._root / name / file
-            if not path.is_file() or path.stat().st_size != size_bytes:
+            if path.is_symlink() or not path.is_file() or path.stat().st_size != size_bytes:
                 raise CorruptFilesError(f"{file} is missing or was cut short: {size_bytes} bytes were written")
 
     def check(self, name: str) -> None:
@@ -124,12 +131,17 @@ class Directories:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
 
+def make_private(directory: Path) -> None:
+    """A directory that nobody but this user can enter. One that is there already stays as somebody wanted it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
     """Hold `path` for this process alone until the result is closed; None if another one holds it.
 
     The kernel ends a claim with its process, however that dies; with `wait`, this waits for it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     file = path.open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,7 @@ class Supervisor:
         self._engines = engines
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.pids: set[int] = set()
         self.refused = asyncio.Event()
         self.refusal = ""
 
@@ -103,7 +104,7 @@ class Supervisor:
     async def _run_once(self, shape: ModelShape) -> int:
         """Run one engine process to its end; returns its exit status."""
         path = self.log_path(shape.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -115,6 +116,13 @@ class Supervisor:
                 env=engine_environment(),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
+        self.pids.add(process.pid)
+        try:
+            return await self._attend(shape, process)
+        finally:
+            self.pids.discard(process.pid)
+
+    async def _attend(self, shape: ModelShape, process: asyncio.subprocess.Process) -> int:
         assert process.stdin is not None
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret"})  # an engine signs nothing
         spec = {"name": shape.name, "path": shape.path, "settings": settings}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 import structlog
@@ -21,20 +21,23 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.operations import Operations, require_usable
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.queues import Lane, Queues
-from tinsmith.engine.recovery import Recovery
+from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
+from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.suspects import Suspects
+from tinsmith.engine.versions import Versions
 from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
-from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
-from tinsmith.models import Model, Models, set_state
+from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement, log_deletion
+from tinsmith.models import Model, Models, unloading
 from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.ops import ModelShape, PassResult, Pending
-from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
@@ -67,11 +70,17 @@ class Engine:
         self._mailbox = mailbox
         self._settings = settings
         self._queues = Queues()
-        self._operations = Operations(backend, nouns.models, nouns.samplers, nouns.checkpoints, nouns.versions)
+        self._versions = Versions(backend, nouns.samplers, nouns.checkpoints, nouns.versions)
+        self._operations = Operations(backend, nouns.checkpoints, self._versions)
         self._passes = PassReader(nouns.custom_losses)
-        self._recovery = Recovery(backend, nouns.futures, self._operations, nouns.snapshots, self._passes)
+        self._snapshots = Snapshots(
+            backend, nouns.futures, nouns.snapshots, self._versions, settings.resident_model_bytes
+        )
+        self._recovery = Recovery(
+            backend, nouns.futures, self._operations, nouns.snapshots, self._snapshots, self._passes
+        )
         self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
-        self._sampling = Sampling(backend, nouns, self._operations, self._suspects, self._settle)
+        self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle)
         self._fairness = Fairness()
         self._last_arrival = 0
         self._last_step_s = 0.0
@@ -95,10 +104,15 @@ class Engine:
     def stop(self) -> None:
         """Leave to the next engine what only this one's memory holds."""
         self.pardon()
+        self.flush()
         try:
-            self._operations.keep_versions()
-        except Exception as error:  # their samplers are refused by name then
+            self._versions.keep_all()
+        except Exception as error:  # the next engine makes them again, by a replay
             log.error("ephemeral versions could not be kept", exc_info=error)
+
+    def flush(self) -> None:
+        """Wait until the snapshots that were begun are written."""
+        self._snapshots.flush()
 
     def start(self) -> None:
         """Take over from whatever engine came before."""
@@ -108,7 +122,9 @@ class Engine:
 
     def turn(self, patience_s: float) -> bool:
         """One step of training and a share of decoding; without either, wait for work. False if there was none."""
+        self._snapshots.collect()
         trained = self._training_turn()
+        self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
         sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
         busy = trained or sampled
         if time.monotonic() >= self._next_check:
@@ -131,7 +147,7 @@ class Engine:
 
     def _tidied(self) -> bool:
         try:
-            return self._operations.tidy()
+            return self._versions.tidy()
         except OSError as error:  # a full disk: the versions stay where they are, in memory
             log.error("an ephemeral version could not be moved to disk", exc_info=error)
             return False
@@ -141,6 +157,8 @@ class Engine:
     def _fetch(self, named: Collection[str] = ()) -> None:
         """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
         found = self._nouns.futures.incoming(self._shape.name, self._last_arrival)
+        if found:
+            reach("engine.fetched")
         late = set(named) - {"", *self._queues.known, *(request.request_id for request in found)}
         for request in [*found, *self._nouns.futures.arrived(sorted(late))]:
             self._last_arrival = max(self._last_arrival, request.arrival)
@@ -205,6 +223,7 @@ class Engine:
         step, self._fairness = plan(self._queues.model_queues(), self._fairness, self._settings.step_token_budget)
         if not step:
             return False
+        reach("engine.planned")
         started = time.monotonic()
         for group in self._suspects.groups(step.optim_steps):
             self._run_optim_steps(group)
@@ -231,13 +250,15 @@ class Engine:
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
             self._operations.unload(request.model_id)
+            reach("model.unloaded")
             if model := self._nouns.models.find(request.model_id):
-                self._recovery.forget(model)
+                self._snapshots.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
             settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
             unloaded = {"model_id": request.model_id, "reason": reason}
             effects = [
-                set_state(request.model_id, "unloaded", reason),
+                unloading(request.model_id, reason),
+                log_deletion(request.model_id),
                 entry(request.tenant_id, "model_unloaded", unloaded),
             ]
             settlements.append(Settlement(request.request_id, body=answer, effects=effects))
@@ -252,7 +273,8 @@ class Engine:
             assert request.model_id is not None
             error: TinsmithError | None = self._suspects.verdict(request.request_id)
             if error is None and request.model_id not in usable:
-                usable[request.model_id] = self._bring_back(request.model_id)
+                with self._suspects.running([request.request_id]):
+                    usable[request.model_id] = self._bring_back(request.model_id, self._sampling.slice)
             error = error or usable[request.model_id]
             if error is None:
                 ready.append((request, bodies[request.request_id]))
@@ -260,7 +282,11 @@ class Engine:
                 self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
         return ready
 
-    def _bring_back(self, model_id: str) -> TinsmithError | None:
+    def _prepare_version(self, sampler: SamplingSession) -> str | None:
+        return self._versions.prepare(sampler, self._bring_back)
+
+    def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
+        """Why a model cannot be had in memory; None if it is there."""
         if self._backend.has_model(model_id):
             return None
         model = self._nouns.models.find(model_id)
@@ -268,7 +294,7 @@ class Engine:
             return UserError(f"model_id {model_id!r} is unknown")
         try:
             require_usable(model)
-            self._recovery.restore(model)
+            self._recovery.restore(model, between)
         except TinsmithError as error:
             return error
         except Exception as error:  # one model's unreadable state must not stop the others
@@ -300,7 +326,7 @@ class Engine:
             if isinstance(outcome, PassResult):
                 keep = request.kind in REPLAYED_KINDS
                 if keep and request.model_id:
-                    self._recovery.count(request.model_id, len(body))
+                    self._snapshots.count(request.model_id, body_bytes=len(body))
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:
@@ -316,10 +342,20 @@ class Engine:
             with self._running(ready):
                 steps = [read_optim_step(body, request.request_id) for request, body in ready]
                 outcomes = self._backend.optim_step(steps)
-        except Exception as error:  # noqa: BLE001  answered as a failure of the server, below
-            outcomes = [_as_error(error, request) for request, _ in ready]
+        except Exception as error:  # noqa: BLE001  one bad request must not take the others with it
+            if len(ready) > 1:
+                log.warning("a merged optim_step failed; running its requests one by one", error=repr(error))
+                for request, _ in ready:
+                    self._run_optim_steps([request])
+                return
+            (request, _) = ready[0]
+            # It changed nothing, and will not in a replay either.
+            self._settle_in_lane([(request, Settlement(request.request_id, error=_as_error(error, request)))])
+            return
         settled: list[tuple[Pending, Settlement]] = []
-        for (request, _), outcome in zip(ready, outcomes, strict=True):
+        for (request, body), outcome in zip(ready, outcomes, strict=True):
+            assert request.model_id is not None
+            self._snapshots.count(request.model_id, steps=1, body_bytes=len(body))
             if isinstance(outcome, TinsmithError):
                 # A refused step dropped its gradient: a replay must do the same, so its body stays.
                 settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
@@ -327,9 +363,6 @@ class Engine:
                 answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
                 settled.append((request, Settlement(request.request_id, answer, keep_body=True)))
         self._settle_in_lane(settled)
-        for request, _ in ready:
-            assert request.model_id is not None and request.seq_id is not None
-            self._recovery.stepped(request.model_id, request.seq_id)
 
     def _run_single(self, request: Pending) -> None:
         assert request.model_id is not None
@@ -353,44 +386,51 @@ class Engine:
             raise error
         with self._running([(request, body)]):
             settlement = self._operations.run(request, model, body)
-        if request.kind in REPLAYED_KINDS:
-            # A loaded checkpoint may be deleted later; from here on a snapshot stands for it.
-            return self._with_snapshot(request, settlement)
+        assert request.seq_id is not None
+        if request.kind == "create_model":
+            self._snapshots.entered(model.model_id)
+        elif request.kind in ("load_model", "load_weights"):
+            clean_up = self._snapshots.loaded(model.model_id, request.seq_id)
+            return replace(settlement, keep_body=True, clean_up=clean_up)
+        elif settlement.keep_body:
+            self._snapshots.count(model.model_id, body_bytes=len(body))
         return settlement
-
-    def _with_snapshot(self, request: Pending, settlement: Settlement) -> Settlement:
-        model_id, seq_id = request.model_id, request.seq_id
-        assert model_id is not None and seq_id is not None
-
-        def clean_up() -> None:
-            self._recovery.snapshot(model_id, seq_id)
-
-        return Settlement(
-            settlement.request_id, settlement.body, effects=settlement.effects, keep_body=True, clean_up=clean_up
-        )
 
     # Settling.
 
     def _settle_in_lane(self, settled: Sequence[tuple[Pending, Settlement]]) -> None:
         applied: dict[str, int] = {}
-        for request, _ in settled:
+        changed: set[str] = set()
+        for request, settlement in settled:
             assert request.model_id is not None and request.seq_id is not None
             applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
+            if settlement.keep_body:
+                changed.add(request.model_id)
         self._settle([settlement for _, settlement in settled], applied)
+        for model_id, seq_id in applied.items():
+            self._snapshots.applied(model_id, seq_id, changed=model_id in changed)
 
     def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
         self._settle([Settlement(request.request_id, error=error) for request in requests], {})
 
     def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
+        reach("engine.ran")
         self._nouns.futures.settle(settlements, applied)
+        reach("settle.committed")
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._suspects.forget(ids)
         self._mailbox.wake(SERVER, ids)
+        for settlement in settlements:
+            if settlement.clean_up:
+                settlement.clean_up()
 
 
 def _as_error(error: Exception, request: Pending) -> TinsmithError:
     if isinstance(error, TinsmithError):
         return error
+    if isinstance(error, MemoryError):
+        size = f" of {request.num_tokens} tokens" if request.num_tokens else ""
+        return UserError(f"this {request.kind}{size} does not fit into the engine's memory, even alone: {error}")
     log.error("a request failed", request_id=request.request_id, kind=request.kind, exc_info=error)
     return EngineFailedError(f"{request.kind} failed in the engine: {type(error).__name__}: {error}")

@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import backends
+from tinsmith import backends, crashpoints
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
@@ -53,6 +53,13 @@ def main() -> int:
     spec = json.loads(sys.stdin.readline())
     settings = Settings.model_validate(spec["settings"])
     configure_logs(settings.log_level)
+    server = os.getppid()
+    crashpoints.arm(
+        settings.crash_point,
+        "engine",
+        settings.resolved_data_dir,
+        lambda: [server] if os.getppid() == server else [],
+    )
     shape = read_shape(spec["name"], Path(spec["path"]))
     stopping = threading.Event()
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())

@@ -1,16 +1,12 @@
 """The barriers of a model: creating, loading, saving, publishing, unloading.
 
 Each method carries out one request on the backend and returns the settlement for the engine to write. A
-UserError is an answer; any other exception is the engine's to handle. Ephemeral versions live in the backend's
-memory; when the engine is idle the oldest of a model move to disk, so that memory does not grow with the length of
-a run and a publish writes no file.
+UserError is an answer; any other exception is the engine's to handle. A publish writes no file (see `versions`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import orjson
@@ -27,12 +23,13 @@ from tinsmith.checkpoints import (
     failure,
     parse_path,
 )
-from tinsmith.errors import GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.crashpoints import reach
+from tinsmith.engine.versions import Versions, inflight_version
+from tinsmith.errors import GoneError, TinsmithError, UserError
 from tinsmith.futures import Settlement
-from tinsmith.models import Model, Models, set_state
+from tinsmith.models import Model, set_state
 from tinsmith.ops import Pending
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
-from tinsmith.storage import Directories
+from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
 
 CHECKPOINT_KINDS = {
@@ -41,32 +38,17 @@ CHECKPOINT_KINDS = {
     "save_weights_external": "external_weights",
 }
 
-VERSIONS_IN_MEMORY = 4
-"""Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
-
-MOST_VERSIONS_IN_MEMORY = 64
-"""An engine that is never idle moves the oldest at a publish from here on."""
-
-LOADED_VERSIONS = 32
-"""Versions kept loaded from disk for sampling, least recently used first out."""
-
 
 class Operations:
     def __init__(
         self,
         backend: Backend,
-        models: Models,
-        samplers: SamplingSessions,
         checkpoints: Checkpoints,
-        versions: Directories,
+        versions: Versions,
     ) -> None:
         self._backend = backend
-        self._models = models
-        self._samplers = samplers
         self._checkpoints = checkpoints
         self._versions = versions
-        self._ephemeral: defaultdict[str, deque[str]] = defaultdict(deque)
-        self._loaded: dict[str, None] = {}
 
     def run(self, request: Pending, model: Model, body: bytes) -> Settlement:
         """Carry out one barrier of a model. Raises TinsmithError for what the client must be told."""
@@ -92,56 +74,13 @@ class Operations:
 
     def unload(self, model_id: str) -> None:
         """Forget a model's weights and its ephemeral versions."""
+        reach("model.unloading")
         self._backend.unload_model(model_id)
-        for version_id in self._ephemeral.pop(model_id, ()):
-            self._backend.drop_version(version_id)
-        self._backend.drop_version(inflight_version(model_id))
-
-    def prepare_version(self, sampler: SamplingSession) -> str | None:
-        """Make sure that a sampling session's weights are in memory; returns their version id.
-
-        Raises UserError or LostStateError if they cannot be had any more.
-        """
-        version_id = sampler.version_id
-        if version_id is None:
-            return None
-        if not self._backend.has_version(version_id):
-            self._backend.load_version(version_id, self._directory_of(sampler))
-            self._loaded[version_id] = None
-        if version_id in self._loaded:
-            self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
-        while len(self._loaded) > LOADED_VERSIONS:
-            oldest = next(iter(self._loaded))
-            del self._loaded[oldest]
-            self._backend.drop_version(oldest)
-        return version_id
-
-    def _directory_of(self, sampler: SamplingSession) -> Path:
-        if sampler.model_path is not None:
-            checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
-            return self._checkpoints.checked_directory(checkpoint)
-        if sampler.directory is None:
-            raise LostStateError(
-                f"the weights of sampling session {sampler.sampling_session_id!r} are gone: its model was "
-                "unloaded, or the engine died; publish them again, or sample from a saved checkpoint"
-            )
-        return self._versions.path(sampler.directory)
-
-    def tidy(self) -> bool:
-        """Move one ephemeral version to disk if a model has too many in memory; False if none has."""
-        for model_id, versions in self._ephemeral.items():
-            if len(versions) > VERSIONS_IN_MEMORY:
-                self._move_oldest(model_id, leave=len(versions) - 1)
-                return True
-        return False
-
-    def keep_versions(self) -> None:
-        """The engine stops in good order: what lives in its memory only goes to disk, for its successor."""
-        for model_id in self._ephemeral:
-            self._move_oldest(model_id, leave=0)
+        self._versions.forget(model_id)
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
         self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
+        reach("model.created")
         answer = {"model_id": model.model_id, "type": "create_model"}
         return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _created(model)])
 
@@ -155,9 +94,13 @@ class Operations:
             effects.append(_created(model))
         return _answer(request, answer, effects=effects)
 
-    def load_into(self, model: Model, load: LoadWeights) -> None:
-        """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it."""
+    def load_into(self, model: Model, load: LoadWeights, *, as_of: float | None = None) -> None:
+        """Give a model a checkpoint's weights. Raises UserError if the checkpoint does not fit it, or is younger than
+        `as_of`: a replay must not load what has overwritten what was loaded.
+        """
         checkpoint = self._checkpoints.get(model.tenant_id, parse_path(load.path), granted_by=load.granted_by)
+        if as_of is not None and checkpoint.created_at > as_of:
+            raise UserError(f"path {load.path!r} was overwritten after it had been loaded")
         # Another base that the client asked for was found to hold the same weights when the model was created.
         if model.base_model not in (checkpoint.base_model, load.base_model):
             raise UserError(f"path {load.path!r} is of base model {checkpoint.base_model!r}, not {model.base_model!r}")
@@ -170,9 +113,11 @@ class Operations:
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         directory = self._checkpoints.checked_directory(checkpoint)
+        reach("model.loading")
         self._backend.load(
             model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
         )
+        reach("model.loaded")
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
         save = read_save(body)
@@ -217,40 +162,43 @@ class Operations:
     def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
         if save.sampling_session_seq_id is None:
             raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
-        sampling_session_id = f"{model.session_id}:sample:{save.sampling_session_seq_id}"
-        inflight = save.sampler_kind == "inflight"
-        version_id = inflight_version(model.model_id) if inflight else sampling_session_id
-        self._backend.publish(model.model_id, version_id)
-        if not inflight:
-            self._ephemeral[model.model_id].append(version_id)
-            self._move_oldest(model.model_id, leave=MOST_VERSIONS_IN_MEMORY)
+        sampling_session_id, version_id = _published(model, save)
+        if self._versions.is_named(sampling_session_id):
+            # Its weights are what its clients were promised, and its row would refuse a second one.
+            raise UserError(
+                f"sampling_session_seq_id {save.sampling_session_seq_id} is in use: sampling session "
+                f"{sampling_session_id!r} exists; use the next number"
+            )
+        self._versions.publish(model.model_id, version_id)
         new = NewSamplingSession(
             sampling_session_id=sampling_session_id,
             session_id=model.session_id,
             tenant_id=model.tenant_id,
             base_model=model.base_model,
             version_id=version_id,
+            model_id=model.model_id,
         )
         answer = {"sampling_session_id": sampling_session_id, "type": "save_weights_for_sampler"}
-        return _answer(request, answer, [sampling_sessions.insertion(new)])
+        effects = [sampling_sessions.insertion(new)]
+        # A replay publishes it again, as long as it has no files.
+        return Settlement(request.request_id, body=orjson.dumps(answer), effects=effects, keep_body=True)
 
-    def _move_oldest(self, model_id: str, *, leave: int) -> None:
-        versions = self._ephemeral[model_id]
-        while len(versions) > leave:
-            oldest = versions[0]
-            directory, _ = self._versions.write(partial(self._backend.save_version, oldest))
-            self._samplers.written(oldest, directory)
-            versions.popleft()
-            self._backend.drop_version(oldest)
+    def publish_again(self, model: Model, body: bytes) -> None:
+        """The same in a replay."""
+        save = read_save(body)
+        sampling_session_id, version_id = _published(model, save)
+        self._versions.republish(model.model_id, version_id, sampling_session_id)
+
+
+def _published(model: Model, save: SaveWeights) -> tuple[str, str]:
+    """The sampling session and the version of an ephemeral publish."""
+    sampling_session_id = f"{model.session_id}:sample:{save.sampling_session_seq_id}"
+    inflight = save.sampler_kind == "inflight"
+    return sampling_session_id, inflight_version(model.model_id) if inflight else sampling_session_id
 
 
 def _created(model: Model) -> sa.Executable:
     return entry(model.tenant_id, "model_created", {"model_id": model.model_id, "base_model": model.base_model})
-
-
-def inflight_version(model_id: str) -> str:
-    """The one version that all inflight samplers of a model share."""
-    return f"{model_id}:inflight"
 
 
 def require_usable(model: Model) -> None:

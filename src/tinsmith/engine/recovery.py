@@ -1,18 +1,22 @@
-"""Model state across restarts: snapshots, and the replay of what came after them.
+"""Model state across restarts: a model comes back, when a request names it, from a snapshot and what came after it.
 
-A model's state is its last snapshot (adapter, optimizer moments and step, after sequence number k) plus the
-acknowledged operations after k, whose bodies are still stored. Models come back lazily, when a request names
-them. A snapshot is only taken when no gradient is pending, since gradients are not saved.
+A model's state is its newest snapshot plus the acknowledged operations after it, whose bodies are still stored; so is
+every earlier state whose bodies are. A snapshot whose files are not what was written is passed over, and the one
+before it, or the creation, is where the replay begins. Ephemeral versions that have no files are published again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import structlog
 
 from tinsmith.backends import Backend
+from tinsmith.crashpoints import reach
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
-from tinsmith.errors import LostStateError, UserError
+from tinsmith.engine.snapshots import Snapshots
+from tinsmith.errors import LostStateError, TinsmithError, UserError
 from tinsmith.futures import Futures
 from tinsmith.models import Model
 from tinsmith.ops import Pending
@@ -20,13 +24,9 @@ from tinsmith.storage import Directories
 from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
-SNAPSHOT_OPTIM_STEPS = 16
-"""Optimizer steps between snapshots: bounds what a restart replays."""
-
-SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
-"""Request bytes between snapshots: bounds what a model's log takes on disk."""
-
 log = structlog.get_logger()
+
+Between = Callable[[], None]
 
 
 class Recovery:
@@ -35,98 +35,108 @@ class Recovery:
         backend: Backend,
         futures: Futures,
         operations: Operations,
-        snapshots: Directories,
+        directories: Directories,
+        snapshots: Snapshots,
         passes: PassReader,
     ) -> None:
         self._backend = backend
         self._futures = futures
         self._operations = operations
+        self._directories = directories
         self._snapshots = snapshots
         self._passes = passes
-        self._steps: dict[str, int] = {}
-        self._body_bytes: dict[str, int] = {}
-        self._directories: dict[str, str | None] = {}
 
-    def restore(self, model: Model) -> None:
-        """Bring a model that an earlier engine held back to its acknowledged state.
+    def restore(self, model: Model, between: Between | None = None) -> None:
+        """Bring a model to its acknowledged state. `between` is called now and then: others need not stand still.
 
-        Raises LostStateError if its checkpoint or a request body is gone.
+        Raises LostStateError if that is impossible, and leaves nothing of it in memory.
         """
-        covered = -1
-        if model.snapshot_seq_id is not None and model.snapshot_directory is not None:
-            covered = model.snapshot_seq_id
-            directory = self._snapshots.path(model.snapshot_directory)
-            self._backend.load(
-                model.model_id, model.lora, directory, optimizer=True, optimizer_type=model.optimizer_type
-            )
-            self._directories[model.model_id] = model.snapshot_directory
-        else:
-            self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
-        replayed = self._futures.log_of(model.model_id, covered, model.applied_seq_id)
-        for request in replayed:
-            self._replay(model, request)
-        # These are still to be covered: an engine that dies again and again must not replay ever more.
-        self._steps[model.model_id] = sum(request.kind == "optim_step" for request in replayed)
-        log.info("model restored", model_id=model.model_id, snapshot_seq_id=covered, replayed=len(replayed))
+        failures: list[str] = []
+        for seq_id, directory in _beginnings(model):
+            try:
+                self._begin(model, directory)
+            except (TinsmithError, OSError) as error:
+                log.error("a snapshot cannot be used", model_id=model.model_id, seq_id=seq_id, error=str(error))
+                failures.append(f"its snapshot after seq_id {seq_id}: {error}")
+                continue
+            try:
+                num_replayed = self._replay_after(model, seq_id, between)
+            except BaseException as error:
+                self._backend.unload_model(model.model_id)
+                self._snapshots.left(model.model_id)
+                if failures and isinstance(error, LostStateError):
+                    raise LostStateError(_cannot(model, [*failures, str(error)])) from error
+                raise
+            if failures and model.snapshot_directory:
+                self._futures.forget_snapshot(model.model_id, model.snapshot_directory)
+            log.info("model restored", model_id=model.model_id, snapshot_seq_id=seq_id, replayed=num_replayed)
+            return
+        raise LostStateError(_cannot(model, failures))
 
-    def _replay(self, model: Model, request: Pending) -> None:
-        body = self._futures.bodies([request.request_id]).get(request.request_id)
-        if body is None and request.state == "failed":
-            return  # it changed nothing; only a refused optim_step did, and keeps its body
-        if body is None:
-            self._backend.unload_model(model.model_id)
-            raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
+    def _begin(self, model: Model, directory: str | None) -> None:
+        if directory is None:
+            self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
+            return
+        self._directories.check(directory)
+        path = self._directories.path(directory)
+        self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
+
+    def _replay_after(self, model: Model, seq_id: int, between: Between | None) -> int:
+        replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
+        # These are still to be covered: an engine that dies again and again must not replay ever more.
+        changed_seq_id = model.applied_seq_id if replayed else seq_id
+        self._snapshots.entered(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
+        for request in replayed:
+            body = self._futures.bodies([request.request_id]).get(request.request_id)
+            if body is not None:
+                self._replay(model, request, body, between)
+                steps = int(request.kind == "optim_step")
+                self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
+            elif request.state == "done" and request.kind != "save_weights_for_sampler":
+                # What failed changed nothing (a refused optim_step did, and keeps its body), a named save neither.
+                raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
+            if between:
+                between()
+        return len(replayed)
+
+    def _replay(self, model: Model, request: Pending, body: bytes, between: Between | None) -> None:
+        reach("model.replaying")
         if request.kind == "forward_backward":
-            self._replay_pass(request, body)
-            self.count(model.model_id, len(body))
+            self._replay_pass(request, body, between)
         elif request.kind == "optim_step":
-            self._backend.optim_step([read_optim_step(body, request.request_id)])
+            (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
+            _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
+        elif request.state == "done" and request.kind == "save_weights_for_sampler":
+            self._operations.publish_again(model, body)
         elif request.state == "done":
             try:
-                self._operations.load_into(model, read_load(body))
-            except UserError as error:
-                self._backend.unload_model(model.model_id)
-                raise LostStateError(f"model {model.model_id!r} cannot be restored: {error}") from error
+                as_of = self._futures.settled_at(request.request_id)
+                self._operations.load_into(model, read_load(body), as_of=as_of)
+            except TinsmithError as error:
+                raise LostStateError(_cannot(model, [str(error)])) from error
 
-    def _replay_pass(self, request: Pending, body: bytes) -> None:
-        assert request.model_id is not None
+    def _replay_pass(self, request: Pending, body: bytes, between: Between | None) -> None:
         try:
-            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)])
+            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)], between=between)
         except UserError as error:
             outcome = error
-        if isinstance(outcome, UserError) and request.state == "done":
-            self._backend.unload_model(request.model_id)
-            raise LostStateError(f"request {request.request_id!r} cannot be replayed: {outcome}") from outcome
+        _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
 
-    def count(self, model_id: str, body_bytes: int) -> None:
-        """Note a request that a restart would replay."""
-        self._body_bytes[model_id] = self._body_bytes.get(model_id, 0) + body_bytes
 
-    def stepped(self, model_id: str, applied_seq_id: int) -> None:
-        """After an optimizer step (no gradient pending): take a snapshot if one is due."""
-        self._steps[model_id] = self._steps.get(model_id, 0) + 1
-        if self._steps[model_id] >= SNAPSHOT_OPTIM_STEPS or self._body_bytes.get(model_id, 0) >= SNAPSHOT_BODY_BYTES:
-            self.snapshot(model_id, applied_seq_id)
+def _must_be_as_before(request: Pending, error: UserError | None) -> None:
+    if error is not None and request.state == "done":
+        raise LostStateError(f"request {request.request_id!r} cannot be replayed: {error}") from error
 
-    def snapshot(self, model_id: str, applied_seq_id: int) -> None:
-        """Write a model's state; what it covers needs no replay any more.
 
-        A full disk is no reason to lose what is in memory: the log goes on standing in, and the next step tries again.
-        """
-        try:
-            directory, _ = self._snapshots.write(lambda target: self._backend.save(model_id, target, optimizer=True))
-        except Exception as error:  # what a backend raises when it cannot write is its own affair
-            log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
-            return
-        self._futures.covered(model_id, applied_seq_id, directory)
-        self._snapshots.discard(self._directories.get(model_id))
-        self._directories[model_id] = directory
-        self._steps[model_id] = 0
-        self._body_bytes[model_id] = 0
+def _beginnings(model: Model) -> Iterator[tuple[int, str | None]]:
+    """Where a replay may begin, the shortest first: snapshots, or the creation."""
+    if model.snapshot_seq_id is not None:
+        yield model.snapshot_seq_id, model.snapshot_directory
+    if model.previous_snapshot_seq_id is not None:
+        yield model.previous_snapshot_seq_id, model.previous_snapshot_directory
+    else:
+        yield -1, None
 
-    def forget(self, model: Model) -> None:
-        """A model was unloaded: its snapshot is of no more use."""
-        self._snapshots.discard(model.snapshot_directory)
-        self._directories.pop(model.model_id, None)
-        self._steps.pop(model.model_id, None)
-        self._body_bytes.pop(model.model_id, None)
+
+def _cannot(model: Model, reasons: list[str]) -> str:
+    return f"model {model.model_id!r} could not be restored: {'; '.join(reasons)}"

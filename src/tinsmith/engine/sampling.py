@@ -17,12 +17,13 @@ import structlog
 
 from tinsmith import sequences
 from tinsmith.backends import Backend
-from tinsmith.engine.operations import Operations
+from tinsmith.crashpoints import reach
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.suspects import Suspects
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Pending, SampleResult
+from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
 
@@ -49,11 +50,16 @@ class _Inside:
 
 class Sampling:
     def __init__(
-        self, backend: Backend, nouns: Nouns, operations: Operations, suspects: Suspects, settle: Settle
+        self,
+        backend: Backend,
+        nouns: Nouns,
+        prepare_version: Callable[[SamplingSession], str | None],
+        suspects: Suspects,
+        settle: Settle,
     ) -> None:
         self._backend = backend
         self._nouns = nouns
-        self._operations = operations
+        self._prepare_version = prepare_version
         self._suspects = suspects
         self._settle = settle
         self._inside: dict[str, _Inside] = {}
@@ -139,11 +145,12 @@ class Sampling:
             if sampler is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._suspects.running([request.request_id]):
-                version_id = self._operations.prepare_version(sampler)
+                version_id = self._prepare_version(sampler)
                 sample = read_sample(body, request.request_id, version_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for)
                 self._backend.sampler.submit(sample)
+                reach("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except Exception as error:  # the answer of this request alone

@@ -20,6 +20,7 @@ from pathlib import Path
 import orjson
 import structlog
 
+from tinsmith.crashpoints import reach
 from tinsmith.errors import EngineFailedError
 from tinsmith.ops import Pending
 
@@ -74,6 +75,7 @@ class Suspects:
         """Note that these are being worked on, until the end of the block; within another block, instead of its own."""
         outer, self._running = self._running, request_ids
         self._write()
+        reach("engine.running")
         try:
             yield
         finally:

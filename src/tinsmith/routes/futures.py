@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.admission import check_position
+from tinsmith.crashpoints import reach
 from tinsmith.errors import UserError
 from tinsmith.futures import UNBOUNDED
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
@@ -53,6 +54,7 @@ async def retrieve_future(request: Request) -> Response:
     )
     if outcome is None:
         return await _try_again(services, request_id)
+    reach("poll.answering")
     if outcome.error is not None:
         return answer({"error": outcome.error, "category": outcome.category})
     if outcome.body is None:

@@ -18,7 +18,7 @@ from tinsmith.routes.submission import owned_model
 from tinsmith.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, text_values
-from tinsmith.wire.weights import LoadWeights, create_model_of, load_of, optimizer_config
+from tinsmith.wire.weights import CREATE_FIELDS, LOAD_FIELDS, LoadWeights, create_model_of, load_of, optimizer_config
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
@@ -27,6 +27,7 @@ def create_model(call: Call) -> JsonObject:
     fields = call.fields()
 
     def plan(model_id: str, session_id: str) -> NewModel:
+        fields.refuse_unknown(CREATE_FIELDS)
         asked = create_model_of(fields)
         call.services.bases.get(asked.base_model)
         check_lora(asked.lora)
@@ -53,6 +54,7 @@ def load_weights(call: Call) -> JsonObject:
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:
             raise wrong_token
+        fields.refuse_unknown(LOAD_FIELDS)
         asked = load_of(fields)
         checkpoint = loadable(call, asked)
         return NewModel(

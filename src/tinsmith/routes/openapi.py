@@ -233,7 +233,12 @@ OPERATIONS = (
     ),
     Operation("GET /get_tokenizer", "Facts of a tokenizer", fields({"vocab_size": COUNT}), (404,), {"model_id": TEXT}),
     Operation("POST /create_sampling_client", "A sampling session", fields({"session_id": TEXT}), (404, 410, 501)),
-    Operation("POST /sample", "Sample for several prompts", FUTURE, SUBMITTED),
+    Operation(
+        "POST /sample",
+        "Sample for several prompts",
+        fields({"request_id": TEXT, "request_ids": TEXTS, "sampling_client_id": TEXT}),
+        SUBMITTED,
+    ),
     Operation("GET /retrieve_future/{request_id}", "A result as JSON", BY_PATH, (404, 410)),
     Operation("POST /retrieve_future/{request_id}", "A result as JSON", BY_PATH, (404, 410)),
     Operation("POST /cleanup_futures", "Forget old results", fields({"futures_cleaned": NUMBER})),

@@ -16,7 +16,16 @@ from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.submission import submit_json_operation
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields
-from tinsmith.wire.weights import GRANTED_BY, TOKEN, LoadWeights, SaveWeights, load_of, save_of
+from tinsmith.wire.weights import (
+    GRANTED_BY,
+    LOAD_FIELDS,
+    SAVE_FIELDS,
+    TOKEN,
+    LoadWeights,
+    SaveWeights,
+    load_of,
+    save_of,
+)
 
 
 def save_weights(call: Call) -> JsonObject:
@@ -24,7 +33,12 @@ def save_weights(call: Call) -> JsonObject:
 
 
 def _check_save(_model: Model, fields: Fields) -> None:
-    _refuse_recipients(_named(save_of(fields)))
+    _refuse_recipients(_named(_read_save(fields)))
+
+
+def _read_save(fields: Fields) -> SaveWeights:
+    fields.refuse_unknown(SAVE_FIELDS)
+    return save_of(fields)
 
 
 def _named(asked: SaveWeights) -> SaveWeights:
@@ -48,7 +62,7 @@ def save_weights_external(call: Call) -> JsonObject:
 
 
 def _check_export(_model: Model, fields: Fields) -> None:
-    read_recipients(_named(save_of(fields)).recipients)
+    read_recipients(_named(_read_save(fields)).recipients)
 
 
 def save_weights_for_sampler(call: Call) -> JsonObject:
@@ -57,7 +71,7 @@ def save_weights_for_sampler(call: Call) -> JsonObject:
 
 
 def _check_sampler_save(_model: Model, fields: Fields) -> None:
-    asked = save_of(fields)
+    asked = _read_save(fields)
     if asked.name is not None:
         check_name(asked.name)
     elif asked.sampling_session_seq_id is None:
@@ -74,6 +88,7 @@ def load_into_model(call: Call, wrong_token: UserError | None) -> JsonObject:
     def check(model: Model, fields: Fields) -> None:
         if wrong_token:
             raise wrong_token
+        fields.refuse_unknown(LOAD_FIELDS)
         asked = load_of(fields)
         checkpoint = loadable(call, asked)
         if asked.optimizer_type not in (None, model.optimizer_type):

@@ -96,16 +96,23 @@ def _write_tensor(message: pb.Tensor, name: str, value: object, where: str) -> N
         raise UserError(f"{where}.dtype is {show(dtype)}; it must be one of {', '.join(DTYPES)}")
     message.dtype, wanted = DTYPES[dtype]
     data = _numbers(tensor, "data", wanted)
-    shape = None if not tensor.has("shape") else _numbers(tensor, "shape", np.dtype("<i8")).tolist()
+    shape = None if not tensor.has("shape") else _flat(tensor, "shape").tolist()
     if tensor.has("sparse_crow_indices") or tensor.has("sparse_col_indices"):
         if shape is None:
             raise UserError(f"{where}.shape is missing; a sparse tensor needs it")
         message.sparse_csr.values = data.tobytes()
-        message.sparse_csr.crow_indices = _numbers(tensor, "sparse_crow_indices", np.dtype("<i8")).tobytes()
-        message.sparse_csr.col_indices = _numbers(tensor, "sparse_col_indices", np.dtype("<i8")).tobytes()
+        message.sparse_csr.crow_indices = _flat(tensor, "sparse_crow_indices").tobytes()
+        message.sparse_csr.col_indices = _flat(tensor, "sparse_col_indices").tobytes()
     else:
         message.dense = data.tobytes()
     message.shape.extend(data.shape if shape is None else shape)
+
+
+def _flat(fields: Fields, name: str) -> np.ndarray:
+    found = _numbers(fields, name, np.dtype("<i8"))
+    if found.ndim != 1:
+        raise UserError(f"{fields.path(name)} is {show(fields.values[name])}; it must be a flat list of integers")
+    return found
 
 
 def _numbers(fields: Fields, name: str, dtype: np.dtype[np.generic]) -> np.ndarray:

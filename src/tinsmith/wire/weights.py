@@ -24,6 +24,25 @@ OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version"
 
 LORA_FIELDS = frozenset(("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
 
+_NEW_MODEL_FIELDS = ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config", "type")
+CREATE_FIELDS = frozenset((*_NEW_MODEL_FIELDS, "lora_config"))
+LOAD_FIELDS = frozenset((*_NEW_MODEL_FIELDS, "model_id", "seq_id", "path", "optimizer", GRANTED_BY))
+SAVE_FIELDS = frozenset(
+    (
+        "model_id",
+        "seq_id",
+        "path",
+        "ttl_seconds",
+        "overwrite",
+        "user_metadata",
+        "sampling_session_seq_id",
+        "kind",
+        "age_encryption_recipients",
+        "type",
+    )
+)
+"""Of whole requests. Held to where a request is admitted, and not where a stored one is read again."""
+
 
 @dataclass(frozen=True, slots=True)
 class CreateModel:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -78,10 +79,18 @@ class BaseModel:
         if dtype not in ("float32", "bfloat16"):
             raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
         register()
+        if not any(Path(shape.path).glob("*.safetensors")):
+            raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; no other format is loaded")
+        # Neither code nor pickles, whatever the directory holds.
+        safe = {"trust_remote_code": False, "local_files_only": True}
         model = AutoModelForCausalLM.from_pretrained(
-            shape.path, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+            shape.path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            **safe,
         )
-        tokenizer = AutoTokenizer.from_pretrained(shape.path)
+        tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
         base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute)
         if shape.vocab_size > base.vocab_size:
             raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")

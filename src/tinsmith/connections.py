@@ -1,0 +1,158 @@
+"""One HTTP connection, held to what an honest client needs: before anybody's key is known, nothing may be free.
+
+Bounded here are the size of a request's head and of all that is not its body, the time in which a head arrives, and
+the silence of a client that sends or reads. A field behind the body (a trailer) is dropped: whoever stands in front of
+this server has looked at the head only. There are no WebSockets. Everything else is uvicorn's; what a path is, or a
+key, is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+MAX_HEAD_BYTES = 64 * 1024
+"""Of request line and headers together; the SDK's are about 1 KiB."""
+
+MAX_FRAMING = 8
+"""Bytes of framing to a byte of a chunked body: chunks of one byte have five."""
+
+HEAD_S = 20.0
+"""From the first byte of a head (or the beginning of the connection) to its last."""
+
+SILENCE_S = 60.0
+"""Between two signs of life of a client whose body we wait for, or that is to read an answer."""
+
+LINGER_S = 300.0
+"""How long the rest of a body is taken in that was answered before it came (a wrong key, a wrong type). A client that
+sends it in good faith looks for the answer only afterwards.
+"""
+
+
+class _HeadTooLargeError(Exception):
+    """Ends the parser; the connection knows why."""
+
+
+class Connection(HttpToolsProtocol):
+    """Requests are told apart by their number, since one piece of data may hold the end of one and more."""
+
+    _number = 0
+    _in_head = True  # or before one
+    _head_bytes = 0  # of the parsed request line and headers
+    _body_bytes = 0
+    _other_bytes = 0  # received, and not of the body
+    _until = math.inf  # on the loop's clock
+    _receiving: asyncio.TimerHandle | None = None
+    _sending: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_more(HEAD_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await_nothing()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        number, body_bytes = self._number, self._body_bytes
+        super().data_received(data)
+        if self._number != number or self.transport.is_closing():
+            return
+        self._other_bytes += len(data) - (self._body_bytes - body_bytes)
+        if self._other_bytes > MAX_HEAD_BYTES + MAX_FRAMING * self._body_bytes:
+            self._head_bytes = MAX_HEAD_BYTES + 1
+            self.send_400_response("")
+        elif self._receiving is None:
+            self._await_head_if_idle()
+        elif not self._in_head:
+            self._await_more(SILENCE_S)
+
+    # What the parser finds.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._number += 1
+        self._in_head = True
+        self._until = math.inf
+        self._head_bytes = self._body_bytes = self._other_bytes = 0
+        self._await_more(HEAD_S)
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value) + 4)  # with what stands between and behind them
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._await_more(SILENCE_S)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        self._await_nothing()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._in_head:
+            self._until = self.loop.time() + LINGER_S
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > MAX_HEAD_BYTES:
+            raise _HeadTooLargeError
+
+    def send_400_response(self, msg: str) -> None:
+        """In the form of all other errors; uvicorn calls this for whatever its parser refuses."""
+        self._await_nothing()
+        status, detail = 400, "this is no HTTP/1.1 request"
+        if self._head_bytes > MAX_HEAD_BYTES:
+            status, detail = 431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send shorter headers"
+        content = json.dumps({"detail": detail}).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content)
+        self.transport.write(STATUS_LINE[status] + head + content)
+        self.transport.close()
+
+    # Time.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._sending = self.loop.call_later(SILENCE_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._sending:
+            self._sending.cancel()
+            self._sending = None
+        super().resume_writing()
+
+    def _await_more(self, seconds: float) -> None:
+        self._await_nothing()
+        self._receiving = self.loop.call_at(min(self.loop.time() + seconds, self._until), self._gave_up)
+
+    def _await_head_if_idle(self) -> None:
+        # Empty lines before a head begin none, but they end uvicorn's own wait for one.
+        if self.timeout_keep_alive_task is None and (self.cycle is None or self.cycle.response_complete):
+            self._await_more(HEAD_S)
+
+    def _await_nothing(self) -> None:
+        if self._receiving:
+            self._receiving.cancel()
+            self._receiving = None
+
+    def _gave_up(self) -> None:
+        if self.flow.read_paused:  # it is we who do not read
+            self._await_more(SILENCE_S)
+        else:
+            self.transport.abort()

@@ -1,0 +1,187 @@
+"""The weight versions that samples are taken from: which are in memory, which have files, how the others come back.
+
+An ephemeral publish is a copy in memory. Its files are written behind, before a snapshot covers the publish, so that
+it can always be had again: from its files, or by replaying its model's log. When the engine is idle the oldest of a
+model leave memory, so that memory does not grow with the length of a run. Versions that came from files are kept until
+others take their place. An inflight version is replaced by every publish; the newest one counts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.backends import Backend, Capture
+from tinsmith.checkpoints import Checkpoints, parse_path
+from tinsmith.crashpoints import reach
+from tinsmith.errors import LostStateError, TinsmithError
+from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
+from tinsmith.storage import Directories
+
+VERSIONS_IN_MEMORY = 4
+"""Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
+
+MOST_VERSIONS_IN_MEMORY = 64
+"""An engine that is never idle moves the oldest at a publish from here on."""
+
+LOADED_VERSIONS = 32
+"""Versions kept loaded from disk for sampling, least recently used first out."""
+
+BringBack = Callable[[str], TinsmithError | None]
+"""Bring a model to its acknowledged state, versions included; why not, if that is impossible."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedVersion:
+    version_id: str
+    capture: Capture
+
+
+class Versions:
+    def __init__(
+        self, backend: Backend, samplers: SamplingSessions, checkpoints: Checkpoints, directories: Directories
+    ) -> None:
+        self._backend = backend
+        self._samplers = samplers
+        self._checkpoints = checkpoints
+        self._directories = directories
+        # By model, oldest first; inflight versions are not among them.
+        self._ephemeral: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._written: set[str] = set()
+        self._being_written: set[str] = set()
+        self._newer_inflight: set[str] = set()  # published since they were written
+        self._loaded: dict[str, None] = {}
+
+    def is_named(self, sampling_session_id: str) -> bool:
+        """Whether a sampling session of this id exists."""
+        return self._samplers.find(sampling_session_id) is not None
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        self._backend.publish(model_id, version_id)
+        reach("model.published")
+        self._loaded.pop(version_id, None)
+        if version_id == inflight_version(model_id):
+            self._newer_inflight.add(version_id)
+        else:
+            self._ephemeral[model_id][version_id] = None
+            self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
+
+    def republish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
+        """The same in a replay, where a version may have outlived what is replayed."""
+        inflight = version_id == inflight_version(model_id)
+        sampler = self._samplers.find(sampling_session_id)
+        if sampler is None or (not inflight and (sampler.directory or self._backend.has_version(version_id))):
+            return
+        self.publish(model_id, version_id)
+
+    def forget(self, model_id: str) -> None:
+        """A model is unloaded, and with it what was only in memory."""
+        for version_id in (*self._ephemeral.pop(model_id, ()), inflight_version(model_id)):
+            self._drop(version_id)
+
+    def prepare(self, sampler: SamplingSession, bring_back: BringBack) -> str | None:
+        """Make sure that a sampling session's weights are in memory; returns their version id.
+
+        Raises UserError or LostStateError if they cannot be had any more.
+        """
+        version_id = sampler.version_id
+        if version_id is None:
+            return None
+        if not self._backend.has_version(version_id) and (directory := self._directory_of(sampler, bring_back)):
+            self._backend.load_version(version_id, directory)
+            self._loaded[version_id] = None
+        if version_id in self._loaded:
+            self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
+        while len(self._loaded) > LOADED_VERSIONS:
+            oldest = next(iter(self._loaded))
+            del self._loaded[oldest]
+            self._backend.drop_version(oldest)
+        return version_id
+
+    def _directory_of(self, sampler: SamplingSession, bring_back: BringBack) -> Path | None:
+        """The files of a version that is not in memory; None if it is there by now, brought back with its model."""
+        if sampler.model_path is not None:
+            checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
+            return self._checkpoints.checked_directory(checkpoint)
+        version_id, directory = sampler.version_id or "", sampler.directory
+        if sampler.model_id is not None and (directory is None or version_id == inflight_version(sampler.model_id)):
+            if error := bring_back(sampler.model_id):
+                raise error
+            if self._backend.has_version(version_id):
+                return None
+            directory = self._samplers.directory_of(version_id)
+        if directory is None:
+            raise LostStateError(
+                f"the weights of sampling session {sampler.sampling_session_id!r} are gone; publish them again, or "
+                "sample from a saved checkpoint"
+            )
+        self._directories.check(directory)
+        return self._directories.path(directory)
+
+    # Writing.
+
+    def capture(self, model_id: str) -> list[CapturedVersion]:
+        """What of a model is in memory only, to be given to `write` and then to `noted`."""
+        ids = [one for one in self._ephemeral.get(model_id, ()) if one not in self._written]
+        if (inflight := inflight_version(model_id)) in self._newer_inflight:
+            self._newer_inflight.discard(inflight)
+            ids.append(inflight)
+        self._being_written.update(ids)
+        return [CapturedVersion(one, self._backend.capture_version(one)) for one in ids]
+
+    def write(self, captured: Sequence[CapturedVersion]) -> None:
+        """From any thread."""
+        for one in captured:
+            directory, _ = self._directories.write(one.capture.write)
+            self._directories.discard(self._samplers.written(one.version_id, directory))
+
+    def noted(self, model_id: str, captured: Sequence[CapturedVersion], error: Exception | None) -> None:
+        """Whether they were written."""
+        ids = {one.version_id for one in captured}
+        self._being_written -= ids
+        inflight = inflight_version(model_id)
+        if error is None:
+            self._written |= ids & self._ephemeral.get(model_id, {}).keys()
+        elif inflight in ids and self._backend.has_version(inflight):
+            self._newer_inflight.add(inflight)
+
+    def tidy(self) -> bool:
+        """Move one ephemeral version out of memory if a model has too many there; False if none has."""
+        for model_id, versions in self._ephemeral.items():
+            if len(versions) > VERSIONS_IN_MEMORY and self._move_oldest(model_id, leave=len(versions) - 1):
+                return True
+        return False
+
+    def keep_all(self) -> None:
+        """The engine stops in good order: what is in memory only is written, which spares its successor a replay."""
+        for model_id in self._ephemeral:
+            captured = self.capture(model_id)
+            self.write(captured)
+            self.noted(model_id, captured, None)
+
+    def _move_oldest(self, model_id: str, *, leave: int) -> bool:
+        """False if there are no more than `leave` that can move now."""
+        versions = self._ephemeral[model_id]
+        moved = False
+        while len(versions) > leave:
+            oldest = next(iter(versions))
+            if oldest in self._being_written:
+                break
+            if oldest not in self._written:
+                self.write([CapturedVersion(oldest, self._backend.capture_version(oldest))])
+            del versions[oldest]
+            self._drop(oldest)
+            moved = True
+        return moved
+
+    def _drop(self, version_id: str) -> None:
+        self._backend.drop_version(version_id)
+        self._written.discard(version_id)
+        self._newer_inflight.discard(version_id)
+
+
+def inflight_version(model_id: str) -> str:
+    """The one version that all inflight samplers of a model share."""
+    return f"{model_id}:inflight"
