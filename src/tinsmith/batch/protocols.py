@@ -11,6 +11,16 @@ What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reduci
 - `planning.plan(spec) -> Iterator[Span]`: counts the input and splits it;
 - `mapper_runtime.run(spec, assignments, report)`: reads `Assignment`s, reports one `Outcome` for each;
 - `reducing.publish_output(spec, output_idx, job_id, parts) -> OutputInfo`.
+
+The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
+- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
+  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
+  created_at, started_at, ended_at, outputs: [OutputInfo]};
+- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume -> {job_id} of the new job;
+- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
+- GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
+- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], batches: [{batch_idx, start_idx, end_idx, parts}]},
+  committed batches by ascending `start_idx`.
 """
 
 from __future__ import annotations
@@ -110,7 +120,7 @@ class InputReader(ABC):
 
 
 @dataclass
-class OutputWriter(ABC):
+class OutputWriter:
     """Where rows go. A subclass is a dataclass whose fields are JSON, and either writes parts (`write_part`,
     `publish`), or has the three older methods, which are then only ever called on a staging path."""
 
