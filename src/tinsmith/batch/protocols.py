@@ -270,6 +270,12 @@ class Limits:
     startup_timeout_s: float = 600.0
     discovery_timeout_s: float = 300.0
     lease_s: float = 60.0
+    backoff_s: float = 1.0
+    """Retry n waits for 2**n times this."""
+    grace_s: float = 5.0
+    """What a mapper gets to end by itself when its job is cancelled."""
+    heartbeat_timeout_s: float = 30.0
+    """A worker of which nothing was heard for this long is given up."""
 
 
 @dataclass(frozen=True)
