@@ -170,6 +170,20 @@ def _is_secret(name: str) -> bool:
     return name.startswith(PREFIX) or not SECRET_WORDS.isdisjoint(name.upper().split("_"))
 
 
+def storage_endpoints() -> dict[str, str]:
+    """Where object stores are, other than their providers' own addresses: scheme -> URL, in the variables that every
+    tool for them reads. (Keys and regions are read by the libraries themselves.)"""
+    found = {
+        "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
+        "gs": os.environ.get("STORAGE_EMULATOR_HOST", ""),
+    }
+    return {
+        scheme: url if url.startswith(("http://", "https://")) else f"http://{url}"
+        for scheme, url in found.items()
+        if url
+    }
+
+
 def _in_words(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(str(part) for part in problem['loc'])} is {problem['input']!r}: {problem['msg']}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import builtins
+import contextlib
 import hashlib
 import importlib
 import inspect
@@ -50,7 +51,7 @@ def remote_function(function: Function) -> Function: ...
 def remote_function(*, serializer: str = "source") -> Callable[[Function], Function]: ...
 
 
-def remote_function(function: Any = None, *, serializer: str = "source") -> Any:  # noqa: ANN401
+def remote_function(function: Any = None, *, serializer: str = "source") -> Any:
     """Marks a function that runs on workers, and checks that it can. Returns the same function.
 
     `serializer="cloudpickle"` sends it pickled instead: for a session without files, and the same Python there.
@@ -174,14 +175,13 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         )
 
 
-def _mark(function: Callable[..., object], serializer: str, frame: Any) -> Any:  # noqa: ANN401
+def _mark(function: Callable[..., object], serializer: str, frame: Any) -> Any:
     if not (inspect.isfunction(function) or inspect.isclass(function) or inspect.ismethod(function)):
         raise TypeError(f"remote_function marks functions and classes; this is a {type(function).__name__}")
     if serializer == "source":
-        try:
+        # Without a source it may never be sent; sending it says what is wrong.
+        with contextlib.suppress(sources.SourceUnavailableError):
             check_function(function, around={**frame.f_globals, **frame.f_locals})
-        except sources.SourceUnavailableError:
-            pass  # it may never be sent; sending it says what is wrong
     marked = cast(Any, function)
     marked._is_remote_function = True
     marked._serializer = serializer
@@ -237,7 +237,7 @@ def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
         namespace[local] = getattr(loaded, attribute) if attribute else loaded
     try:
         exec(compile(text, file, "exec"), namespace)  # the source is the user's, and this is the user's worker
-    except Exception as error:  # noqa: BLE001 (whatever a user's source raises is the answer)
+    except Exception as error:
         raise ValueError(f"Failed to execute function source of {name!r}: {type(error).__name__}: {error}") from error
     if name not in namespace:
         raise ValueError(f"Failed to execute function source: it defines no {name!r}")
