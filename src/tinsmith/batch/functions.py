@@ -20,7 +20,7 @@ import linecache
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MethodType, ModuleType
+from types import FrameType, MethodType, ModuleType
 from typing import Any, TypeVar, cast, overload
 
 from tinsmith.batch import source as sources
@@ -175,7 +175,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         )
 
 
-def _mark(function: Callable[..., object], serializer: str, frame: Any) -> Any:
+def _mark(function: Function, serializer: str, frame: FrameType) -> Function:
     if not (inspect.isfunction(function) or inspect.isclass(function) or inspect.ismethod(function)):
         raise TypeError(f"remote_function marks functions and classes; this is a {type(function).__name__}")
     if serializer == "source":
