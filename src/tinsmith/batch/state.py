@@ -22,16 +22,16 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, Outcome, OutputInfo, Span
+from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
+from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, Span
+from tinsmith.batch.resuming import copy_batches, resumable
 from tinsmith.db import BATCH, Database, now
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError
 
 JOBS, STATES, WORKERS, ROW_ERRORS, OUTPUTS = BATCH
 
 ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
-MAX_INFRA_RETRIES = 20
-"""A batch that was lost this often with its worker is no accident any more."""
 CHUNK = 10_000
 """Rows in one INSERT, or one page of a listing."""
 
@@ -78,36 +78,6 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """One attempt at one batch, and what is known of those before."""
-
-    batch_idx: int
-    start_idx: int
-    end_idx: int
-    attempt_id: int
-    retry_count: int
-    infra_retries: int
-    error_class: str | None
-    error: str | None
-
-    @property
-    def span(self) -> Span:
-        return Span(self.start_idx, self.end_idx)
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """An attempt that ended without a result. `infra`: its worker is to blame, and not the batch."""
-
-    error_class: str
-    error: str
-    infra: bool
-
-
-Settled = tuple[Claim, Outcome | Lost]
-
-
-@dataclass(frozen=True, slots=True)
 class Turn:
     """What one transaction of a coordinator did. `rejected` are attempts whose batch was no longer theirs."""
 
@@ -117,7 +87,6 @@ class Turn:
 
 
 _JOB_COLUMNS = [JOBS.c[name] for name in Job.__dataclass_fields__]
-_CLAIM_COLUMNS = [STATES.c[name] for name in Claim.__dataclass_fields__]
 
 
 class BatchJobs:
@@ -146,11 +115,11 @@ class BatchJobs:
         with self._db.write() as connection:
             if spec.resume_from is None:
                 return _inserted(connection, values)
-            old = _resumable(connection, tenant_id, spec)
-            values |= {"root_job_id": old.root_job_id or old.job_id, "sealed": old.sealed, "total_rows": old.total_rows}
+            old = resumable(connection, tenant_id, spec)
+            values |= {"root_job_id": old.root_job_id, "sealed": old.sealed, "total_rows": old.total_rows}
             job_id = _inserted(connection, values)
             if old.sealed:
-                _copy_batches(connection, old.job_id, job_id)
+                copy_batches(connection, old.job_id, job_id)
             return job_id
 
     def find(self, tenant_id: str, job_id: int) -> Job:
@@ -162,7 +131,7 @@ class BatchJobs:
             raise NotFoundError(f"there is no bulk job {job_id}")
         return Job(*row)
 
-    def list(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Job], int]:
+    def listing(self, tenant_id: str, limit: int, offset: int) -> tuple[list[Job], int]:
         """Newest first, and how many there are."""
         mine = JOBS.c.tenant_id == tenant_id
         query = sa.select(*_JOB_COLUMNS).where(mine).order_by(JOBS.c.job_id.desc()).limit(limit).offset(offset)
@@ -332,7 +301,7 @@ class BatchJobs:
         counts: dict[str, int] = {}
         with self._db.write() as connection:
             _fence(connection, job_id, token)
-            attempts = _Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
+            attempts = Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
             for claim, outcome in settled:
                 if isinstance(outcome, Lost):
                     accepted = attempts.lose(claim, outcome, counts)
@@ -412,111 +381,6 @@ class BatchJobs:
             return list(connection.scalars(query.where(~in_use).limit(100)))
 
 
-class _Attempts:
-    """The changes of one job's batches within one transaction."""
-
-    def __init__(
-        self, connection: Connection, job_id: int, token: str, db: Database, max_retries: int, backoff_s: float
-    ) -> None:
-        self._connection = connection
-        self._job_id = job_id
-        self._token = token
-        self._db = db
-        self._max_retries = max_retries
-        self._backoff_s = backoff_s
-
-    def _held(self, claim: Claim) -> sa.Update:
-        return STATES.update().where(
-            STATES.c.job_id == self._job_id,
-            STATES.c.batch_idx == claim.batch_idx,
-            STATES.c.attempt_id == claim.attempt_id,
-            STATES.c.attempt_owner_token == self._token,
-            STATES.c.status == "DISPATCHED",
-        )
-
-    def _set(self, claim: Claim, **values: object) -> bool:
-        change = self._held(claim).values(**values, updated_at=now(), lease_expires_at=None)
-        return self._connection.execute(change).rowcount == 1
-
-    def complete(self, claim: Claim, outcome: Outcome, counts: dict[str, int]) -> bool:
-        """The commit of a batch."""
-        numbers = {name: getattr(outcome, name) for name in ("rows_ok", "rows_failed", "tokens_in", "tokens_out")}
-        parts = [part.to_dict() for part in outcome.parts]
-        if not self._set(claim, status="COMPLETED", parts=parts, error_class=None, error=None, **numbers):
-            return False
-        for name, number in {"completed_batches": 1, **numbers}.items():
-            counts[name] = counts.get(name, 0) + number
-        if outcome.row_failures:
-            rows = [
-                {
-                    "job_id": self._job_id,
-                    "row_idx": failure.idx,
-                    "attempt_id": claim.attempt_id,
-                    "error_class": failure.error_type[:128],
-                    "message": failure.message[:2000],
-                }
-                for failure in outcome.row_failures
-            ]
-            self._connection.execute(self._db.insert_once(ROW_ERRORS), rows)
-        return True
-
-    def lose(self, claim: Claim, lost: Lost, counts: dict[str, int]) -> bool:
-        """Once more, later; or in halves; or, for a row that failed often enough, as a failed row; or never."""
-        told = {"error_class": lost.error_class[:128], "error": lost.error[-20_000:]}
-        if lost.infra:
-            tries = claim.infra_retries + 1
-            status = "PENDING" if tries <= MAX_INFRA_RETRIES else "FAILED"
-            return self._set(claim, status=status, infra_retries=tries, next_retry_at=None, **told)
-        tries = claim.retry_count + 1
-        if tries <= self._max_retries:
-            later = self._db.clock() + self._backoff_s * 2**tries
-            return self._set(claim, status="PENDING", retry_count=tries, next_retry_at=later, **told)
-        if claim.span.rows > 1:
-            return self._split(claim, told, counts)
-        # The attempt after the last one only records the row as failed; if even that fails, the batch has.
-        status = "PENDING" if tries == self._max_retries + 1 else "FAILED"
-        return self._set(claim, status=status, retry_count=tries, next_retry_at=None, **told)
-
-    def _split(self, claim: Claim, told: dict[str, str], counts: dict[str, int]) -> bool:
-        if not self._set(claim, status="SPLIT", retry_count=claim.retry_count + 1, **told):
-            return False
-        last = sa.select(sa.func.max(STATES.c.batch_idx)).where(STATES.c.job_id == self._job_id)
-        last_idx = self._connection.scalar(last) or 0
-        middle = (claim.start_idx + claim.end_idx) // 2
-        halves = (Span(claim.start_idx, middle), Span(middle + 1, claim.end_idx))
-        common = {"job_id": self._job_id, "status": "PENDING", "parent_idx": claim.batch_idx, "updated_at": now()}
-        rows = [
-            # Their parent has spent the retries: a half that fails is halved at once.
-            {**common, "batch_idx": last_idx + 1 + index, "start_idx": half.start_idx, "end_idx": half.end_idx,
-             "retry_count": self._max_retries}
-            for index, half in enumerate(halves)
-        ]  # fmt: skip
-        self._connection.execute(STATES.insert(), rows)
-        counts["total_batches"] = counts.get("total_batches", 0) + 1
-        return True
-
-    def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:
-        due = sa.or_(STATES.c.next_retry_at.is_(None), STATES.c.next_retry_at <= self._db.clock())
-        first = (
-            sa.select(STATES.c.batch_idx)
-            .where(STATES.c.job_id == self._job_id, STATES.c.status == "PENDING", due)
-            .order_by(STATES.c.start_idx)
-            .limit(count)
-            .with_for_update(skip_locked=True)
-        )
-        chosen = STATES.update().where(STATES.c.job_id == self._job_id, STATES.c.batch_idx.in_(first))
-        taken = chosen.values(
-            status="DISPATCHED",
-            worker_cluster=worker,
-            attempt_id=STATES.c.attempt_id + 1,
-            attempt_owner_token=self._token,
-            lease_expires_at=self._db.clock() + lease_s,
-            updated_at=now(),
-        ).returning(*_CLAIM_COLUMNS)
-        claims = [Claim(*row) for row in self._connection.execute(taken)]
-        return sorted(claims, key=lambda claim: claim.start_idx)
-
-
 def _fence(connection: Connection, job_id: int, token: str, **values: object) -> None:
     """Locks the job's row, too. Raises SupersededError."""
     mine = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
@@ -542,58 +406,6 @@ def _requeue_expired(connection: Connection, job_id: int, clock: sa.ColumnElemen
     expired = held.where(STATES.c.lease_expires_at <= clock)
     retries = STATES.c.infra_retries + 1
     connection.execute(expired.values(status="PENDING", lease_expires_at=None, infra_retries=retries))
-
-
-def _resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Job:
-    """The job to go on with, its row locked. Raises NotFoundError, UserError."""
-    wanted = sa.select(JOBS.c.job_id, JOBS.c.spec).where(
-        JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id
-    )
-    row = connection.execute(wanted.with_for_update()).one_or_none()
-    if row is None:
-        raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
-    old = _job(connection, row.job_id)
-    root = old.root_job_id or old.job_id
-    same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned)
-    for other in connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))):
-        if other.status not in ("FAILED", "CANCELLED"):
-            what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
-            raise UserError(f"bulk job {old.job_id} cannot be resumed: job {other.job_id} {what}")
-        if other.cleaned:
-            raise UserError(f"bulk job {old.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
-    for name in ("batch_input_format", "batch_output_formats", "rows"):
-        before, after = row.spec.get(name), getattr(spec, name)
-        if before != after:
-            raise UserError(f"bulk job {old.job_id} has another {name} ({before!r}) than the one that resumes it")
-    return old
-
-
-def _copy_batches(connection: Connection, old_id: int, job_id: int) -> None:
-    """What was completed without a failed row stays completed; all else is done again."""
-    kept = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
-    copied = {
-        "job_id": sa.literal(job_id),
-        "status": sa.case((kept, "COMPLETED"), else_="PENDING"),
-        "updated_at": sa.literal(now()),
-        "parts": STATES.c.parts,
-        "rows_ok": sa.case((kept, STATES.c.rows_ok), else_=0),
-        "tokens_in": sa.case((kept, STATES.c.tokens_in), else_=0),
-        "tokens_out": sa.case((kept, STATES.c.tokens_out), else_=0),
-        **{name: STATES.c[name] for name in ("batch_idx", "start_idx", "end_idx", "attempt_id", "worker_cluster")},
-    }
-    source = sa.select(*copied.values()).where(STATES.c.job_id == old_id, STATES.c.status != "SPLIT")
-    connection.execute(STATES.insert().from_select(list(copied), source))
-    done = STATES.c.status == "COMPLETED"
-    sums = sa.select(
-        sa.func.count().label("total_batches"),
-        sa.func.coalesce(sa.func.sum(sa.case((done, 1), else_=0)), 0).label("completed_batches"),
-        *(
-            sa.func.coalesce(sa.func.sum(STATES.c[name]), 0).label(name)
-            for name in ("rows_ok", "tokens_in", "tokens_out")
-        ),
-    ).where(STATES.c.job_id == job_id)
-    totals = {name: int(total) for name, total in connection.execute(sums).one()._mapping.items()}
-    connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**totals))
 
 
 def _chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
