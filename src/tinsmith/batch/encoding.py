@@ -10,7 +10,6 @@ import base64
 import json
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Any
 
 import orjson
 
@@ -40,7 +39,7 @@ def selected(row: Row, columns: str | Sequence[str] | None) -> Row:
     return {column: row[column] for column in wanted}
 
 
-def plain(row: object) -> Any:
+def plain(row: object) -> object:
     """The row as JSON would give it back; what cannot be said in JSON as its repr."""
     try:
         return json.loads(encode(row))
@@ -48,7 +47,7 @@ def plain(row: object) -> Any:
         return {str(name): _or_repr(value) for name, value in row.items()} if isinstance(row, dict) else repr(row)
 
 
-def _or_repr(value: object) -> Any:
+def _or_repr(value: object) -> object:
     try:
         return json.loads(encode(value))
     except TypeError:

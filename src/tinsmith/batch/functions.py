@@ -175,7 +175,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
         )
 
 
-def _mark(function: Function, serializer: str, frame: FrameType) -> Function:
+def _mark(function: Callable[..., object], serializer: str, frame: FrameType) -> Callable[..., object]:
     if not (inspect.isfunction(function) or inspect.isclass(function) or inspect.ismethod(function)):
         raise TypeError(f"remote_function marks functions and classes; this is a {type(function).__name__}")
     if serializer == "source":

@@ -170,8 +170,8 @@ def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type, run
         cls = _shipped_class(data)
     else:
         cls = registry.find(str(data.get("format")))
-    if not (inspect.isclass(cls) and issubclass(cls, kind)):
-        raise UserError(f"{getattr(cls, '__name__', cls)!r} is no {kind.__name__}")
+    if not (inspect.isclass(cls) and issubclass(cls, kind) and is_dataclass(cls)):
+        raise UserError(f"{getattr(cls, '__name__', cls)!r} is no {kind.__name__} that is a dataclass")
     known = {each.name: each for each in fields(cls) if each.init}
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"{data['format']!r} has no field {unknown}; it has {sorted(known)}")

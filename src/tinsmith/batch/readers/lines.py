@@ -35,15 +35,15 @@ class IndexedFile(NamedTuple):
 
     location: str
     data: str
-    index: Path
+    offsets: Path
 
     @property
     def rows(self) -> int:
-        return max(0, self.index.stat().st_size // OFFSET.size - 1)
+        return max(0, self.offsets.stat().st_size // OFFSET.size - 1)
 
     def read(self, first: int, last: int) -> bytes:
         """The bytes of an inclusive range of rows, and of the blank lines after each."""
-        with open(self.index, "rb") as index:
+        with open(self.offsets, "rb") as index:
             index.seek(first * OFFSET.size)
             (start,) = OFFSET.unpack(index.read(OFFSET.size))
             index.seek((last + 1) * OFFSET.size)
@@ -89,7 +89,7 @@ class LinesReader(InputReader):
 
     def row_sizes(self) -> Iterator[int]:
         for file in self.files():
-            with open(file.index, "rb") as index:
+            with open(file.offsets, "rb") as index:
                 before = None
                 while packed := index.read(OFFSET.size * 8192):
                     for (offset,) in OFFSET.iter_unpack(packed):
