@@ -184,6 +184,14 @@ def storage_endpoints() -> dict[str, str]:
     }
 
 
+def client_address() -> tuple[str, str]:
+    """Where a client finds its server, and with which key: the SDK's own variables, or a server on this machine."""
+    return (
+        os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000",
+        os.environ.get("TINKER_API_KEY") or "tml-local",
+    )
+
+
 def _in_words(error: ValidationError) -> str:
     return "; ".join(
         f"{'.'.join(str(part) for part in problem['loc'])} is {problem['input']!r}: {problem['msg']}"

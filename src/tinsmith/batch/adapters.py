@@ -61,7 +61,7 @@ def _batches(mapper: Mapper, feed: Batches) -> None:
             results = rows_of(asyncio.run(_awaited(made)) if inspect.isawaitable(made) else made)
             if mapper.options.get("merge") and len(results) == len(rows):
                 results = [_over(row, result, mapper.options) for row, result in zip(rows, results, strict=True)]
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a user's function raises what it likes)
             feed.fail_current(error)
         else:
             feed.save(results, 0, 0)
@@ -105,14 +105,14 @@ def _numbered(rows: list[Row], feed: Batches) -> list[tuple[Row, int]]:
 def _attempt(mapper: Mapper, arguments: tuple[Any, ...]) -> object:
     try:
         return mapper.call(*arguments, **mapper.kwargs)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a user's function raises what it likes)
         return error
 
 
 async def _attempt_async(mapper: Mapper, arguments: tuple[Any, ...]) -> object:
     try:
         return await mapper.call(*arguments, **mapper.kwargs)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (a user's function raises what it likes)
         return error
 
 

@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, overload
 
 from tinsmith.batch import adapters, functions, registry
 from tinsmith.batch.cache import cache_directory
@@ -38,6 +39,9 @@ from tinsmith.batch.protocols import (
     Row,
     RowFailure,
 )
+
+if TYPE_CHECKING:
+    from tinsmith.batch.dataset import Dataset
 
 Report = Callable[[Outcome], None]
 
@@ -133,7 +137,7 @@ class Feed:
         for index, row, result in zip(batch.indices, batch.rows, results, strict=True):
             try:
                 batch.results.append(self._checked(result))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
                 batch.results.append(None)
                 batch.failures.append(_failure(index, row, error))
         self._mapped.put(batch)
@@ -186,10 +190,10 @@ class Feed:
             for assignment in assignments:
                 try:
                     self._read.put(self._read_batch(assignment))
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
                     self._report(_failed(assignment, error))
             self._read.put(None)
-        except BaseException as error:  # whoever assigns has failed: the mapper's thread says so
+        except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: the mapper's thread says so)
             self._read.put(error)
 
     def _read_batch(self, assignment: Assignment) -> _Batch:
@@ -217,7 +221,7 @@ class Feed:
         while (batch := self._mapped.get()) is not None:
             try:
                 outcome = self._store(batch)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
                 outcome = _failed(batch.assignment, error)
             self._report(outcome)
 
@@ -247,8 +251,18 @@ class Feed:
 _feed: Feed | None = None
 
 
-def load() -> Feed:
-    """On a worker: the batches of rows of this job, to loop over. Anywhere else, raises RuntimeError."""
+@overload
+def load() -> Feed: ...
+@overload
+def load(source: InputReader | str | Sequence[Row]) -> Dataset: ...
+
+
+def load(source: InputReader | str | Sequence[Row] | None = None) -> Feed | Dataset:
+    """On a worker: the batches of rows of this job, to loop over. With a path or reader, the data set that it names."""
+    if source is not None:
+        from tinsmith.batch.dataset import Dataset
+
+        return Dataset(source)
     if _feed is None:
         raise RuntimeError(
             "load() gives batches on a worker only; here, load(PATH) makes a Dataset and Dataset.map runs the mapper"

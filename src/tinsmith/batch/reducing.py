@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.batch import registry
 from tinsmith.batch.protocols import JobSpec, OutputInfo, PartInfo, Row, Span, staging_of
-from tinsmith.batch.store import open_store
+from tinsmith.batch.store import LocalStore, open_store
 
 
 def publish_output(
@@ -34,3 +36,6 @@ def delete_staging(path: str, job_id: str | int) -> None:
     """Deletes everything that a job left beside one output. Idempotent; nothing of other jobs is touched."""
     store, key = open_store(staging_of(path, job_id, 0).rpartition("/")[0])
     store.delete_below(key)
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):  # another job's are in it
+            os.rmdir(os.path.dirname(key))
