@@ -121,6 +121,7 @@ def _results(metadata: sa.MetaData) -> tuple[sa.Table, sa.Table]:
         sa.Column("attempt_id", sa.Integer, nullable=False),
         sa.Column("error_class", sa.String(128), nullable=False),
         sa.Column("message", sa.Text, nullable=False),
+        sa.Column("details", sa.JSON, nullable=False),  # the row itself, traceback, attempts, worker
     )
     outputs = sa.Table(
         "batch_output",

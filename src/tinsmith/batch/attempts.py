@@ -32,6 +32,7 @@ class Claim:
     infra_retries: int
     error_class: str | None
     error: str | None
+    worker_cluster: str
 
     @property
     def span(self) -> Span:
@@ -95,6 +96,12 @@ class Attempts:
                     "attempt_id": claim.attempt_id,
                     "error_class": failure.error_type[:128],
                     "message": failure.message[:2000],
+                    "details": {
+                        "row": failure.row,
+                        "traceback": failure.traceback[-20_000:],
+                        "attempts": claim.retry_count + 1,
+                        "worker": claim.worker_cluster,
+                    },
                 }
                 for failure in outcome.row_failures
             ]

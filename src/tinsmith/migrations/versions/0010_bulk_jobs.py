@@ -64,6 +64,7 @@ def upgrade() -> None:
         sa.Column("attempt_id", sa.Integer(), nullable=False),
         sa.Column("error_class", sa.String(length=128), nullable=False),
         sa.Column("message", sa.Text(), nullable=False),
+        sa.Column("details", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("job_id", "row_idx", name=op.f("pk_batch_row_error")),
     )
     op.create_table(
