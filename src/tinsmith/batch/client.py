@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tinsmith.errors import TinsmithError, UserError
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
 
 JOBS = "/api/v1/batch/jobs"
 TRY_FOR_S = 60.0
@@ -111,7 +111,7 @@ class Client:
             else:
                 if not response.is_error:
                     return response.json()
-                busy = response.status_code >= 500 and response.status_code != 501 or response.status_code == 429
+                busy = (response.status_code >= 500 and response.status_code != 501) or response.status_code == 429
                 if not busy or time.monotonic() > until:
                     raise _refused(response)
             time.sleep(PAUSE_S)
@@ -122,5 +122,7 @@ def _refused(response: httpx.Response) -> Exception:
         message = str(response.json().get("detail") or response.text)
     except (ValueError, AttributeError):
         message = response.text
+    if response.status_code == 404:
+        return NotFoundError(message)
     kind = TinsmithError if response.status_code >= 500 else UserError
     return kind(f"{message} (HTTP {response.status_code})")

@@ -35,7 +35,6 @@ class MapOptions(TypedDict, total=False):
     """What `Dataset.map` and `map_batches` take by name. `protocols.JobSpec` says what most of them mean."""
 
     pool: str
-    pool_name: str
     output: Writers
     errors: OutputWriter
     batch_size: int
@@ -91,8 +90,8 @@ class Dataset:
         """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
         batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
         columns. With an `output`, the job is submitted; else the result waits for its `write_...`."""
-        if pool_name:
-            options["pool_name"] = pool_name
+        if pool_name and options.setdefault("pool", pool_name) != pool_name:
+            raise ValueError(f"pool_name {pool_name!r} and pool {options['pool']!r} are two names of one thing")
         batched = options.get("batched", False) or options.get("batch_format") is not None
         return self._mapped(mapper, "batch" if batched else "row", True, options)
 
@@ -159,9 +158,6 @@ class Mapped:
             if not writer.path:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             check_output(writer.path, if_exists)
-        pools = {options[name] for name in ("pool", "pool_name") if options.get(name)}  # type: ignore[literal-required]
-        if len(pools) > 1:
-            raise ValueError(f"pool and pool_name are two names of one thing, and differ: {sorted(pools)}")
         resumed = options.get("resume_from")
         spec = JobSpec(
             batch_serialized_fn=self._payload,
@@ -169,7 +165,7 @@ class Mapped:
             batch_output_formats=[writer.to_dict() for writer in outputs],
             batch_size=options.get("batch_size", 32),
             name=options.get("name", ""),
-            batch_pool_name=pools.pop() if pools else DEFAULT_POOL,
+            batch_pool_name=options.get("pool", DEFAULT_POOL),
             batch_error_format=errors.to_dict() if errors is not None else None,
             batch_tokens=options.get("batch_tokens"),
             batch_activate_env=options.get("activate_env"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gzip
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -66,8 +66,12 @@ class LinesReader(InputReader):
             found = locations(self.path)
             if not found:
                 raise FileNotFoundError(f"no file is named {self.path}")
-            self._files = [indexed(location) for location in found]
+            self._files = [indexed(location, self.unroll) for location in found]
         return self._files
+
+    def unroll(self, location: str) -> Iterator[bytes] | None:
+        """One line of JSON for each row of a file whose own lines are not its rows; else None."""
+        return None
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         ends = list(accumulate(file.rows for file in self.files()))
@@ -103,6 +107,17 @@ class LinesReader(InputReader):
 class JsonReader(LinesReader):
     """JSON Lines, or a document that is an array: each row is an object."""
 
+    def unroll(self, location: str) -> Iterator[bytes] | None:
+        store, key = open_store(location)
+        head = store.get_range(key, 0, min(64, store.head(key).size))
+        if head.removeprefix(BYTE_ORDER_MARK).lstrip(SPACES)[:1] != b"[":
+            return None
+        try:
+            elements = orjson.loads(store.get(key).removeprefix(BYTE_ORDER_MARK))
+        except orjson.JSONDecodeError:
+            return None  # lines that happen to be arrays: each is refused as a row
+        return (orjson.dumps(element) for element in elements)
+
     def parse(self, line: bytes, location: str, row: int) -> Row:
         try:
             value = orjson.loads(line.strip(SPACES))
@@ -127,24 +142,21 @@ class TextReader(LinesReader):
             raise ValueError(f"row {row} of {location} is not UTF-8: {error}") from None
 
 
-def indexed(location: str) -> IndexedFile:
+def indexed(location: str, unroll: Callable[[str], Iterator[bytes] | None]) -> IndexedFile:
     store, key = open_store(location)
     info = store.head(key)
-    identity = (location if "://" in location else key, info.etag, info.size)
+    identity = (unroll.__qualname__, location if "://" in location else key, info.etag, info.size)
     data = location
     if location.endswith((".gz", ".zst")):
         data = str(cached(lambda path: _unpack(location, path), "unpacked", *identity))
-    head = _peek(data)
-    if head[:1] == b"[" and not location.removesuffix(".gz").removesuffix(".zst").endswith((".jsonl", ".txt")):
-        whole = data
-        data = str(cached(lambda path: _unroll(whole, path), "unrolled", *identity))
+    if (lines := unroll(data)) is not None:
+        data = str(cached(lambda path: _write_lines(lines, path), "unrolled", *identity))
     return IndexedFile(location, data, cached(lambda path: _index(data, path), "offsets", *identity))
 
 
-def _peek(location: str) -> bytes:
-    store, key = open_store(location)
-    size = min(64, store.head(key).size)
-    return store.get_range(key, 0, size).removeprefix(BYTE_ORDER_MARK).lstrip(SPACES)
+def _write_lines(lines: Iterator[bytes], path: Path) -> None:
+    with open(path, "wb") as target:
+        target.writelines(line + b"\n" for line in lines)
 
 
 def _unpack(location: str, path: Path) -> None:
@@ -161,18 +173,6 @@ def _unpack(location: str, path: Path) -> None:
             with zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as stream:
                 while chunk := stream.read(CHUNK_BYTES):
                     target.write(chunk)
-
-
-def _unroll(location: str, path: Path) -> None:
-    """One line for each element of an array."""
-    store, key = open_store(location)
-    try:
-        elements = orjson.loads(store.get(key).removeprefix(BYTE_ORDER_MARK))
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{location} begins like an array, but is not JSON: {error}") from None
-    with open(path, "wb") as target:
-        for element in elements:
-            target.write(orjson.dumps(element, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _index(location: str, path: Path) -> None:
