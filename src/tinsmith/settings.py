@@ -124,6 +124,19 @@ class Settings(BaseSettings):
     """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
     (`crashpoints.py` has the names); empty for nowhere."""
 
+    batch_workers: int = Field(default=2, ge=0, le=1024)
+    """Workers of the pool `local`: how many batches of bulk jobs run at a time."""
+
+    batch_pools: tuple[str, ...] = ()
+    """Further pools for bulk jobs on this machine, each `NAME=FILE.yaml` with SkyPilot's keys."""
+
+    batch_tenants: tuple[str, ...] = ()
+    """Tenants that may run bulk jobs. A bulk job runs code of its tenant's as the user that this server runs as, so
+    once there are keys nobody may who is not named here; without keys, everyone may."""
+
+    batch_retention_days: float = Field(default=7.0, gt=0)
+    """How long the parts of a bulk job that failed or was cancelled are kept, so that it can be resumed."""
+
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
 
@@ -164,6 +177,12 @@ def engine_environment() -> dict[str, str]:
     """
     needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
     return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **needed}
+
+
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker of bulk jobs: without secrets, but for those that open its inputs and outputs."""
+    storage = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
+    return {**engine_environment(), **storage}
 
 
 def _is_secret(name: str) -> bool:

@@ -202,6 +202,12 @@ class BatchJobs:
         with self._db.read() as connection:
             return list(connection.scalars(query))
 
+    def being_cancelled(self, job_ids: Sequence[int]) -> list[int]:
+        """Those among them that somebody wants to end."""
+        query = sa.select(JOBS.c.job_id).where(JOBS.c.job_id.in_(job_ids), JOBS.c.status == "CANCELLING")
+        with self._db.read() as connection:
+            return list(connection.scalars(query)) if job_ids else []
+
     def acquire_batch_coordinator(self, job_id: int, token: str, holder: str, lease_s: float) -> Job | None:
         """Become the owner of a job; None if another has it. What was dispatched before is dispatched again."""
         free = sa.or_(JOBS.c.owner_lease_at <= self._db.clock(), JOBS.c.owner_holder == holder)
