@@ -113,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "app",
         "connections",
         "bases",
+        "batch",
         "crashpoints",
         "db",
         "errors",

@@ -88,6 +88,7 @@ def _states(metadata: sa.MetaData) -> sa.Table:
         sa.Column("tokens_out", sa.BigInteger, nullable=False, server_default="0"),
         sa.Column("error_class", sa.String(128)),
         sa.Column("error", sa.Text),
+        sa.Index("ix_batch_state_rows", "job_id", "start_idx"),
         sa.Index("ix_batch_state_pending", "job_id", "start_idx", postgresql_where=pending, sqlite_where=pending),
         sa.Index("ix_batch_state_dispatched", "lease_expires_at", postgresql_where=dispatched, sqlite_where=dispatched),
     )

@@ -477,9 +477,9 @@ def _write_winners(jobs: BatchJobs, job_id: int, path: Path) -> None:
 
 def _write_failures(jobs: BatchJobs, job_id: int, path: Path) -> None:
     with path.open("w") as lines:
-        offset = 0
-        while errors := jobs.row_errors(job_id, 1000, offset):
-            offset += len(errors)
+        after = -1
+        while errors := jobs.row_errors(job_id, 1000, after):
+            after = errors[-1]["row_idx"]
             for error in errors:
                 lines.write(json.dumps(error_row(error)) + "\n")
 

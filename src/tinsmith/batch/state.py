@@ -165,33 +165,34 @@ class BatchJobs:
         with self._db.read() as connection:
             return [dict(row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
 
-    def row_errors(self, job_id: int, limit: int = CHUNK, offset: int = 0) -> list[dict[str, Any]]:
-        query = sa.select(ROW_ERRORS).where(ROW_ERRORS.c.job_id == job_id).order_by(ROW_ERRORS.c.row_idx)
+    def row_errors(self, job_id: int, limit: int = CHUNK, after: int = -1) -> list[dict[str, Any]]:
+        """The failed rows after one, by their index."""
+        mine = sa.select(ROW_ERRORS).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > after)
         with self._db.read() as connection:
-            return [dict(row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
+            return [dict(row._mapping) for row in connection.execute(mine.order_by(ROW_ERRORS.c.row_idx).limit(limit))]
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         query = sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx)
         with self._db.read() as connection:
             return [dict(row._mapping) for row in connection.execute(query)]
 
+    def committed(self, job_id: int, after: int, limit: int) -> list[tuple[Span, list[dict[str, Any]]]]:
+        """The committed batches that begin after a row, in the order of their rows, each with its parts."""
+        query = (
+            sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts)
+            .where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", STATES.c.start_idx > after)
+            .order_by(STATES.c.start_idx)
+            .limit(limit)
+        )
+        with self._db.read() as connection:
+            return [(Span(row.start_idx, row.end_idx), row.parts) for row in connection.execute(query)]
+
     def winners(self, job_id: int) -> Iterator[tuple[Span, list[dict[str, Any]]]]:
-        """The committed batches in the order of their rows, each with its parts."""
+        """All of them."""
         after = -1
-        while True:
-            query = (
-                sa.select(STATES.c.start_idx, STATES.c.end_idx, STATES.c.parts)
-                .where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED", STATES.c.start_idx > after)
-                .order_by(STATES.c.start_idx)
-                .limit(CHUNK)
-            )
-            with self._db.read() as connection:
-                rows = connection.execute(query).all()
-            if not rows:
-                return
-            for start_idx, end_idx, parts in rows:
-                yield Span(start_idx, end_idx), parts
-            after = rows[-1].start_idx
+        while page := self.committed(job_id, after, CHUNK):
+            yield from page
+            after = page[-1][0].start_idx
 
     # The coordinator's side.
 

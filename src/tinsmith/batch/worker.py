@@ -195,7 +195,6 @@ def with_heartbeats(messages: Iterator[Message]) -> Iterator[Message]:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     wbufsize = -1  # one write for each line of an answer, not one for each piece of it
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -269,6 +268,11 @@ class _Server(ThreadingHTTPServer):
         self.token = token
         super().__init__(address, _Handler)  # pyright: ignore[reportArgumentType]  a Unix socket's is a path
 
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        request, address = super().get_request()
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return request, address
+
     def handle_error(self, request: object, client_address: object) -> None:
         """A caller that went away is told nothing, and nobody else needs to know."""
         if not isinstance(sys.exc_info()[1], OSError):
@@ -294,7 +298,7 @@ class _SocketServer(_Server):
         self.server_name, self.server_port = "worker", 0
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        request, _ = super().get_request()
+        request, _ = self.socket.accept()
         return request, ("coordinator", 0)
 
 

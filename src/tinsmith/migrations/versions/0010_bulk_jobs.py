@@ -92,6 +92,7 @@ def upgrade() -> None:
         sa.Column("error", sa.Text(), nullable=True),
         sa.PrimaryKeyConstraint("job_id", "batch_idx", name=op.f("pk_batch_state")),
     )
+    op.create_index("ix_batch_state_rows", "batch_state", ["job_id", "start_idx"], unique=False)
     op.create_index(
         "ix_batch_state_dispatched",
         "batch_state",
@@ -141,6 +142,7 @@ def downgrade() -> None:
         postgresql_where=sa.text("status = 'DISPATCHED'"),
         sqlite_where=sa.text("status = 'DISPATCHED'"),
     )
+    op.drop_index("ix_batch_state_rows", table_name="batch_state")
     op.drop_table("batch_state")
     op.drop_table("batch_row_error")
     op.drop_table("batch_output")
