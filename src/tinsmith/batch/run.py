@@ -247,11 +247,10 @@ class JobRun:
         self._on_change()
 
     def _judge(self) -> None:
-        if self.job.status == "CANCELLING" or self.job.done:
+        if self.job.failed_too_many:
+            self.fail(f"{self.job.rows_failed} rows failed, and max_failed_rows is {self.job.max_failed_rows:g}")
+        elif self.job.status == "CANCELLING" or self.job.done:
             self._ended.set()
-        elif self.job.failed_too_many:
-            allowed = f"{self.job.max_failed_rows:g}"
-            self.fail(f"{self.job.rows_failed} rows failed, and max_failed_rows is {allowed}")
 
     async def _check_failed(self) -> None:
         failure = await self._db(self._jobs.failure, self.job.job_id)
