@@ -176,6 +176,7 @@ def check_function(function: Callable[..., object], around: Mapping[str, object]
 
 
 def _mark(function: Callable[..., object], serializer: str, frame: FrameType) -> Callable[..., object]:
+    function = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
     if not (inspect.isfunction(function) or inspect.isclass(function) or inspect.ismethod(function)):
         raise TypeError(f"remote_function marks functions and classes; this is a {type(function).__name__}")
     if serializer == "source":
@@ -212,9 +213,9 @@ def _reference(value: object) -> str | None:
     ours = sys.modules.get(OURS)
     if isinstance(value, ModuleType):
         return value.__name__ if value.__name__ in ("tinsmith", OURS) else None
-    for name in getattr(ours, "__all__", ()):
-        if value is not None and value is getattr(ours, name):
-            return f"{OURS}:{name}"
+    name = getattr(value, "__name__", "")
+    if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
+        return f"{OURS}:{name}"
     return None
 
 

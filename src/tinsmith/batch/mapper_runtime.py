@@ -80,6 +80,7 @@ class Feed:
         self._current: _Batch | None = None
         self.taken = 0
         self.ended = False
+        self.broken: BaseException | None = None
         self._reading = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
         self._storing = threading.Thread(target=self._store_all, name="store", daemon=True)
         self._reading.start()
@@ -109,8 +110,8 @@ class Feed:
                 self.ended = True
                 return None
             if isinstance(got, BaseException):
-                self.ended = True
-                raise got
+                self.ended, self.broken = True, got
+                return None
             self.taken += 1
             if got.rows:
                 self._current = got
@@ -193,7 +194,7 @@ class Feed:
                 except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
                     self._report(_failed(assignment, error))
             self._read.put(None)
-        except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: the mapper's thread says so)
+        except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: `run` says so)
             self._read.put(error)
 
     def _read_batch(self, assignment: Assignment) -> _Batch:
@@ -280,7 +281,8 @@ def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: i
 def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
     """Runs a job's mapper over assignments until there are no more; calls `report` once for each, from any thread.
 
-    Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work.
+    Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work; and what
+    `assignments` raises, once what it gave before is stored and reported.
     """
     global _feed
     try:
@@ -294,6 +296,8 @@ def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> Non
         while not feed.ended:
             _run_once(loop, mapper.name, feed)
         feed.finish()
+        if feed.broken is not None:
+            raise feed.broken
     finally:
         _feed = None
 

@@ -87,6 +87,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     manifest_key = join(root, MANIFEST)
     _, wanted = _measure(b"", [], _manifest(files, rows))
     if store.exists(manifest_key) and digest_of(store, manifest_key) == wanted:
+        store.put(join(root, SUCCESS), b"")
         return OutputInfo(path, rows, sum(file.bytes for file in files), wanted, store.head(manifest_key).etag)
     if if_exists == "error":
         _check_only(store, root, path, files)
@@ -108,7 +109,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
                 raise FileExistsError(exists_already(path)) from None
         total += file.bytes
     if if_exists == "overwrite":
-        _delete_others(store, root, files)
+        store.delete_many(_others(store, root, files))
     with store.open_writer(manifest_key, staging=_local(staging)) as writer:
         for line in _manifest(files, rows):
             writer.write(line)
@@ -164,15 +165,16 @@ def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
 
 def _check_only(store: Store, root: str, path: str, files: Iterable[PublishedFile]) -> None:
     """Whatever is in the directory is ours, left by a publication that was cut short."""
-    ours = {join(root, file.name) for file in files}
-    for name in store.list(root):
-        if TEMPORARY_DIRECTORY not in name and name not in ours:
-            raise FileExistsError(exists_already(path))
+    if _others(store, root, files):
+        raise FileExistsError(exists_already(path))
 
 
-def _delete_others(store: Store, root: str, files: Iterable[PublishedFile]) -> None:
-    ours = {join(root, file.name) for file in files}
-    store.delete_many(name for name in store.list(root) if TEMPORARY_DIRECTORY not in name and name not in ours)
+def _others(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
+    """The keys below a directory that are none of these files, nor parts of a job. Usually few, if any."""
+    found = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
+    for file in files if found else ():
+        found.discard(join(root, file.name))
+    return found
 
 
 def _local(staging: str) -> str:

@@ -127,7 +127,7 @@ class _Sink(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
         self._held.append(bytes(data))
         self._at += len(self._held[-1])
         return len(self._held[-1])
