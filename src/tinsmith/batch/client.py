@@ -1,6 +1,6 @@
 """The routes of bulk jobs, called. Knows HTTP and no rows.
 
-A request that did not reach the server, or that it could not answer just then (5xx, 429), is sent again for a minute;
+A request that did not reach the server, or that it could not answer just then, is sent again for a minute;
 one that makes a job is not, as nobody could tell whether it made one.
 """
 
@@ -19,6 +19,7 @@ JOBS = "/api/v1/batch/jobs"
 TRY_FOR_S = 60.0
 PAUSE_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
+BUSY = frozenset({429, 502, 503, 504})
 FINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
 Status = dict[str, Any]
 
@@ -83,7 +84,7 @@ class Client:
     def _events(self, job_id: int) -> Iterator[Status]:
         timeout = httpx.Timeout(REQUEST_TIMEOUT_S)
         with self._http.stream("GET", f"{JOBS}/{job_id}/events", timeout=timeout) as response:
-            if response.status_code >= 500 or response.status_code == 429:
+            if response.status_code in BUSY:
                 raise httpx.TransportError(f"the server answered {response.status_code}")
             if response.is_error:
                 response.read()
@@ -111,8 +112,7 @@ class Client:
             else:
                 if not response.is_error:
                     return response.json()
-                busy = (response.status_code >= 500 and response.status_code != 501) or response.status_code == 429
-                if not busy or time.monotonic() > until:
+                if response.status_code not in BUSY or time.monotonic() > until:
                     raise _refused(response)
             time.sleep(PAUSE_S)
 

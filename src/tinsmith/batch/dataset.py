@@ -16,7 +16,7 @@ from tinsmith.batch.client import Client
 from tinsmith.batch.job import Job
 from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row
 from tinsmith.batch.publishing import check_output
-from tinsmith.errors import NotFoundError, NotSupportedError, UserError
+from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
 FORMAT_OF = {
@@ -29,6 +29,10 @@ FORMAT_OF = {
     ".txt": "text",
     ".tar": "webdataset",
 }
+
+
+class JobRefusedError(UserError, RuntimeError):
+    """The server did not take the job: it has no such pool, or may not run it."""
 
 
 class MapOptions(TypedDict, total=False):
@@ -122,8 +126,8 @@ class Mapped:
         client = options.get("client") or Client()
         try:
             job = Job(client.submit(spec.to_dict()), client)
-        except NotFoundError as error:
-            raise RuntimeError(str(error)) from error
+        except UserError as error:
+            raise JobRefusedError(str(error)) from error
         if options.get("stream", True):
             job.wait(progress=True)
         return job

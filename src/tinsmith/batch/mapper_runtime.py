@@ -281,8 +281,8 @@ def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: i
 def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
     """Runs a job's mapper over assignments until there are no more; calls `report` once for each, from any thread.
 
-    Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work; and what
-    `assignments` raises, once what it gave before is stored and reported.
+    Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work, and
+    what `assignments` raises, once what it gave before is stored and reported.
     """
     global _feed
     try:
