@@ -163,18 +163,19 @@ class BatchJobs:
         """The batches of a job, by their rows."""
         query = sa.select(STATES).where(STATES.c.job_id == job_id).order_by(STATES.c.start_idx, STATES.c.batch_idx)
         with self._db.read() as connection:
-            return [dict(row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
+            found = connection.execute(query.limit(limit).offset(offset))
+            return [{str(name): value for name, value in row._mapping.items()} for row in found]
 
     def row_errors(self, job_id: int, limit: int = CHUNK, after: int = -1) -> list[dict[str, Any]]:
         """The failed rows after one, by their index."""
         mine = sa.select(ROW_ERRORS).where(ROW_ERRORS.c.job_id == job_id, ROW_ERRORS.c.row_idx > after)
         with self._db.read() as connection:
-            return [dict(row._mapping) for row in connection.execute(mine.order_by(ROW_ERRORS.c.row_idx).limit(limit))]
+            return [_plain(row) for row in connection.execute(mine.order_by(ROW_ERRORS.c.row_idx).limit(limit))]
 
     def outputs(self, job_id: int) -> list[dict[str, Any]]:
         query = sa.select(OUTPUTS).where(OUTPUTS.c.job_id == job_id).order_by(OUTPUTS.c.output_idx)
         with self._db.read() as connection:
-            return [dict(row._mapping) for row in connection.execute(query)]
+            return [_plain(row) for row in connection.execute(query)]
 
     def committed(self, job_id: int, after: int, limit: int) -> list[tuple[Span, list[dict[str, Any]]]]:
         """The committed batches that begin after a row, in the order of their rows, each with its parts."""
@@ -362,7 +363,7 @@ class BatchJobs:
     def workers(self, job_id: int) -> list[dict[str, Any]]:
         query = sa.select(WORKERS).where(WORKERS.c.job_id == job_id).order_by(WORKERS.c.started_at)
         with self._db.read() as connection:
-            return [dict(row._mapping) for row in connection.execute(query)]
+            return [_plain(row) for row in connection.execute(query)]
 
     # What is left behind.
 
@@ -418,3 +419,8 @@ def _requeue_expired(connection: Connection, job_id: int, clock: sa.ColumnElemen
 def _chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def _plain(row: sa.Row[Any]) -> dict[str, Any]:
+    """With keys that are plain strings, and not the names of columns, which orjson does not know."""
+    return {str(name): value for name, value in row._mapping.items()}
