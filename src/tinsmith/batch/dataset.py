@@ -94,8 +94,9 @@ class Dataset:
         """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
         batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
         columns. With an `output`, the job is submitted; else the result waits for its `write_...`."""
-        if pool_name and options.setdefault("pool", pool_name) != pool_name:
-            raise ValueError(f"pool_name {pool_name!r} and pool {options['pool']!r} are two names of one thing")
+        pool = options.setdefault("pool", pool_name or DEFAULT_POOL)
+        if pool_name and pool != pool_name:
+            raise ValueError(f"pool_name {pool_name!r} and pool {pool!r} are two names of one thing")
         batched = options.get("batched", False) or options.get("batch_format") is not None
         return self._mapped(mapper, "batch" if batched else "row", True, options)
 
@@ -108,7 +109,8 @@ class Dataset:
         if unknown:
             raise NotSupportedError(f"map has no option {unknown}; it has {sorted(MapOptions.__annotations__)}")
         mapped = Mapped(self.reader, _payload(mapper, kind, merge, options), options)
-        return mapped.write(options["output"]) if options.get("output") is not None else mapped
+        output = options.get("output")
+        return mapped if output is None else mapped.write(output)
 
 
 class Mapped:
