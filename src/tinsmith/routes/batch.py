@@ -38,7 +38,7 @@ def _create(call: Call, spec: JobSpec) -> int:
     if not services.coordinator.has_pool(spec.batch_pool_name):
         raise UserError(
             f"there is no pool {spec.batch_pool_name!r}; there are {list(services.coordinator.pool_names())}. Use "
-            f"{DEFAULT_POOL!r}, or start the server with --batch-pools NAME=FILE.yaml"
+            f"{DEFAULT_POOL!r}, or name it in the server's TINSMITH_BATCH_POOLS"
         )
     job_id = services.batch_jobs.create(call.tenant_id, spec)
     services.coordinator.wake()
