@@ -89,7 +89,7 @@ def test_lines_across_pieces_of_a_large_file_are_found(tmp_path: Path) -> None:
     path.write_text("\n".join(json.dumps(row) for row in rows))
     assert path.stat().st_size > 8_000_000
     reader = batch.JsonReader(str(path))
-    assert len(reader) == 80
+    assert len(reader) == 80 and all_rows(reader) == rows
     assert reader.download_batch(20, 45, "") == rows[20:46]
 
 

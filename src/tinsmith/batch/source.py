@@ -65,8 +65,7 @@ def globals_of(definition: Definition) -> list[str]:
     assigned: set[str] = {definition.name}
     for scope in _scopes(table):
         for symbol in scope.get_symbols():
-            outside = symbol.is_global() or scope is table
-            if outside and symbol.is_referenced():
+            if symbol.is_global() and symbol.is_referenced():
                 referenced.add(symbol.get_name())
             if symbol.is_declared_global() and (symbol.is_assigned() or symbol.is_imported()):
                 assigned.add(symbol.get_name())
