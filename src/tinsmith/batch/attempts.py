@@ -84,7 +84,10 @@ class Attempts:
         """The commit of a batch."""
         numbers = {name: getattr(outcome, name) for name in ("rows_ok", "rows_failed", "tokens_in", "tokens_out")}
         parts = [part.to_dict() for part in outcome.parts]
-        if not self._set(claim, status="COMPLETED", parts=parts, error_class=None, error=None, **numbers):
+        new = {"status": "COMPLETED", "parts": parts, "updated_at": now(), **numbers}
+        held = {"job": self._job_id, "batch": claim.batch_idx, "attempt": claim.attempt_id, "token": self._token}
+        given = {**held, **{f"new_{name}": value for name, value in new.items()}}
+        if self._connection.execute(_COMPLETE, given).rowcount != 1:
             return False
         for name, number in {"completed_batches": 1, **numbers}.items():
             counts[name] = counts.get(name, 0) + number
@@ -144,25 +147,56 @@ class Attempts:
         return True
 
     def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:
-        due = sa.or_(STATES.c.next_retry_at.is_(None), STATES.c.next_retry_at <= self._db.clock())
+        given: dict[str, object] = {"job": self._job_id, "worker": worker, "count": count, "token": self._token}
+        given |= {"lease": lease_s, "updated": now()}
+        if self._db.is_sqlite:
+            given["clock"] = now()
+        taken = self._connection.execute(_taking(self._db.is_sqlite, self._db.clock()), given)
+        return sorted((Claim(*row) for row in taken), key=lambda claim: claim.start_idx)
+
+
+_PARAMETERS = ("status", "parts", "rows_ok", "rows_failed", "tokens_in", "tokens_out", "updated_at")
+# Statements of every turn: made once, as making one takes longer than it takes the database to carry it out.
+_COMPLETE = (
+    STATES.update()
+    .where(
+        STATES.c.job_id == sa.bindparam("job"),
+        STATES.c.batch_idx == sa.bindparam("batch"),
+        STATES.c.attempt_id == sa.bindparam("attempt"),
+        STATES.c.attempt_owner_token == sa.bindparam("token"),
+        STATES.c.status == "DISPATCHED",
+    )
+    .values(
+        **{name: sa.bindparam(f"new_{name}", type_=STATES.c[name].type) for name in _PARAMETERS},
+        error_class=None,
+        error=None,
+        lease_expires_at=None,
+    )
+)
+_taking_statements: dict[bool, sa.Executable] = {}
+
+
+def _taking(is_sqlite: bool, database_clock: sa.ColumnElement[float]) -> sa.Executable:
+    """The claim of the first batches that are due."""
+    if is_sqlite not in _taking_statements:
+        clock = sa.bindparam("clock", type_=sa.Float) if is_sqlite else database_clock
+        due = sa.or_(STATES.c.next_retry_at.is_(None), STATES.c.next_retry_at <= clock)
         first = (
             sa.select(STATES.c.batch_idx)
-            .where(STATES.c.job_id == self._job_id, STATES.c.status == "PENDING", due)
+            .where(STATES.c.job_id == sa.bindparam("job"), STATES.c.status == sa.literal_column("'PENDING'"), due)
             .order_by(STATES.c.start_idx)
-            .limit(count)
+            .limit(sa.bindparam("count", type_=sa.Integer))
             .with_for_update(skip_locked=True)
             .cte("first")  # as a plain subquery, Postgres may run it once for each row
         )
-        chosen = STATES.update().where(
-            STATES.c.job_id == self._job_id, STATES.c.batch_idx.in_(sa.select(first.c.batch_idx))
-        )
-        taken = chosen.values(
+        numbers = sa.select(first.c.batch_idx)
+        chosen = STATES.update().where(STATES.c.job_id == sa.bindparam("job"), STATES.c.batch_idx.in_(numbers))
+        _taking_statements[is_sqlite] = chosen.values(
             status="DISPATCHED",
-            worker_cluster=worker,
+            worker_cluster=sa.bindparam("worker", type_=sa.String),
             attempt_id=STATES.c.attempt_id + 1,
-            attempt_owner_token=self._token,
-            lease_expires_at=self._db.clock() + lease_s,
-            updated_at=now(),
+            attempt_owner_token=sa.bindparam("token", type_=sa.String),
+            lease_expires_at=clock + sa.bindparam("lease", type_=sa.Float),
+            updated_at=sa.bindparam("updated", type_=sa.Float),
         ).returning(*_CLAIM_COLUMNS)
-        claims = [Claim(*row) for row in self._connection.execute(taken)]
-        return sorted(claims, key=lambda claim: claim.start_idx)
+    return _taking_statements[is_sqlite]

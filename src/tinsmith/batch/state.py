@@ -87,6 +87,13 @@ class Turn:
 
 
 _JOB_COLUMNS = [JOBS.c[name] for name in Job.__dataclass_fields__]
+_COUNTERS = ("total_batches", "completed_batches", "rows_ok", "rows_failed", "tokens_in", "tokens_out")
+# Statements of every turn: made once, as making one takes longer than it takes the database to carry it out.
+_IS_JOB = JOBS.c.job_id == sa.bindparam("job")
+_FIND = sa.select(*_JOB_COLUMNS).where(_IS_JOB)
+_TOUCH = JOBS.update().where(_IS_JOB, JOBS.c.owner_token == sa.bindparam("token"))
+_TOUCH = _TOUCH.values(updated_at=sa.bindparam("at", type_=sa.Float))
+_COUNT = JOBS.update().where(_IS_JOB).values(**{name: JOBS.c[name] + sa.bindparam(f"add_{name}") for name in _COUNTERS})
 
 
 class BatchJobs:
@@ -318,8 +325,8 @@ class BatchJobs:
                 if not accepted:
                     rejected.append(claim)
             if counts:
-                added = {name: JOBS.c[name] + count for name, count in counts.items()}
-                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**added))
+                added = {f"add_{name}": counts.get(name, 0) for name in _COUNTERS}
+                connection.execute(_COUNT, {"job": job_id, **added})
             claims = {worker: attempts.claim(worker, count, lease_s) for worker, count in wanted.items()}
             return Turn(_job(connection, job_id), claims, rejected)
 
@@ -391,13 +398,13 @@ class BatchJobs:
 
 def _fence(connection: Connection, job_id: int, token: str, **values: object) -> None:
     """Locks the job's row, too. Raises SupersededError."""
-    mine = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
-    if connection.execute(mine.values(updated_at=now(), **values)).rowcount == 0:
+    mine = _TOUCH.values(**values) if values else _TOUCH
+    if connection.execute(mine, {"job": job_id, "token": token, "at": now()}).rowcount == 0:
         raise SupersededError(f"another coordinator has taken over bulk job {job_id}")
 
 
 def _job(connection: Connection, job_id: int) -> Job:
-    return Job(*connection.execute(sa.select(*_JOB_COLUMNS).where(JOBS.c.job_id == job_id)).one())
+    return Job(*connection.execute(_FIND, {"job": job_id}).one())
 
 
 def _inserted(connection: Connection, values: dict[str, Any]) -> int:
