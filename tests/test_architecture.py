@@ -93,6 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "admission",
         "bases",
+        "batch",
         "crashpoints",
         "encryption",
         "losses",
@@ -134,7 +135,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Process entry -> libraries that importing it must not load.
 MUST_NOT_LOAD = {
-    "tinsmith.server": ("torch", "transformers", "ray", "vllm", "tinker", "peft"),
+    "tinsmith.server": (
+        "torch",
+        "transformers",
+        "ray",
+        "vllm",
+        "tinker",
+        "peft",
+        "obstore",
+        "pyarrow",
+        "tinsmith.batch.child",
+    ),
+    "tinsmith.batch.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch"),
     "tinsmith.cli": ("torch", "transformers", "starlette", "sqlalchemy", "tinker"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),
