@@ -4,7 +4,9 @@
     python benchmarks/snapshots.py --only nano --rounds 20
 
 A round is 16 steps (a pass of --tokens tokens and an optimizer step), with one snapshot behind it or none. What the
-engine's thread waits for is the copy; the rest is what the writing thread takes from it. Prints a table.
+engine's thread waits for is the copy; the rest is what the writing thread takes from it. Times of a wall clock are
+worth something on a quiet machine only, so the processor time of copy and writing is given, too, as a share of that of
+the steps. Prints a line for each model.
 """
 
 from __future__ import annotations
@@ -61,24 +63,31 @@ class Run:
         self.pass_ = a_pass(np.random.default_rng(0), min(shape.vocab_size, 400), num_tokens)
         self.captures_s: list[float] = []
         self.writes_s: list[float] = []
+        self.processor_s: list[float] = []  # of copy and writing
+        self.steps_processor_s: list[float] = []  # of 16 steps without a snapshot
 
     def round(self, *, snapshot: bool) -> float:
         """Seconds of 16 steps; a snapshot is written behind them."""
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         if snapshot:
+            before = time.thread_time()
             captured = self.backend.capture("m", optimizer=True, gradient=True)
             self.captures_s.append(time.perf_counter() - started)
+            self.processor_s.append(time.thread_time() - before)
             self.writer.submit(Job(captured.num_bytes, lambda: self._write(captured.write), lambda _error: None))
         for _ in range(SNAPSHOT_OPTIM_STEPS):
             self.backend.run_passes([self.pass_])
             self.backend.optim_step([OptimStep("o", "m", AdamParams(1e-5))])
         took_s = time.perf_counter() - started
+        if not snapshot:
+            self.steps_processor_s.append(time.process_time() - processor)
         self.writer.flush()
         return took_s
 
     def _write(self, fill: Callable[[Path], None]) -> None:
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.thread_time()
         name, _ = self.directories.write(fill)
+        self.processor_s[-1] += time.thread_time() - processor
         self.writes_s.append(time.perf_counter() - started)
         self.directories.discard(name)
 
@@ -94,11 +103,13 @@ def measure(name: str, shape: ModelShape, rank: int, num_tokens: int, rounds: in
             pairs.append((times[True], times[False]))
     without = statistics.median(without for _, without in pairs)
     cost = statistics.median(with_ - without for with_, without in pairs)
+    share = statistics.median(run.processor_s) / statistics.median(run.steps_processor_s)
     adapter = run.backend.model_bytes("m") / 4 / 2**20
     print(
         f"{name}, rank {rank} ({adapter:.1f} MiB), {num_tokens} tokens a step: step "
         f"{1000 * without / SNAPSHOT_OPTIM_STEPS:.1f} ms; capture {1000 * statistics.median(run.captures_s):.2f} ms, "
-        f"written in {1000 * statistics.median(run.writes_s):.0f} ms; {100 * cost / without:+.2f} % on the whole"
+        f"written in {1000 * statistics.median(run.writes_s):.0f} ms; {100 * cost / without:+.2f} % by the wall clock; "
+        f"processor time {1000 * statistics.median(run.processor_s):.0f} ms, {100 * share:.2f} % of that of the steps"
     )
 
 

@@ -16,6 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import tinker
+from tinker.lib import internal_client_holder
 
 import databases
 from live import API_KEY, LiveServer, serving
@@ -32,6 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     databases.chosen = config.getoption("--database")
+
+
+@pytest.fixture(autouse=True)
+def no_remembered_clients() -> None:
+    """The SDK keeps clients without a session for the life of the process, by what they were given and not by what the
+    environment said: a command that runs in this process would talk to the server of an earlier test.
+    """
+    internal_client_holder.sessionless_holder_cache._holders.clear()
 
 
 @pytest.fixture(params=databases.KINDS)

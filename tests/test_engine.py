@@ -33,6 +33,7 @@ from tinsmith.wire import tinker_public_pb2 as pb
 BASE = "local/tiny"
 SHAPE = ModelShape(name=BASE, path="/models/tiny", vocab_size=50, max_context_length=64, arch="Tiny")
 OPTIM = {"adam_params": {"learning_rate": 0.5}}
+UNNAMED = {"tenant_id": "t", "session_id": "s", "base_model": "other", "num_tokens": 0, "created_at": 0.0}
 
 
 class FlakyBackend(FakeBackend):
@@ -238,6 +239,24 @@ def test_a_refused_number_counts_as_used(bench: Bench) -> None:
     model = bench.model()
     bench.submit(model, 1, "forward_backward", b"", refusal=UserError("no"))
     after = bench.forward(model, 2)
+    bench.turns()
+    assert bench.outcome(after) is not None
+
+
+def test_a_refused_number_whose_row_was_committed_late_is_found_by_the_gap(bench: Bench) -> None:
+    model = bench.model()
+    with bench.db.write() as connection:  # an arrival that is taken and not yet to be seen
+        reserved = connection.scalar(sa.select(sa.func.max(FUTURES.c.arrival))) + 1
+        connection.execute(FUTURES.insert(), {"request_id": "x", "kind": "sample", "state": "done"} | UNNAMED)
+    after = bench.forward(model, 2)
+    bench.turns()
+    assert bench.outcome(after) is None
+    refused = bench.submit(model, 1, "forward_backward", b"", refusal=UserError("no"))
+    with bench.db.write() as connection:
+        connection.execute(FUTURES.delete().where(FUTURES.c.request_id == "x"))
+        connection.execute(FUTURES.update().where(FUTURES.c.request_id == refused).values(arrival=reserved))
+    bench.mailbox.drain()
+    bench.engine._next_check = 0.0
     bench.turns()
     assert bench.outcome(after) is not None
 

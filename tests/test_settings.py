@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.errors import SettingsError
-from tinsmith.settings import load
+from tinsmith.settings import KEPT_PRODUCTS, engine_environment, load
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,3 +31,12 @@ def test_settings_cannot_change() -> None:
     settings = load({})
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1  # type: ignore[misc]
+
+
+def test_an_engine_keeps_few_compiled_products_unless_the_user_wants_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert {engine_environment()[name] for name in names} == {str(KEPT_PRODUCTS)}
+    monkeypatch.setenv(names[0], "2000")
+    assert [engine_environment()[name] for name in names] == ["2000", str(KEPT_PRODUCTS)]
