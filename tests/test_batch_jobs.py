@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -286,12 +285,6 @@ def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_cou
     until(lambda: not Path(f"/proc/{frozen}").exists())
 
 
-def alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return b" Z " not in Path(f"/proc/{pid}/stat").read_bytes()
-    return False
-
-
 STEPS = [
     "batch.claimed:3",
     "batch.reported:3",
@@ -311,15 +304,10 @@ def test_a_coordinator_that_is_killed_at_a_step_leaves_the_same_output(tmp_path:
         job = start(client, tmp_path, double, rows=20, limits=QUICK)
         server.process.wait(30)
         client.close()
-    workers = [int(path.name.split("-")[1].split(".")[0]) for path in (data / "logs").glob("batch-*.log")]
-    assert workers
     with serving(data, "--backend", "fake", settings={"CRASH_POINT": step}) as server:
         client = Client(server.url, KEY)
         assert Job(int(job), client).wait()["batch_completed_batches"] == 10
         expected = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in doubled(20)).encode()
-        written = (tmp_path / "out.jsonl").read_bytes()
-        assert [json.loads(line) for line in written.splitlines()] == [
-            json.loads(line) for line in expected.splitlines()
-        ]
+        assert (tmp_path / "out.jsonl").read_bytes() == expected
         until(lambda: not (tmp_path / ".tinsmith_batch_tmp" / str(int(job))).exists())
         client.close()
