@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ def suicidal(marker: str, victim: str) -> None:
 
     for rows in batch.load():
         if any(row["text"] == "t20" for row in rows) and not Path(marker).exists():
-            Path(marker).touch()
+            Path(marker).write_text(str(os.getpid()))
             os.kill(os.getppid() if victim == "worker" else os.getpid(), signal.SIGKILL)
         batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
 
@@ -185,6 +186,7 @@ def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_p
     assert lines(tmp_path / "out.jsonl") == doubled(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
     assert sum(state["attempt_id"] for state in job.batches()) > 25
+    until(lambda: not alive(int((tmp_path / "died").read_text())))
 
 
 def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tmp_path: Path) -> None:
@@ -283,6 +285,12 @@ def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_cou
     assert lines(tmp_path / "out.jsonl") == doubled(60)
     assert any(state["infra_retries"] for state in job.batches())
     until(lambda: not Path(f"/proc/{frozen}").exists())
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+    return False
 
 
 STEPS = [
