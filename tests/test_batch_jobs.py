@@ -72,7 +72,7 @@ def suicidal(marker: str, victim: str) -> None:
 
     for rows in batch.load():
         if any(row["text"] == "t20" for row in rows) and not Path(marker).exists():
-            Path(marker).touch()
+            Path(marker).write_text(str(os.getpid()))
             os.kill(os.getppid() if victim == "worker" else os.getpid(), signal.SIGKILL)
         batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
 
@@ -186,6 +186,7 @@ def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_p
     assert lines(tmp_path / "out.jsonl") == doubled(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
     assert sum(state["attempt_id"] for state in job.batches()) > 25
+    until(lambda: not alive(int((tmp_path / "died").read_text())))
 
 
 def test_a_job_that_is_cancelled_ends_soon_and_can_be_resumed(client: Client, tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_cou
 
 def alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return b" Z " not in Path(f"/proc/{pid}/stat").read_bytes()
+        return b") Z " not in Path(f"/proc/{pid}/stat").read_bytes()
     return False
 
 
@@ -311,15 +312,10 @@ def test_a_coordinator_that_is_killed_at_a_step_leaves_the_same_output(tmp_path:
         job = start(client, tmp_path, double, rows=20, limits=QUICK)
         server.process.wait(30)
         client.close()
-    workers = [int(path.name.split("-")[1].split(".")[0]) for path in (data / "logs").glob("batch-*.log")]
-    assert workers
     with serving(data, "--backend", "fake", settings={"CRASH_POINT": step}) as server:
         client = Client(server.url, KEY)
         assert Job(int(job), client).wait()["batch_completed_batches"] == 10
         expected = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in doubled(20)).encode()
-        written = (tmp_path / "out.jsonl").read_bytes()
-        assert [json.loads(line) for line in written.splitlines()] == [
-            json.loads(line) for line in expected.splitlines()
-        ]
+        assert (tmp_path / "out.jsonl").read_bytes() == expected
         until(lambda: not (tmp_path / ".tinsmith_batch_tmp" / str(int(job))).exists())
         client.close()

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, PartInfo, RowFailure
 
 SPANS_IN_A_LINE = 1000
+WORKER_POLL_S = 0.5
 
 Send = Callable[[dict[str, Any]], None]
 
@@ -29,16 +32,34 @@ def main() -> None:
     lock = threading.Lock()
 
     def send(message: dict[str, Any]) -> None:
-        with lock:
-            target.write(json.dumps(message) + "\n")
-            target.flush()
+        try:
+            with lock:
+                target.write(json.dumps(message) + "\n")
+                target.flush()
+        except BrokenPipeError:
+            _die()
 
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     first = json.loads(source.readline())
     spec = JobSpec.from_dict(first["spec"])
     if first["role"] == "mapper":
         _map(spec, source, send)
     else:
         _serve(spec, int(first["job_id"]), source, send)
+
+
+def _die_with(worker_pid: int) -> None:
+    """A worker that was killed cannot end its children; one in the middle of a batch would go on for nobody."""
+    while os.getppid() == worker_pid:
+        time.sleep(WORKER_POLL_S)
+    _die()
+
+
+def _die() -> NoReturn:
+    """With everything that the mapper started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _map(spec: JobSpec, source: IO[str], send: Send) -> None:

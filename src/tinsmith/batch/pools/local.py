@@ -26,6 +26,8 @@ from tinsmith.settings import worker_environment
 
 START_S = 60.0
 """How long a worker's service may take to listen; its mapper starts later."""
+END_S = 2.0
+"""How long a worker may take to end its children and itself."""
 MAX_SLOTS = 1024
 POOL_KEYS = {
     "workers",
@@ -120,18 +122,18 @@ class Started:
     directory: Path
 
     async def kill(self) -> None:
-        """The worker; its children see its end and theirs comes with it."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGTERM)
+        """The worker, which kills its children; those of one that cannot any more see that it is gone, and go."""
         if self.process.stdin:
             self.process.stdin.close()  # the worker kills its children, then itself
         try:
-            await asyncio.wait_for(self.process.wait(), 2)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.process.wait()
-        shutil.rmtree(self.directory, ignore_errors=True)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), END_S)
+        finally:  # also where the wait is cancelled
+            if self.process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.process.pid, signal.SIGKILL)
+            shutil.rmtree(self.directory, ignore_errors=True)
+        await self.process.wait()
 
 
 class LocalPool:
