@@ -15,6 +15,8 @@ from databases import fresh_url
 from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
+from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.state import BatchJobs
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import KEYS, Database
@@ -146,8 +148,9 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False, 
     if not local:
         _let_in(database, ALICE, BOB)
     signer = Signer(bytes(32))
+    settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s)
     services = Services(
-        settings=Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s),
+        settings=settings,
         bases=Bases(SHAPES),
         sessions=Sessions(database),
         models=Models(database),
@@ -163,6 +166,8 @@ def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False, 
         quotas=Quotas(database, limits),
         custom_losses=CustomLosses(database),
         sequences=Sequences(database),
+        batch_jobs=BatchJobs(database),
+        coordinator=Coordinator(settings, BatchJobs(database), "here"),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
     )
     app = create_app(services)

@@ -43,7 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notify": {"errors"},
     "listen": {"db", "notify"},
     "logs": set(),
-    "db": {"crashpoints", "errors", "notify", "turns"},
+    "batch": {"batch", "crashpoints", "db", "errors", "settings"},
+    "batch_tables": set(),
+    "db": {"batch_tables", "crashpoints", "errors", "notify", "turns"},
     "turns": set(),
     "migrations": {"db"},
     "nano": {"nano"},
@@ -93,6 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "admission",
         "bases",
+        "batch",
         "crashpoints",
         "encryption",
         "losses",
@@ -113,6 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "app",
         "connections",
         "bases",
+        "batch",
         "crashpoints",
         "db",
         "errors",
@@ -133,7 +137,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Process entry -> libraries that importing it must not load.
 MUST_NOT_LOAD = {
-    "tinsmith.server": ("torch", "transformers", "ray", "vllm", "tinker", "peft"),
+    "tinsmith.server": (
+        "torch",
+        "transformers",
+        "ray",
+        "vllm",
+        "tinker",
+        "peft",
+        "obstore",
+        "pyarrow",
+        "tinsmith.batch.child",
+    ),
+    "tinsmith.batch.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch"),
     "tinsmith.cli": ("torch", "transformers", "starlette", "sqlalchemy", "tinker"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),

@@ -42,6 +42,14 @@ POINTS = {
     "model.unloading": "a model is about to be unloaded",
     "model.unloaded": "a model is out of memory, and its unloading not settled",
     "sample.admitted": "a sample is in the sampler",
+    # The coordinator of bulk jobs.
+    "batch.claimed": "a batch is claimed, and no worker has it",
+    "batch.reported": "a batch's parts are written, and not committed",
+    "batch.committed": "a batch is committed",
+    "batch.winding": "all batches are committed, and nothing is published",
+    "batch.published": "the outputs are published, and the job has not succeeded",
+    "batch.recorded": "the job has succeeded, and its parts are still there",
+    "batch.cleaned": "the parts are deleted, and it is not noted",
     # Directories of files, by their root.
     **{f"{root}.writing": "the files are there, and not durable" for root in DIRECTORIES},
     **{f"{root}.sealed": "the files are durable under their hidden name" for root in DIRECTORIES},

@@ -32,6 +32,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
+from tinsmith import batch_tables
 from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
@@ -284,6 +285,8 @@ SEQUENCES = sa.Table(
     sa.Index("ix_sequences_session", "session_id"),
     sa.Index("ix_sequences_valid_until", "valid_until"),
 )
+
+BATCH = batch_tables.define(METADATA)
 
 
 Fence = Callable[[Connection], None]

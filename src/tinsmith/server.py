@@ -26,6 +26,8 @@ from tinsmith import bases as base_models
 from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
+from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.state import BatchJobs
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
@@ -169,10 +171,12 @@ def build(settings: Settings) -> Server:
             wake.bind(loop)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, mailbox.drain()))
         supervisor.start()
+        services.coordinator.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
         try:
             yield
         finally:
+            await services.coordinator.stop()
             await supervisor.stop()
             for task in tasks:
                 task.cancel()
@@ -187,6 +191,7 @@ def build(settings: Settings) -> Server:
 def _services(
     settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
 ) -> Services:
+    batch_jobs = BatchJobs(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     return Services(
         settings=settings,
@@ -205,6 +210,8 @@ def _services(
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints")),
+        batch_jobs=batch_jobs,
+        coordinator=Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir)),
         queue_state=engines.queue_state,
         reads_wait=not database.is_sqlite,
     )

@@ -127,6 +127,19 @@ class Settings(BaseSettings):
     """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
     (`crashpoints.py` has the names); empty for nowhere."""
 
+    batch_workers: int = Field(default=2, ge=0, le=1024)
+    """Workers of the pool `local`: how many batches of bulk jobs run at a time."""
+
+    batch_pools: tuple[str, ...] = ()
+    """Further pools for bulk jobs on this machine, each `NAME=FILE.yaml` with SkyPilot's keys."""
+
+    batch_tenants: tuple[str, ...] = ()
+    """Tenants that may run bulk jobs. A bulk job runs code of its tenant's as the user that this server runs as, so
+    once there are keys nobody may who is not named here; without keys, everyone may."""
+
+    batch_retention_days: float = Field(default=7.0, gt=0)
+    """How long the parts of a bulk job that failed or was cancelled are kept, so that it can be resumed."""
+
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
 
@@ -173,8 +186,36 @@ def engine_environment() -> dict[str, str]:
     return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **kept, **needed}
 
 
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker of bulk jobs: without secrets, but for those that open its inputs and outputs."""
+    storage = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
+    return {**engine_environment(), **storage}
+
+
 def _is_secret(name: str) -> bool:
     return name.startswith(PREFIX) or not SECRET_WORDS.isdisjoint(name.upper().split("_"))
+
+
+def storage_endpoints() -> dict[str, str]:
+    """Where object stores are, other than their providers' own addresses: scheme -> URL, in the variables that every
+    tool for them reads. (Keys and regions are read by the libraries themselves.)"""
+    found = {
+        "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
+        "gs": os.environ.get("STORAGE_EMULATOR_HOST", ""),
+    }
+    return {
+        scheme: url if url.startswith(("http://", "https://")) else f"http://{url}"
+        for scheme, url in found.items()
+        if url
+    }
+
+
+def client_address() -> tuple[str, str]:
+    """Where a client finds its server, and with which key: the SDK's own variables, or a server on this machine."""
+    return (
+        os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000",
+        os.environ.get("TINKER_API_KEY") or "tml-local",
+    )
 
 
 def _in_words(error: ValidationError) -> str:

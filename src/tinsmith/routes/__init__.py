@@ -11,6 +11,7 @@ from starlette.routing import Route
 from tinsmith.routes import (
     audit,
     auth,
+    batch,
     checkpoints,
     copies,
     dialect,
@@ -53,6 +54,7 @@ API = [
         usage,
         audit,
         traces,
+        batch,
         telemetry,
         service,
         openapi,

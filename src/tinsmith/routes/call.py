@@ -19,6 +19,8 @@ from starlette.responses import Response
 
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
+from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.state import BatchJobs
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.errors import NotFoundError, UserError
@@ -69,6 +71,8 @@ class Services:
     quotas: Quotas
     custom_losses: CustomLosses
     sequences: Sequences
+    batch_jobs: BatchJobs
+    coordinator: Coordinator
     queue_state: Callable[[str], tuple[str, str | None]]
     reads_wait: bool = True
 

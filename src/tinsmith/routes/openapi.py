@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.audit import PREFIXES
+from tinsmith.routes.batch import EVENT_STREAM
 from tinsmith.routes.call import MAX_PAGE, PREFIX, answer
 from tinsmith.routes.checkpoints import CHECKPOINT, RUN
 from tinsmith.routes.downloads import DOWNLOAD
@@ -80,6 +81,7 @@ BY_PATH = fields(
 PAGE: Mapping[str, Schema] = {"limit": integer(0, MAX_PAGE), "offset": integer(0)}
 SCOPE: Mapping[str, Schema] = {"access_scope": one_of("owned", "accessible")}
 PROJECT: Mapping[str, Schema] = {"project_id": TEXT}
+AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
 HOUR: Schema = {"type": "string", "format": "date-time", "description": "a full hour"}
 DAY: Schema = {"type": "string", "format": "date"}
 LINK: Mapping[str, Schema] = {"expires": TEXT, "signature": TEXT}
@@ -225,6 +227,24 @@ OPERATIONS = (
         fields({"entries": LIST}),
         query={"day": DAY, "event_type": one_of(*PREFIXES)},
     ),
+    # Bulk jobs.
+    Operation("POST /batch/jobs", "Submit a bulk job", fields({"job_id": COUNT}), (403, 404)),
+    Operation("GET /batch/jobs", "Bulk jobs, newest first", fields({"jobs": LIST, "total_count": COUNT}), query=PAGE),
+    Operation("GET /batch/jobs/{job_id}", "One bulk job", ANYTHING, (404,)),
+    Operation("GET /batch/jobs/{job_id}/batches", "Its batches", fields({"batches": LIST}), (404,), PAGE),
+    Operation("POST /batch/jobs/{job_id}/cancel", "End it", ANYTHING, (404,)),
+    Operation("POST /batch/jobs/{job_id}/resume", "A job that does the rest", fields({"job_id": COUNT}), (403, 404)),
+    Operation("GET /batch/jobs/{job_id}/errors", "Its failed rows", fields({"errors": LIST}), (404,), AFTER),
+    Operation(
+        "GET /batch/jobs/{job_id}/partial",
+        "The parts that are committed",
+        fields({"outputs": LIST, "batches": LIST}),
+        (404,),
+        AFTER,
+    ),
+    Operation("GET /batch/jobs/{job_id}/events", "Its status whenever it changes", EVENT_STREAM, (404,)),
+    Operation("GET /batch/pools", "Where bulk jobs can run", fields({"pools": LIST})),
+    Operation("PUT /batch/pools/{name}", "How many workers a pool has", fields({"pools": LIST}), (403, 404)),
     # The older dialect.
     Operation("GET /list_sessions", "As GET /sessions", SESSION_IDS, query={**PAGE, **SCOPE, **PROJECT}),
     Operation("POST /list_sessions", "As GET /sessions", SESSION_IDS, query={**PAGE, **SCOPE, **PROJECT}),

@@ -213,6 +213,30 @@ REQUESTS: Mapping[str, Schema] = {
     ),
     "/sessions/{session_id}/finish": fields({"reason": fields({"type": one_of(*FINISH_TYPES)})}, {"detail": TEXT}),
     "/sessions/{session_id}/project": fields({"project_id": {"type": "string", "minLength": 1, "maxLength": 128}}),
+    "/batch/jobs": fields(
+        {
+            "batch_serialized_fn": TEXT,
+            "batch_input_format": ANYTHING,
+            "batch_output_formats": {"type": "array", "items": ANYTHING, "minItems": 1},
+            "batch_size": integer(1),
+        },
+        {
+            "name": TEXT,
+            "batch_pool_name": TEXT,
+            "batch_error_format": ANYTHING,
+            "batch_tokens": integer(1),
+            "batch_activate_env": TEXT,
+            "python": TEXT,
+            "max_failed_rows": NUMBER,
+            "rows": one_of("one", "any"),
+            "if_exists": one_of("error", "overwrite"),
+            "weight": NUMBER,
+            "priority": integer(-(2**31)),
+            "resume_from": integer(0),
+            "limits": ANYTHING,
+        },
+    ),
+    "/batch/pools/{name}": fields({"workers": integer(0, 1024)}),
     "/create_model": fields(
         {"session_id": TEXT, "model_seq_id": POSITION, "base_model": TEXT},
         {

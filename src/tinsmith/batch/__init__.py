@@ -1,0 +1,128 @@
+"""Bulk jobs: a function over every row of a data set, on a pool of workers, each result written exactly once.
+
+    from tinsmith import batch
+
+    @batch.remote_function
+    def shout():
+        for rows in batch.load():
+            batch.save_results([{"text": row["text"].upper()} for row in rows])
+
+    job = batch.read_json("in.jsonl").map(shout, batch_size=32, output=batch.JsonWriter("out.jsonl"))
+
+Everything is loaded when it is first used: a worker starts without the client, a client without the formats.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tinsmith.batch.client import Client
+    from tinsmith.batch.dataset import (
+        Dataset,
+        from_huggingface,
+        from_items,
+        read_csv,
+        read_images,
+        read_json,
+        read_openai_batch,
+        read_parquet,
+        read_text,
+        read_webdataset,
+        resume,
+    )
+    from tinsmith.batch.functions import is_remote_function, remote_function
+    from tinsmith.batch.job import Job, JobFailedError
+    from tinsmith.batch.mapper_runtime import RowError, load, save_results
+    from tinsmith.batch.protocols import InputReader, JobSpec, OutputWriter
+    from tinsmith.batch.readers.csv import CsvReader
+    from tinsmith.batch.readers.huggingface import HuggingFaceReader
+    from tinsmith.batch.readers.images import ImageReader
+    from tinsmith.batch.readers.items import ItemsReader
+    from tinsmith.batch.readers.lines import JsonReader, TextReader
+    from tinsmith.batch.readers.openai import OpenAIBatchReader
+    from tinsmith.batch.readers.parquet import ParquetReader
+    from tinsmith.batch.readers.webdataset import WebdatasetReader
+    from tinsmith.batch.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+    from tinsmith.batch.writers.csv import CsvWriter
+    from tinsmith.batch.writers.images import ImageWriter
+    from tinsmith.batch.writers.lines import JsonWriter, TextWriter
+    from tinsmith.batch.writers.openai import OpenAIBatchWriter
+    from tinsmith.batch.writers.parquet import ParquetWriter
+    from tinsmith.batch.writers.webdataset import WebdatasetWriter
+
+WHERE = {
+    "client": "Client",
+    "dataset": "Dataset from_huggingface from_items read_csv read_images read_json read_openai_batch read_parquet "
+    "read_text read_webdataset resume",
+    "functions": "is_remote_function remote_function",
+    "job": "Job JobFailedError",
+    "mapper_runtime": "RowError load save_results",
+    "protocols": "InputReader JobSpec OutputWriter",
+    "readers.csv": "CsvReader",
+    "readers.huggingface": "HuggingFaceReader",
+    "readers.images": "ImageReader",
+    "readers.items": "ItemsReader",
+    "readers.lines": "JsonReader TextReader",
+    "readers.openai": "OpenAIBatchReader",
+    "readers.parquet": "ParquetReader",
+    "readers.webdataset": "WebdatasetReader",
+    "registry": "INPUT_READER_REGISTRY OUTPUT_WRITER_REGISTRY",
+    "writers.csv": "CsvWriter",
+    "writers.images": "ImageWriter",
+    "writers.lines": "JsonWriter TextWriter",
+    "writers.openai": "OpenAIBatchWriter",
+    "writers.parquet": "ParquetWriter",
+    "writers.webdataset": "WebdatasetWriter",
+}
+MODULES = {name: f"tinsmith.batch.{module}" for module, names in WHERE.items() for name in names.split()}
+
+__all__ = [
+    "INPUT_READER_REGISTRY",
+    "OUTPUT_WRITER_REGISTRY",
+    "Client",
+    "CsvReader",
+    "CsvWriter",
+    "Dataset",
+    "HuggingFaceReader",
+    "ImageReader",
+    "ImageWriter",
+    "InputReader",
+    "ItemsReader",
+    "Job",
+    "JobFailedError",
+    "JobSpec",
+    "JsonReader",
+    "JsonWriter",
+    "OpenAIBatchReader",
+    "OpenAIBatchWriter",
+    "OutputWriter",
+    "ParquetReader",
+    "ParquetWriter",
+    "RowError",
+    "TextReader",
+    "TextWriter",
+    "WebdatasetReader",
+    "WebdatasetWriter",
+    "from_huggingface",
+    "from_items",
+    "is_remote_function",
+    "load",
+    "read_csv",
+    "read_images",
+    "read_json",
+    "read_openai_batch",
+    "read_parquet",
+    "read_text",
+    "read_webdataset",
+    "remote_function",
+    "resume",
+    "save_results",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(MODULES[name]), name)

@@ -1,0 +1,52 @@
+"""Files that can be made again: offsets of rows, and what was unpacked to be read at any place.
+
+They are named after what they were made from (location, etag and size), so a changed input is a new entry, and all
+jobs on a machine share them. What was not used for a week is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+UNUSED_S = 7 * 24 * 3600.0
+
+
+def cache_directory() -> Path:
+    """This user's own directory. Raises PermissionError if someone else has made it."""
+    directory = Path(tempfile.gettempdir()) / f"tinsmith-batch-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if directory.lstat().st_uid != os.getuid():
+        raise PermissionError(f"{directory} belongs to another user; set TMPDIR to a directory of your own")
+    return directory
+
+
+def cached(make: Callable[[Path], None], *names: object) -> Path:
+    """The file that `make` writes for these names, made now unless it is there. Two may make it at once."""
+    directory = cache_directory()
+    path = directory / hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()
+    if path.exists():
+        os.utime(path)
+        return path
+    _sweep(directory)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        make(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return path
+
+
+def _sweep(directory: Path) -> None:
+    oldest = time.time() - UNUSED_S
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            if path.is_file() and path.stat().st_mtime < oldest:
+                path.unlink()

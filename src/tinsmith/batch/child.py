@@ -1,0 +1,157 @@
+"""The process in which a worker runs what is not ours: `python -m tinsmith.batch.child READ_FD WRITE_FD`.
+
+Lines of JSON come in and go out on two descriptors of their own, so that a mapper may print. The first line is the
+job's specification. Then either assignments follow, each answered by one outcome (`mapper`), or operations, each
+answered by its lines and an end (`utility`): counting and splitting, publishing, deleting, recording a row as failed.
+It ends with its input. It knows neither the worker's HTTP nor the coordinator.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import IO, Any, NoReturn
+
+from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, PartInfo, RowFailure
+
+SPANS_IN_A_LINE = 1000
+WORKER_POLL_S = 0.5
+
+Send = Callable[[dict[str, Any]], None]
+
+
+def main() -> None:
+    source = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
+    target = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
+    lock = threading.Lock()
+
+    def send(message: dict[str, Any]) -> None:
+        try:
+            with lock:
+                target.write(json.dumps(message) + "\n")
+                target.flush()
+        except BrokenPipeError:
+            _die()
+
+    threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
+    first = json.loads(source.readline())
+    spec = JobSpec.from_dict(first["spec"])
+    if first["role"] == "mapper":
+        _map(spec, source, send)
+    else:
+        _serve(spec, int(first["job_id"]), source, send)
+
+
+def _die_with(worker_pid: int) -> None:
+    """A worker that was killed cannot end its children; one in the middle of a batch would go on for nobody."""
+    while os.getppid() == worker_pid:
+        time.sleep(WORKER_POLL_S)
+    _die()
+
+
+def _die() -> NoReturn:
+    """With everything that the mapper started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
+    from tinsmith.batch import mapper_runtime
+
+    def assignments() -> Iterator[Assignment]:
+        for line in source:
+            given = json.loads(line)
+            yield Assignment(**{**given, "part_bases": tuple(given["part_bases"])})
+
+    try:
+        mapper_runtime.run(spec, assignments(), lambda outcome: send({"outcome": outcome.to_dict()}))
+    except MapperStartError as error:
+        send({"start_error": str(error)})
+    except Exception as error:  # noqa: BLE001  whatever it is, the worker must hear of it
+        send({"start_error": "".join(traceback.format_exception(error))})
+
+
+def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
+    operations = {"plan": _plan, "publish": _publish, "delete": _delete, "give_up": _give_up}
+    for line in source:
+        request = json.loads(line)
+        try:
+            send({"end": operations[request["op"]](spec, job_id, request, send)})
+        except Exception as error:  # noqa: BLE001  the answer of this operation alone
+            text = "".join(traceback.format_exception(error))
+            send({"error": text, "error_type": type(error).__name__, "message": str(error)})
+
+
+def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> dict[str, Any]:
+    from tinsmith.batch import planning
+
+    total, spans = 0, []
+    for span in planning.plan(spec):
+        total = span.end_idx + 1
+        spans.append(list(span))
+        if len(spans) == SPANS_IN_A_LINE:
+            send({"spans": spans})
+            spans = []
+    if spans:
+        send({"spans": spans})
+    return {"total_rows": total}
+
+
+def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+    """The winners lie in a file, one batch a line; so do the failed rows."""
+    from tinsmith.batch import reducing
+
+    index = int(request["output_idx"])
+    if index == len(spec.batch_output_formats):
+        with open(request["path"], encoding="utf-8") as lines:
+            published = reducing.publish_errors(spec, job_id, [json.loads(line) for line in lines])
+        assert published is not None
+        return published.to_dict()
+    parts: list[PartInfo] = []
+    with open(request["path"], encoding="utf-8") as lines:
+        for line in lines:
+            parts.append(PartInfo.from_dict(json.loads(line)[index]))
+    return reducing.publish_output(spec, index, job_id, parts).to_dict()
+
+
+def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+    from tinsmith.batch import reducing
+
+    formats = [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
+    for output in formats:
+        for job_id in request["job_ids"]:
+            reducing.delete_staging(output["path"], job_id)
+    return {}
+
+
+def _give_up(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+    """A row that failed for the last time: its place in every output stays empty, and it is told why."""
+    from tinsmith.batch import registry
+    from tinsmith.batch.cache import cache_directory
+
+    given = Assignment(**{**request["assignment"], "part_bases": tuple(request["assignment"]["part_bases"])})
+    try:
+        reader = registry.reader_from_dict(spec.batch_input_format)
+        (row,) = reader.download_batch(given.start_idx, given.end_idx, str(cache_directory()))
+    except Exception:  # noqa: BLE001  what cannot be read is perhaps why it failed
+        row = None
+    writers = [registry.writer_from_dict(output) for output in spec.batch_output_formats]
+    parts = [
+        writer.write_part([None], given.span, base) for writer, base in zip(writers, given.part_bases, strict=True)
+    ]
+    trace = request["error"]
+    message = trace.strip().rpartition("\n")[2]
+    failure = RowFailure(given.start_idx, request["error_type"], message, trace, row)
+    made = Outcome(given.batch_idx, given.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,))
+    return made.to_dict()
+
+
+if __name__ == "__main__":
+    main()

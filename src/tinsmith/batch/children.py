@@ -1,0 +1,283 @@
+"""A worker's children: processes of their own group that can be killed at any time, and what becomes of their work.
+
+`Child` is one process and its two pipes of JSON lines. `Mapper` gives assignments to a child that runs the mapper and
+starts another one when it dies. Who was at work when it died is to blame; who only waited is given to the next child.
+What an attempt comes to is told once: an outcome, or a loss that says whether it is the batch's fault (`infra` false),
+the machine's, or that of a mapper that does not start (`setup`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 4000
+Message = dict[str, Any]
+
+
+class ChildError(Exception):
+    """The child is gone."""
+
+
+class Child:
+    """One process. Its output, and its children's, goes to the log."""
+
+    def __init__(self, python: str, first: Message, log_path: Path) -> None:
+        child_reads, we_write = os.pipe()
+        we_read, child_writes = os.pipe()
+        self._log_path = log_path
+        command = [python, "-m", "tinsmith.batch.child", str(child_reads), str(child_writes)]
+        with log_path.open("ab") as log:
+            self._log_start = log.tell()
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                pass_fds=(child_reads, child_writes), start_new_session=True,
+            )  # fmt: skip
+        os.close(child_reads)
+        os.close(child_writes)
+        self._input = os.fdopen(we_write, "w", encoding="utf-8")
+        self._output = os.fdopen(we_read, "r", encoding="utf-8")
+        self._lock = threading.Lock()
+        self.send(first)
+
+    def send(self, message: Message) -> None:
+        """A child that is gone takes nothing; its reader notices."""
+        with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
+            self._input.write(json.dumps(message) + "\n")
+            self._input.flush()
+
+    def lines(self) -> Iterator[Message]:
+        for line in self._output:
+            if not line.endswith("\n"):  # cut by its death
+                return
+            yield json.loads(line)
+
+    def end(self) -> None:
+        """No more input: a mapper's `load()` ends."""
+        with self._lock, contextlib.suppress(BrokenPipeError, OSError):
+            self._input.close()
+
+    def kill(self) -> None:
+        """With everything that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return self.process.wait()
+
+    def tail(self) -> str:
+        """The end of what it printed."""
+        with self._log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, size - TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+
+def interpreter(spec: Message) -> str:
+    if spec.get("python"):
+        return str(spec["python"])
+    if spec.get("batch_activate_env"):
+        return str(Path(spec["batch_activate_env"]).expanduser() / "bin" / "python")
+    return sys.executable
+
+
+class Attempt:
+    """One assignment in a worker, and, once it is `settled`, what it came to."""
+
+    def __init__(self, assignment: Message) -> None:
+        self.assignment = assignment
+        self.since = time.monotonic()
+        self.settled = threading.Event()
+        self.result: Message = {}
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.assignment["batch_idx"], self.assignment["attempt_id"]
+
+    def settle(self, result: Message) -> None:
+        self.result = result
+        self.settled.set()
+
+
+def lost(error_class: str, error: str, *, infra: bool = False, setup: bool = False) -> Message:
+    return {"lost": {"error_class": error_class, "error": error, "infra": infra, "setup": setup}}
+
+
+class Mapper:
+    """The mapper's child, and the attempts that are with it, oldest first."""
+
+    def __init__(self, spec: Message, log_path: Path, on_settled: Callable[[Attempt], None]) -> None:
+        self._first = {"role": "mapper", "spec": spec}
+        self._python = interpreter(spec)
+        self._limits: Message = spec["limits"]
+        self._log_path = log_path
+        self._on_settled = on_settled
+        self._lock = threading.RLock()
+        self._waiting: list[Attempt] = []
+        self._child: Child | None = None
+        self._answered = False
+        self._told_to_die: Message | None = None
+        self._closed = False
+        self.start_error = ""
+
+    @property
+    def ready(self) -> bool:
+        return self._child is not None and self._answered
+
+    def start(self) -> None:
+        with self._lock:
+            if self._child is None and not self._closed:
+                self._begin()
+
+    def feed(self, attempt: Attempt) -> None:
+        with self._lock:
+            self._waiting.append(attempt)
+            if self._child is None:
+                self._begin()  # gives it everything that waits
+            else:
+                self._child.send(attempt.assignment)
+
+    def _begin(self) -> None:
+        try:
+            child = Child(self._python, self._first, self._log_path)
+        except OSError as error:
+            self._fail_all(lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            return
+        self._child, self._answered, self._told_to_die = child, False, None
+        now = time.monotonic()
+        for attempt in self._waiting:
+            attempt.since = now
+            child.send(attempt.assignment)
+        threading.Thread(target=self._follow, args=(child,), daemon=True).start()
+
+    def _follow(self, child: Child) -> None:
+        start_error = None
+        for message in child.lines():
+            if "start_error" in message:
+                start_error = message["start_error"]
+                break
+            with self._lock:
+                self._answered, self.start_error = True, ""
+                self._settle(message["outcome"])
+        if start_error is not None:
+            child.end()
+        status = child.wait()
+        child.kill()  # what it started may have outlived it
+        with self._lock:
+            self._child = None
+            if not self._closed:
+                self._on_death(status, start_error, child)
+
+    def _settle(self, outcome: Message) -> None:
+        key = outcome["batch_idx"], outcome["attempt_id"]
+        for attempt in self._waiting:
+            if attempt.key == key:
+                self._waiting.remove(attempt)
+                for next_one in self._waiting[:1]:
+                    next_one.since = time.monotonic()  # it begins now
+                attempt.settle(_result(outcome))
+                self._on_settled(attempt)
+                return
+
+    def _on_death(self, status: int, start_error: str | None, child: Child) -> None:
+        told = self._told_to_die
+        if start_error is not None and not self._answered:
+            self.start_error = start_error
+            self._fail_all(lost("MapperStartError", start_error, setup=True))
+        elif told is None and not self._answered and status not in (0, -signal.SIGKILL):
+            self.start_error = f"the mapper's process ended with status {status} before it answered\n{child.tail()}"
+            if self._waiting:
+                self._blame(lost("MapperDied", self.start_error))
+        elif self._waiting and not (status == 0 and self._answered):
+            words = f"the mapper's process ended with status {status}\n{child.tail()}"
+            killed = status == -signal.SIGKILL
+            self._blame(told or lost("MapperKilled" if killed else "MapperDied", words, infra=killed))
+        if self._waiting:
+            self._begin()
+
+    def _blame(self, result: Message) -> None:
+        attempt = self._waiting.pop(0)
+        attempt.settle(result)
+        self._on_settled(attempt)
+
+    def _fail_all(self, result: Message) -> None:
+        while self._waiting:
+            self._blame(result)
+
+    def abort(self, key: tuple[int, int]) -> None:
+        """End one attempt, with the child if it has begun."""
+        with self._lock:
+            if any(attempt.key == key for attempt in self._waiting):
+                self._waiting.sort(key=lambda attempt: attempt.key != key)  # it is the one to blame
+                self._kill(lost("Aborted", "the attempt was aborted", infra=True))
+
+    def watch(self) -> None:
+        """Kill a child that takes too long."""
+        with self._lock:
+            if self._child is None or not self._waiting or self._told_to_die:
+                return
+            limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
+            if time.monotonic() - self._waiting[0].since > limit_s:
+                self._kill(lost("TimeoutError", f"the batch took longer than {limit_s:g} s"))
+
+    def _kill(self, result: Message) -> None:
+        self._told_to_die = result
+        if self._child:
+            self._child.kill()
+
+    def close(self, grace_s: float) -> None:
+        """No more work: the mapper may end by itself until the grace is over."""
+        with self._lock:
+            self._closed = True
+            child = self._child
+            self._fail_all(lost("Shutdown", "the worker was shut down", infra=True))
+        if child is not None:
+            child.end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(grace_s)
+            child.kill()
+
+
+def _result(outcome: Message) -> Message:
+    if outcome["error"]:
+        return lost(outcome["error_type"] or "Error", outcome["error"])
+    return {"outcome": outcome}
+
+
+class Utility:
+    """A child that plans, publishes and deletes, one operation at a time; started when it is first needed."""
+
+    def __init__(self, spec: Message, job_id: int, log_path: Path) -> None:
+        self._first = {"role": "utility", "spec": spec, "job_id": job_id}
+        self._log_path = log_path
+        self._lock = threading.Lock()
+        self._child: Child | None = None
+
+    def run(self, request: Message) -> Iterator[Message]:
+        """The lines of an operation's answer, the last one an `end` or an `error`. Raises ChildError."""
+        with self._lock:
+            if self._child is None:
+                self._child = Child(sys.executable, self._first, self._log_path)
+            child = self._child
+            child.send(request)
+            for message in child.lines():
+                yield message
+                if "end" in message or "error" in message:
+                    return
+            self._child = None
+            raise ChildError(f"the process of {request['op']!r} ended with status {child.wait()}\n{child.tail()}")
+
+    def close(self) -> None:
+        child = self._child
+        if child is not None:
+            child.end()
+            child.kill()

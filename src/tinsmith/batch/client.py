@@ -1,0 +1,128 @@
+"""The routes of bulk jobs, called. Knows HTTP and no rows.
+
+A request that did not reach the server, or that it could not answer just then, is sent again for a minute;
+one that makes a job is not, as nobody could tell whether it made one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+
+from tinsmith.errors import NotFoundError, TinsmithError, UserError
+
+JOBS = "/api/v1/batch/jobs"
+TRY_FOR_S = 60.0
+PAUSE_S = 0.5
+REQUEST_TIMEOUT_S = 60.0
+BUSY = frozenset({429, 502, 503, 504})
+FINAL = frozenset({"SUCCEEDED", "FAILED", "CANCELLED"})
+Status = dict[str, Any]
+
+
+class Client:
+    """One server and one key; by default those of the environment, as the SDK's."""
+
+    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+        if base_url is None or api_key is None:
+            from tinsmith import settings
+
+            default_url, default_key = settings.client_address()
+            base_url, api_key = base_url or default_url, api_key or default_key
+        self.base_url = base_url.rstrip("/")
+        self._http = httpx.Client(
+            base_url=self.base_url, headers={"X-API-Key": api_key}, timeout=httpx.Timeout(REQUEST_TIMEOUT_S)
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def submit(self, spec: Mapping[str, Any]) -> int:
+        return int(self._call("POST", JOBS, body=spec, again=False)["job_id"])
+
+    def jobs(self) -> list[Status]:
+        return self._call("GET", JOBS)["jobs"]
+
+    def status(self, job_id: int) -> Status:
+        return self._call("GET", f"{JOBS}/{job_id}")
+
+    def batches(self, job_id: int) -> list[Status]:
+        return self._call("GET", f"{JOBS}/{job_id}/batches")["batches"]
+
+    def cancel(self, job_id: int) -> Status:
+        return self._call("POST", f"{JOBS}/{job_id}/cancel", body={})
+
+    def resume(self, job_id: int) -> int:
+        return int(self._call("POST", f"{JOBS}/{job_id}/resume", body={}, again=False)["job_id"])
+
+    def errors(self, job_id: int, after: int = -1, limit: int = 1000) -> list[Status]:
+        return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})["errors"]
+
+    def partial(self, job_id: int, after: int = -1, limit: int = 1000) -> Status:
+        return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
+
+    def statuses(self, job_id: int) -> Iterator[Status]:
+        """The job's status whenever it changes, until it is final; the connection is made again when it is lost."""
+        failing_since: float | None = None
+        while True:
+            try:
+                for status in self._events(job_id):
+                    failing_since = None
+                    yield status
+                    if status["status"] in FINAL:
+                        return
+            except httpx.TransportError as error:
+                failing_since = failing_since or time.monotonic()
+                if time.monotonic() - failing_since > TRY_FOR_S:
+                    raise TinsmithError(f"no connection to {self.base_url} for {TRY_FOR_S:.0f} s: {error}") from error
+            time.sleep(PAUSE_S)
+
+    def _events(self, job_id: int) -> Iterator[Status]:
+        timeout = httpx.Timeout(REQUEST_TIMEOUT_S)
+        with self._http.stream("GET", f"{JOBS}/{job_id}/events", timeout=timeout) as response:
+            if response.status_code in BUSY:
+                raise httpx.TransportError(f"the server answered {response.status_code}")
+            if response.is_error:
+                response.read()
+                raise _refused(response)
+            for line in response.iter_lines():
+                if line.startswith("data:"):
+                    yield json.loads(line.removeprefix("data:"))
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, int] | None = None,
+        body: Mapping[str, Any] | None = None,
+        again: bool = True,
+    ) -> Any:  # noqa: ANN401
+        until = time.monotonic() + (TRY_FOR_S if again else 0)
+        while True:
+            try:
+                response = self._http.request(method, path, params=query, json=body)
+            except httpx.TransportError as error:
+                if time.monotonic() > until:
+                    raise TinsmithError(f"no connection to {self.base_url}: {error}") from error
+            else:
+                if not response.is_error:
+                    return response.json()
+                if response.status_code not in BUSY or time.monotonic() > until:
+                    raise _refused(response)
+            time.sleep(PAUSE_S)
+
+
+def _refused(response: httpx.Response) -> Exception:
+    try:
+        message = str(response.json().get("detail") or response.text)
+    except (ValueError, AttributeError):
+        message = response.text
+    if response.status_code == 404:
+        return NotFoundError(message)
+    kind = TinsmithError if response.status_code >= 500 else UserError
+    return kind(f"{message} (HTTP {response.status_code})")

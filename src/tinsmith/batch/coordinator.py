@@ -1,0 +1,268 @@
+"""The coordinator of bulk jobs: takes those that nobody owns, and lends the slots of the pools to them.
+
+It runs on the server's event loop, one `JobRun` for each job that it owns and one task for each slot of each pool. It
+never runs a user's code, and loads no library of any format: workers do. A server that dies leaves rows; the next one
+on its data directory takes its jobs at once, any other when their leases have expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.batch.pools.local import LocalPool, PoolSpec, WorkerStartError, pool_from_yaml
+from tinsmith.batch.protocols import DEFAULT_POOL
+from tinsmith.batch.remote import RemoteWorker, WorkerLostError
+from tinsmith.batch.run import JobRun, clean
+from tinsmith.batch.share import FairShare
+from tinsmith.batch.state import BatchJobs
+from tinsmith.db import now
+from tinsmith.errors import NotFoundError, SettingsError
+from tinsmith.settings import Settings
+
+POLL_S = 1.0
+"""How often jobs are looked for that came, or were cancelled, without a word."""
+SWEEP_S = 60.0
+QUANTUM_S = 0.2
+EXCLUSIVE_QUANTUM_S = 30.0
+"""How long a slot works for one job before another may have it: with accelerators, a model is loaded each time."""
+FIRST_LEASE_S = 60.0
+DAY_S = 86400
+
+log = structlog.get_logger()
+
+
+def pools_of(settings: Settings) -> list[PoolSpec]:
+    """Raises SettingsError."""
+    pools = {DEFAULT_POOL: PoolSpec(DEFAULT_POOL, settings.batch_workers)}
+    for given in settings.batch_pools:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise SettingsError(f"batch_pools has {given!r}; use NAME=FILE.yaml")
+        pools[name] = pool_from_yaml(name, Path(path).expanduser())
+    return list(pools.values())
+
+
+class _Pool:
+    """The slots of one pool, and the jobs that want them."""
+
+    def __init__(self, spec: PoolSpec, log_dir: Path) -> None:
+        self.local = LocalPool(spec, log_dir)
+        self.runs: dict[int, JobRun] = {}
+        self.slots: dict[int, asyncio.Task[None]] = {}
+        self.changed = asyncio.Event()
+        self.quantum_s = EXCLUSIVE_QUANTUM_S if spec.exclusive else QUANTUM_S
+        self.share = FairShare(time.monotonic, self.quantum_s)
+
+    def resize(self, spec: PoolSpec) -> None:
+        """Slots that are too many end after what they are doing."""
+        self.local.spec = spec
+        for slot in range(spec.workers):
+            if slot not in self.slots:
+                self.slots[slot] = asyncio.create_task(self._serve(slot))
+        self.wake()
+
+    def wake(self) -> None:
+        self.changed.set()
+
+    def join(self, run: JobRun) -> None:
+        self.runs[run.job.job_id] = run
+        self.share.join(run.job.job_id, run.job.weight, run.job.priority)
+
+    def leave(self, run: JobRun) -> None:
+        self.runs.pop(run.job.job_id, None)
+        self.share.leave(run.job.job_id)
+
+    def _runnable(self) -> list[int]:
+        at = time.monotonic()
+        return [job_id for job_id, run in self.runs.items() if run.runnable(at)]
+
+    async def _serve(self, slot: int) -> None:
+        try:
+            while slot < self.local.spec.workers:
+                job_id = self.share.choose(self._runnable())
+                if job_id is None:
+                    await self._wait()
+                    continue
+                self.share.hold(job_id, slot)
+                try:
+                    await self.runs[job_id].serve(slot, lambda job_id=job_id: self._should_yield(job_id, slot))
+                except SQLAlchemyError as error:
+                    log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
+                    await asyncio.sleep(POLL_S)
+                finally:
+                    self.share.give_back(job_id, slot)
+        finally:
+            self.slots.pop(slot, None)
+
+    def _should_yield(self, job_id: int, slot: int) -> bool:
+        if slot >= self.local.spec.workers:
+            return True
+        others = [other for other in self._runnable() if other != job_id]
+        return bool(others) and self.share.should_yield(job_id, slot, others)
+
+    async def _wait(self) -> None:
+        """Until something has changed, or a batch may be tried again."""
+        self.changed.clear()
+        due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
+        wait_s = max(0.01, min(due - time.monotonic(), POLL_S))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.changed.wait(), wait_s)
+
+
+class Coordinator:
+    def __init__(self, settings: Settings, jobs: BatchJobs, holder: str) -> None:
+        self._settings = settings
+        self._jobs = jobs
+        self._holder = holder
+        self._token = uuid.uuid4().hex
+        self._specs = pools_of(settings)
+        self._pools: dict[str, _Pool] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._runs: dict[int, JobRun] = {}
+        self._due = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._next_sweep = 0.0
+
+    def start(self) -> None:
+        """Call on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        log_dir = self._settings.resolved_data_dir / "logs"
+        for spec in self._specs:
+            self._pools[spec.name] = _Pool(spec, log_dir)
+            self._pools[spec.name].resize(spec)
+        self._main = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Let go of all jobs and end all workers."""
+        slots = [task for pool in self._pools.values() for task in pool.slots.values()]
+        tasks = [*([self._main] if self._main else []), *self._tasks.values(), *slots]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # For the routes, on any thread.
+
+    def wake(self, job_id: int | None = None) -> None:
+        """There is a new job, or this one was cancelled."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake, job_id)
+
+    def _wake(self, job_id: int | None) -> None:
+        run = self._runs.get(job_id) if job_id is not None else None
+        if run is None:
+            self._due.set()
+        else:
+            run.cancel()
+
+    def pools(self) -> list[dict[str, object]]:
+        return [
+            {
+                "name": spec.name,
+                "workers": spec.workers,
+                "accelerators_per_worker": spec.devices_per_worker,
+                "jobs": sorted(self._pools[spec.name].runs) if spec.name in self._pools else [],
+            }
+            for spec in self._specs
+        ]
+
+    def has_pool(self, name: str) -> bool:
+        return any(spec.name == name for spec in self._specs)
+
+    def pool_names(self) -> Iterable[str]:
+        return [spec.name for spec in self._specs]
+
+    def resize(self, name: str, workers: object) -> None:
+        """From now on, and until the server ends. Raises NotFoundError, UserError."""
+        for index, spec in enumerate(self._specs):
+            if spec.name == name:
+                self._specs[index] = resized = spec.resized(workers)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
+                return
+        raise NotFoundError(f"there is no pool {name!r}; there are {list(self.pool_names())}")
+
+    # The loop.
+
+    async def _run(self) -> None:
+        while True:
+            self._due.clear()
+            try:
+                await self._take_jobs()
+                if cancelled := await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
+                    for job_id in cancelled:
+                        self._wake(job_id)
+                if time.monotonic() >= self._next_sweep:
+                    self._next_sweep = time.monotonic() + SWEEP_S
+                    await self._sweep()
+            except SQLAlchemyError as error:
+                log.error("bulk jobs cannot be looked for; the next look may", error=repr(error))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), POLL_S)
+
+    async def _take_jobs(self) -> None:
+        for job_id in await asyncio.to_thread(self._jobs.waiting, self._holder):
+            if job_id in self._tasks:
+                continue
+            take = self._jobs.acquire_batch_coordinator
+            job = await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S)
+            if job is None:
+                continue
+            pool = self._pools.get(job.pool)
+            if pool is None:
+                why = f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
+                await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
+                continue
+            run = JobRun(self._jobs, job, self._token, pool.local, pool.wake)
+            pool.join(run)
+            self._runs[job_id] = run
+            self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+
+    async def _keep(self, run: JobRun, pool: _Pool) -> None:
+        job_id = run.job.job_id
+        try:
+            await run.run()
+        except Exception as error:
+            log.error("a bulk job stopped; it is taken up again", job_id=job_id, exc_info=error)
+            await asyncio.sleep(POLL_S)
+        finally:
+            pool.leave(run)
+            self._runs.pop(job_id, None)
+            self._tasks.pop(job_id, None)
+            self._due.set()
+
+    async def _sweep(self) -> None:
+        """Delete the parts that nobody needs: a job's own end does that, unless it was cut short."""
+        keep_since = now() - self._settings.batch_retention_days * DAY_S
+        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since):
+            if job_id not in self._tasks:
+                self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
+
+    async def _clean(self, job_id: int) -> None:
+        spec = await asyncio.to_thread(self._jobs.spec, job_id)
+        pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL])
+
+        async def operating(operation):
+            worker_id = f"{job_id}-{uuid.uuid4().hex[:8]}"
+            started = await pool.local.start(worker_id, None)
+            worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
+            try:
+                await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)
+                return await operation(worker)
+            finally:
+                await worker.close()
+
+        try:
+            await clean(self._jobs, job_id, operating)
+        except (WorkerLostError, WorkerStartError, SQLAlchemyError) as error:
+            log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
+        finally:
+            self._tasks.pop(job_id, None)

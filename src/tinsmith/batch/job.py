@@ -1,0 +1,195 @@
+"""A bulk job as its owner holds it: follow it, stop it, resume it, read what it has so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.batch import registry
+from tinsmith.batch.client import FINAL, Client, Status
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row
+
+POLL_S = 0.5
+
+
+class JobFailedError(RuntimeError):
+    """A bulk job did not succeed. The text says how it ended, and how to go on."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job is. Rates are over its whole run; `seconds_left` is None before anything can be told."""
+
+    status: str
+    batches: int
+    batches_done: int
+    rows: int | None
+    rows_ok: int
+    rows_failed: int
+    rows_per_second: float
+    tokens_per_second: float
+    seconds_left: float | None
+
+
+class Job:
+    """A handle; `int(job)` is the job's id. Another process makes one with `Job(job_id)`."""
+
+    def __init__(self, job_id: int, client: Client | None = None) -> None:
+        self.job_id = int(job_id)
+        self._client = client or Client()
+
+    def __int__(self) -> int:
+        return self.job_id
+
+    def __index__(self) -> int:
+        return self.job_id
+
+    def __repr__(self) -> str:
+        return f"Job({self.job_id})"
+
+    def status(self) -> Status:
+        return self._client.status(self.job_id)
+
+    @property
+    def progress(self) -> Progress:
+        return progress_of(self.status())
+
+    @property
+    def outputs(self) -> list[OutputInfo]:
+        """What was published; empty before the job has succeeded."""
+        return [OutputInfo.from_dict(each) for each in self.status()["outputs"]]
+
+    def wait(self, *, progress: bool = False, check: bool = True) -> Status:
+        """Waits until the job has ended. With `check`, raises JobFailedError unless it succeeded."""
+        status: Status = {}
+        with _Bar(self.job_id, shown=progress) as bar:
+            for status in self._client.statuses(self.job_id):
+                bar.show(status)
+        if check and status["status"] != "SUCCEEDED":
+            raise JobFailedError(self._how_it_ended(status))
+        return status
+
+    def cancel(self) -> Status:
+        """Asks for the job's end; what is committed stays readable. `wait(check=False)` waits for it."""
+        return self._client.cancel(self.job_id)
+
+    def resume(self) -> Job:
+        """A new job that does what this one, which failed or was cancelled, has left."""
+        return Job(self._client.resume(self.job_id), self._client)
+
+    def errors(self) -> Iterator[Row]:
+        """The rows that have failed, by ascending index, with error_type, message and traceback."""
+        return _pages(lambda after: self._client.errors(self.job_id, after), "idx")
+
+    def batches(self) -> list[Status]:
+        return self._client.batches(self.job_id)
+
+    def partial(self, output: int = 0) -> Iterator[Row]:
+        """The rows of what is committed now, in input order, whether the job runs, failed or was cancelled."""
+        writer: OutputWriter | None = None
+        after = -1
+        while True:
+            page = self._client.partial(self.job_id, after)
+            if not page["batches"]:
+                return
+            writer = writer or registry.writer_from_dict(page["outputs"][output])
+            for batch in page["batches"]:
+                after = batch["start_idx"]
+                yield from _rows_of(batch, writer, output)
+
+    def stream(self, output: int = 0) -> Iterator[Row]:
+        """The rows in input order, each as soon as those before it are there; ends with the job.
+
+        A row that failed is passed over once the job has ended.
+        """
+        following = 0
+        after = -1
+        while True:
+            ended = self.status()["status"] in FINAL
+            page = self._client.partial(self.job_id, after)
+            writer = registry.writer_from_dict(page["outputs"][output])
+            moved = False
+            for batch in page["batches"]:
+                if batch["start_idx"] != following and not ended:
+                    break
+                yield from _rows_of(batch, writer, output)
+                after, following, moved = batch["start_idx"], batch["end_idx"] + 1, True
+            if ended and not page["batches"]:
+                return
+            if not moved:
+                time.sleep(POLL_S)
+
+    def _how_it_ended(self, status: Status) -> str:
+        kept = f"{status['rows_ok']} rows are kept" if status.get("rows_ok") else "no row is kept"
+        return (
+            f"bulk job {self.job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}\n"
+            f"{status.get('rows_failed') or 0} rows failed (batch.Job({self.job_id}).errors() lists them) and {kept} "
+            f"(.partial() reads them). Resume with batch.Job({self.job_id}).resume(), or with a changed function by "
+            f"Dataset.map(..., resume_from={self.job_id})."
+        )
+
+
+def progress_of(status: Status) -> Progress:
+    started, ended = status.get("started_at"), status.get("ended_at")
+    elapsed = max(1e-3, (ended or time.time()) - started) if started else 0.0
+    batches, done = status.get("batch_total_batches") or 0, status.get("batch_completed_batches") or 0
+    rows = (status.get("rows_ok") or 0) + (status.get("rows_failed") or 0)
+    tokens = (status.get("tokens_in") or 0) + (status.get("tokens_out") or 0)
+    return Progress(
+        status=status["status"],
+        batches=batches,
+        batches_done=done,
+        rows=status.get("total_rows"),
+        rows_ok=status.get("rows_ok") or 0,
+        rows_failed=status.get("rows_failed") or 0,
+        rows_per_second=rows / elapsed if elapsed else 0.0,
+        tokens_per_second=tokens / elapsed if elapsed else 0.0,
+        seconds_left=elapsed / done * (batches - done) if done and elapsed else None,
+    )
+
+
+class _Bar:
+    """A tqdm bar of batches; the rest beside it."""
+
+    def __init__(self, job_id: int, shown: bool) -> None:
+        self._job_id = job_id
+        self._shown = shown
+        self._bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def show(self, status: Status) -> None:
+        if not self._shown:
+            return
+        now = progress_of(status)
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=now.batches, initial=now.batches_done, desc=f"Job {self._job_id}", unit="batch", leave=True
+            )
+        self._bar.total = now.batches
+        self._bar.n = now.batches if now.status == "SUCCEEDED" else now.batches_done
+        self._bar.set_postfix_str(
+            f"{now.status}, {now.rows_per_second:.0f} rows/s, {now.tokens_per_second:.0f} tokens/s, "
+            f"{now.rows_failed} failed"
+        )
+
+
+def _pages(page: Callable[[int], list[Row]], cursor: str) -> Iterator[Row]:
+    after = -1
+    while found := page(after):
+        yield from found
+        after = found[-1][cursor]
+
+
+def _rows_of(batch: Row, writer: OutputWriter, output: int) -> Iterator[Row]:
+    if batch["parts"]:
+        yield from writer.read_part(PartInfo.from_dict(batch["parts"][output]))

@@ -1,0 +1,346 @@
+"""What a mapper sees on a worker: `load()` gives it batches, `save_results()` takes what it made of each.
+
+`run` reads the next batch while the mapper works on one, and stores the one before: three threads, one batch each.
+The mapper's own code runs in the calling thread alone.
+
+Invariants:
+- Every assignment is reported once: parts and counts, or why it failed.
+- A mapper that saves too few results, twice, or not at all, fails that batch, not the worker. One that raises is called
+  again, so what it loaded is loaded again, and the batch it raised in has failed.
+- A row that cannot be read, whose result is an error, or that an output cannot write, is a failed row in every output;
+  the others of its batch are stored.
+- A mapper that raises before it takes its first batch, or twice without taking one, is a MapperStartError.
+
+Who assigns and who listens is not known here; nor are databases and HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, overload
+
+from tinsmith.batch import adapters, functions, registry
+from tinsmith.batch.cache import cache_directory
+from tinsmith.batch.encoding import plain
+from tinsmith.batch.protocols import (
+    Assignment,
+    InputReader,
+    JobSpec,
+    MapperStartError,
+    Outcome,
+    OutputWriter,
+    PartInfo,
+    Row,
+    RowFailure,
+)
+
+if TYPE_CHECKING:
+    from tinsmith.batch.dataset import Dataset
+
+Report = Callable[[Outcome], None]
+
+
+class RowError(Exception):
+    """In place of a result: this row failed. Takes the exception, or a text."""
+
+    def __init__(self, cause: BaseException | str) -> None:
+        super().__init__(str(cause))
+        self.cause = cause if isinstance(cause, BaseException) else None
+
+
+@dataclass
+class _Batch:
+    """A batch on its way through: read, mapped, stored."""
+
+    assignment: Assignment
+    rows: list[Row] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    failures: list[RowFailure] = field(default_factory=list)
+    results: list[Row | list[Row] | None] = field(default_factory=list)
+    tokens: tuple[int, int] = (0, 0)
+    saved: bool = False
+
+
+class Feed:
+    """The batches of one job on one worker; `load()` iterates over it, with `for` or `async for`."""
+
+    def __init__(self, spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
+        self._spec = spec
+        self._report = report
+        self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
+        self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
+        self._read: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
+        self._mapped: queue.Queue[_Batch | None] = queue.Queue(maxsize=1)
+        self._current: _Batch | None = None
+        self.taken = 0
+        self.ended = False
+        self.broken: BaseException | None = None
+        self._reading = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
+        self._storing = threading.Thread(target=self._store_all, name="store", daemon=True)
+        self._reading.start()
+        self._storing.start()
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        while (rows := self.next_rows()) is not None:
+            yield rows
+
+    async def __aiter__(self) -> AsyncIterator[list[Row]]:
+        while (rows := await asyncio.to_thread(self.next_rows)) is not None:
+            yield rows
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """Which rows of the input the batch at hand holds."""
+        return self._current.indices if self._current is not None else []
+
+    def next_rows(self) -> list[Row] | None:
+        """The rows of the next batch that has any; None when there are no more batches."""
+        while True:
+            self._let_go("the mapper asked for the next batch before it called save_results for this one")
+            if self.ended:
+                return None
+            got = self._read.get()
+            if got is None:
+                self.ended = True
+                return None
+            if isinstance(got, BaseException):
+                self.ended, self.broken = True, got
+                return None
+            self.taken += 1
+            if got.rows:
+                self._current = got
+                return got.rows
+            self._mapped.put(got)
+
+    def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
+        batch = self._current
+        if batch is None:
+            raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
+        if batch.saved:
+            raise RuntimeError("save_results was called twice for one batch; call it once, with all results")
+        batch.saved = True
+        results = list(results)
+        if len(results) != len(batch.rows):
+            self._fail(
+                ValueError(
+                    f"save_results got {len(results)} results for a batch of {len(batch.rows)} rows; it takes one for "
+                    "each row, in the same order"
+                )
+            )
+            return
+        batch.tokens = (tokens_in, tokens_out)
+        for index, row, result in zip(batch.indices, batch.rows, results, strict=True):
+            try:
+                batch.results.append(self._checked(result))
+            except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
+                batch.results.append(None)
+                batch.failures.append(_failure(index, row, error))
+        self._mapped.put(batch)
+
+    def fail_current(self, error: BaseException) -> bool:
+        """The batch at hand has failed; False if there is none that could have."""
+        if self._current is None or self._current.saved:
+            return False
+        self._current.saved = True
+        self._fail(error)
+        return True
+
+    def finish(self) -> None:
+        """Waits until everything is stored and reported."""
+        self._let_go("the mapper returned before it called save_results for this batch")
+        self._mapped.put(None)
+        self._storing.join()
+
+    def _let_go(self, complaint: str) -> None:
+        if self._current is not None and not self._current.saved:
+            self._fail(RuntimeError(complaint))
+        self._current = None
+
+    def _fail(self, error: BaseException) -> None:
+        assert self._current is not None
+        self._report(_failed(self._current.assignment, error))
+
+    def _checked(self, result: object) -> Row | list[Row] | None:
+        """The result as it is written. Raises what is wrong with it."""
+        if isinstance(result, RowError):
+            raise (result.cause or result)
+        if isinstance(result, BaseException):
+            raise result
+        if self._spec.rows == "any" and (result is None or isinstance(result, list)):
+            rows = result or []
+        elif isinstance(result, dict):
+            rows = [result]
+        else:
+            allowed = "an object, a list of them or None" if self._spec.rows == "any" else "an object"
+            raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
+        for row in rows:
+            if not isinstance(row, dict):
+                raise TypeError(f"the result of a row is a list with a {type(row).__name__}; it must hold objects")
+            for writer in self._writers:
+                writer.check(row)
+        return rows if isinstance(result, list) else result
+
+    def _read_all(self, assignments: Iterable[Assignment]) -> None:
+        try:
+            for assignment in assignments:
+                try:
+                    self._read.put(self._read_batch(assignment))
+                except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
+                    self._report(_failed(assignment, error))
+            self._read.put(None)
+        except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: `run` says so)
+            self._read.put(error)
+
+    def _read_batch(self, assignment: Assignment) -> _Batch:
+        """The rows of an assignment. Where they cannot be read together, each alone."""
+        batch = _Batch(assignment)
+        start, end = assignment.span
+        cache = str(cache_directory())
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            batch.rows = list(self._reader.download_batch(start, end, cache))
+            batch.indices = list(range(start, end + 1))
+        if not batch.rows:
+            for index in range(start, end + 1):
+                try:
+                    batch.rows += self._reader.download_batch(index, index, cache)
+                    batch.indices.append(index)
+                except (ValueError, TypeError, KeyError) as error:
+                    batch.failures.append(_failure(index, None, error))
+        if len(batch.rows) != len(batch.indices):
+            raise RuntimeError(
+                f"the {type(self._reader).__name__} gave {len(batch.rows)} rows for {start} to {end}, both included"
+            )
+        return batch
+
+    def _store_all(self) -> None:
+        while (batch := self._mapped.get()) is not None:
+            try:
+                outcome = self._store(batch)
+            except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
+                outcome = _failed(batch.assignment, error)
+            self._report(outcome)
+
+    def _store(self, batch: _Batch) -> Outcome:
+        assignment = batch.assignment
+        by_index = dict(zip(batch.indices, batch.results, strict=True))
+        rows: list[Row | None] = []
+        for index in range(assignment.start_idx, assignment.end_idx + 1):
+            result = by_index.get(index)
+            rows += result if isinstance(result, list) else [result]
+        parts: list[PartInfo] = [
+            writer.write_part(rows, assignment.span, base)
+            for writer, base in zip(self._writers, assignment.part_bases, strict=True)
+        ]
+        return Outcome(
+            batch_idx=assignment.batch_idx,
+            attempt_id=assignment.attempt_id,
+            parts=tuple(parts),
+            rows_ok=assignment.span.rows - len(batch.failures),
+            rows_failed=len(batch.failures),
+            tokens_in=batch.tokens[0],
+            tokens_out=batch.tokens[1],
+            row_failures=tuple(sorted(batch.failures, key=lambda failure: failure.idx)),
+        )
+
+
+_feed: Feed | None = None
+
+
+@overload
+def load() -> Feed: ...
+@overload
+def load(source: InputReader | str | Sequence[Row]) -> Dataset: ...
+
+
+def load(source: InputReader | str | Sequence[Row] | None = None) -> Feed | Dataset:
+    """On a worker: the batches of rows of this job, to loop over. With a path or reader, the data set that it names."""
+    if source is not None:
+        from tinsmith.batch.dataset import Dataset
+
+        return Dataset(source)
+    if _feed is None:
+        raise RuntimeError(
+            "load() gives batches on a worker only; here, load(PATH) makes a Dataset and Dataset.map runs the mapper"
+        )
+    return _feed
+
+
+def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: int = 0) -> None:
+    """On a worker: the results of the batch at hand, one for each row, in order; each an object or a RowError."""
+    if _feed is None:
+        raise RuntimeError("save_results stores results on a worker only; there was no load() before it")
+    _feed.save(results, tokens_in, tokens_out)
+
+
+def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
+    """Runs a job's mapper over assignments until there are no more; calls `report` once for each, from any thread.
+
+    Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work, and
+    what `assignments` raises, once what it gave before is stored and reported.
+    """
+    global _feed
+    try:
+        mapper = functions.load_mapper(spec.batch_serialized_fn)
+        feed = Feed(spec, assignments, report)
+    except Exception as error:
+        raise MapperStartError(_text(error)) from error
+    _feed = feed
+    try:
+        loop = adapters.loop_of(mapper, feed)
+        while not feed.ended:
+            _run_once(loop, mapper.name, feed)
+        feed.finish()
+        if feed.broken is not None:
+            raise feed.broken
+    finally:
+        _feed = None
+
+
+def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
+    taken = feed.taken
+    try:
+        made = loop()
+        if asyncio.iscoroutine(made):
+            asyncio.run(made)
+        if not feed.ended and feed.taken == taken:
+            raise RuntimeError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
+        if not feed.ended:
+            feed.fail_current(RuntimeError(f"the mapper {name!r} returned while there were batches left"))
+    except Exception as error:
+        # After the last batch, what the mapper raises takes nothing away from what it saved.
+        if not feed.fail_current(error) and feed.taken == taken and not feed.ended:
+            raise MapperStartError(_text(error)) from error
+
+
+def _failed(assignment: Assignment, error: BaseException) -> Outcome:
+    return Outcome(
+        batch_idx=assignment.batch_idx,
+        attempt_id=assignment.attempt_id,
+        error_type=type(error).__name__,
+        error=_text(error),
+    )
+
+
+def _failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
+    shown = plain(row) if row is not None else None
+    return RowFailure(
+        idx=index,
+        error_type=type(error).__name__,
+        message=str(error),
+        traceback=_text(error),
+        row=shown if isinstance(shown, dict) else None,
+    )
+
+
+def _text(error: BaseException) -> str:
+    """The traceback, without the frames of this package that lead to the mapper's."""
+    frames = error.__traceback__
+    while frames is not None and "/tinsmith/batch/" in frames.tb_frame.f_code.co_filename and frames.tb_next:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))

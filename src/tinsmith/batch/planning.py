@@ -1,0 +1,43 @@
+"""The batches of a job: spans of its rows, in order, that cover each row once. Runs readers, so in workers only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tinsmith.batch import publishing, registry
+from tinsmith.batch.protocols import JobSpec, Span
+from tinsmith.errors import UserError
+
+
+def plan(spec: JobSpec) -> Iterator[Span]:
+    """Checks that the outputs can be published, counts the rows and splits them.
+
+    A batch has `batch_size` rows, and, where the job has `batch_tokens`, fewer where these would be more tokens by
+    the reader's estimate. A row that is larger than that alone is a batch of its own.
+    """
+    reader = registry.reader_from_dict(spec.batch_input_format)
+    for output in [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]:
+        publishing.check_output(registry.writer_from_dict(output).path, spec.if_exists)
+    if spec.batch_tokens is None:
+        return _by_count(len(reader), spec.batch_size)
+    sizes = reader.row_sizes()
+    if sizes is None:
+        raise UserError(f"a {type(reader).__name__} cannot tell how large its rows are; leave batch_tokens out")
+    return _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+
+
+def _by_count(rows: int, batch_size: int) -> Iterator[Span]:
+    for start in range(0, rows, batch_size):
+        yield Span(start, min(start + batch_size, rows) - 1)
+
+
+def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[Span]:
+    start, count, tokens = 0, 0, 0
+    for size in sizes:
+        if count and (count == batch_size or tokens + size > batch_tokens):
+            yield Span(start, start + count - 1)
+            start, count, tokens = start + count, 0, 0
+        count += 1
+        tokens += size
+    if count:
+        yield Span(start, start + count - 1)

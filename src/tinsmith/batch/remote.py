@@ -1,0 +1,131 @@
+"""One worker as the coordinator sees it: calls over HTTP, and the streamed answers of those that take long.
+
+A worker that refuses, breaks the connection, or is silent for longer than its heartbeats allow is lost
+(`WorkerLostError`): what it was doing is nobody's fault, and it is not asked again. httpcore and not httpx: a batch is
+one call, and all that httpx adds to it is time (2 ms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpcore
+import orjson
+
+from tinsmith.batch.attempts import Lost
+from tinsmith.batch.pools.local import Started
+from tinsmith.batch.protocols import Limits, Outcome
+
+CALL_S = 10.0
+MAX_SETUP_FAILURES = 2
+"""A mapper that did not start so often in one worker is tried in another one."""
+MAX_INFRA_FAILURES = 3
+
+
+class WorkerLostError(Exception):
+    """The worker cannot be reached any more."""
+
+
+class OperationError(Exception):
+    """An operation failed in the worker: what it raised there."""
+
+    def __init__(self, error_type: str, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.trace = trace
+
+
+class SetupFailedError(Exception):
+    """The mapper does not start; the message is its traceback."""
+
+
+class RemoteWorker:
+    def __init__(self, worker_id: str, started: Started, job_id: int, limits: Limits, slot: int | None) -> None:
+        self.worker_id = worker_id
+        self.started = started
+        self.slot = slot
+        self.setup_failures = 0
+        self.infra_failures = 0
+        self.lost = False
+        self._job_id = job_id
+        timeout = {"connect": CALL_S, "write": CALL_S, "pool": CALL_S, "read": limits.heartbeat_timeout_s}
+        self._extensions = {"timeout": timeout}
+        self._headers = [(b"host", b"worker"), (b"authorization", f"Bearer {started.token}".encode())]
+        is_url = started.address.startswith("http")
+        self._base = started.address if is_url else "http://worker"
+        self._pool = httpcore.AsyncConnectionPool(uds=None if is_url else started.address)
+
+    @property
+    def useless(self) -> bool:
+        worn = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
+        return self.lost or worn or self.started.process.returncode is not None
+
+    async def call(self, path: str, **body: object) -> None:
+        async for _ in self._stream(path, body):
+            pass
+
+    async def feed(self, **assignment: object) -> Outcome | Lost:
+        """What an attempt came to. Raises WorkerLostError, SetupFailedError."""
+        result: dict[str, Any] = {}
+        async for message in self._stream("/feed_batch", assignment):
+            result = message  # an answer that is not read to its end would cost its connection
+        if "outcome" in result:
+            self.infra_failures = self.setup_failures = 0
+            return Outcome.from_dict(result["outcome"])
+        if "lost" not in result:
+            raise self._gone("the answer has no end")
+        lost = result["lost"]
+        if lost["setup"]:
+            self.setup_failures += 1
+            raise SetupFailedError(lost["error"])
+        self.infra_failures += bool(lost["infra"])
+        return Lost(lost["error_class"], lost["error"], lost["infra"])
+
+    async def operate(self, op: str, **request: object) -> AsyncIterator[dict[str, Any]]:
+        """The lines of an operation; the last one is its result, as `end`. Raises OperationError, WorkerLostError."""
+        ended = False
+        async for message in self._stream("/operate", {"op": op, **request}):
+            if "error" in message:
+                raise OperationError(message["error_type"], message["message"], message["error"])
+            if "lost" in message:
+                raise WorkerLostError(message["lost"]["error"])
+            if "alive" not in message:
+                yield message
+            ended = "end" in message
+        if not ended:
+            raise self._gone("the answer has no end")
+
+    async def result_of(self, op: str, **request: object) -> dict[str, Any]:
+        """The result alone."""
+        result: dict[str, Any] = {}
+        async for message in self.operate(op, **request):
+            result = message.get("end", {})
+        return result
+
+    async def _stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        content = orjson.dumps({"job_id": self._job_id, **body})
+        headers = [*self._headers, (b"content-length", b"%d" % len(content))]
+        request = {"headers": headers, "content": content, "extensions": self._extensions}
+        try:
+            async with self._pool.stream("POST", self._base + path, **request) as answer:
+                rest = b""
+                async for chunk in answer.aiter_stream():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield orjson.loads(line)
+                if answer.status != 200:
+                    text = rest.decode(errors="replace")[:500]
+                    raise WorkerLostError(f"the worker answered {path} with {answer.status}: {text}")
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
+            raise self._gone(error) from error
+
+    def _gone(self, why: object) -> WorkerLostError:
+        self.lost = True
+        return WorkerLostError(f"worker {self.worker_id} was lost: {why!r}")
+
+    async def close(self) -> None:
+        """End the process and all that it started, now."""
+        self.lost = True
+        await self._pool.aclose()
+        await self.started.kill()

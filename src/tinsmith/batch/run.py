@@ -1,0 +1,498 @@
+"""One bulk job that this coordinator owns, from the count of its rows to the deletion of its parts.
+
+Slots of the pool call `serve` to run batches with one worker. What attempts come to, and what slots want next, is
+gathered for one transaction at a time (`_turns`): a batch is committed, counted and followed by the next claim
+together. Whatever the coordinator knows of the job beyond its rows may be lost at any moment: the next owner begins
+with the rows.
+
+The end of a job is in this order, each step durable before the next: every batch committed; WINDING_DOWN; outputs
+published from the list of winners; outputs recorded and SUCCEEDED; parts deleted; that noted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.batch.attempts import Claim, Lost, Settled
+from tinsmith.batch.pools.local import LocalPool, WorkerStartError
+from tinsmith.batch.protocols import Outcome, OutputInfo, Span, part_base
+from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
+from tinsmith.batch.state import BatchJobs, Job, SupersededError
+from tinsmith.crashpoints import reach
+
+IN_FLIGHT = 2
+"""Batches with one worker: it reads the second one's rows while it works on the first."""
+MAX_SETUP_FAILURES = 4
+"""A mapper that never started in so many tries, in two workers or more, does not start."""
+MAX_OPERATION_TRIES = 3
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class FailedError(Exception):
+    """The job cannot go on; the message says why."""
+
+
+class JobRun:
+    def __init__(self, jobs: BatchJobs, job: Job, token: str, pool: LocalPool, on_change: Callable[[], None]) -> None:
+        self.job = job
+        self.pool = pool
+        self.dispatching = False  # whether slots may work for it
+        self._jobs = jobs
+        self._token = token
+        self._on_change = on_change
+        self._spec = jobs.spec(job.job_id)
+        self._limits = self._spec.limits
+        self._ended = asyncio.Event()  # no more batches are to be dispatched, for any reason
+        self._superseded = False
+        self._failure: str | None = None
+        self._settled: list[Settled] = []
+        self._wants: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
+        self._turn_due = asyncio.Event()
+        self._nothing_until = 0.0
+        self._in_flight: dict[int, RemoteWorker] = {}
+        self._idle: list[RemoteWorker] = []
+        self._workers: set[RemoteWorker] = set()
+        self._setup_failures = 0
+        self._serving = 0
+
+    # For the pool's slots.
+
+    def runnable(self, now: float) -> bool:
+        return self.dispatching and not self._ended.is_set() and now >= self._nothing_until
+
+    def runnable_at(self) -> float:
+        return self._nothing_until if self.dispatching and not self._ended.is_set() else float("inf")
+
+    async def serve(self, slot: int, should_yield: Callable[[], bool]) -> None:
+        """Run batches on a slot until there are none, or another job is due."""
+        self._serving += 1
+        worker: RemoteWorker | None = None
+        try:
+            worker = await self._worker(slot)
+            await self._feed_while(worker, should_yield)
+        except (WorkerStartError, WorkerLostError, SetupFailedError) as error:
+            self._setup_failed(str(error))
+        except SupersededError:
+            self._supersede()
+        finally:
+            self._serving -= 1
+            if worker is not None:
+                await self._put_back(worker)
+
+    async def _feed_while(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
+        feeding: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                room = IN_FLIGHT - len(feeding)
+                if room and not worker.useless and not self._ended.is_set() and not should_yield():
+                    for claim in await self._claim(worker.worker_id, room):
+                        feeding.add(asyncio.create_task(self._attempt(worker, claim)))
+                if not feeding:
+                    return
+                _, feeding = await asyncio.wait(feeding, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in feeding:
+                task.cancel()
+
+    async def _attempt(self, worker: RemoteWorker, claim: Claim) -> None:
+        """One attempt at one batch; what it comes to is settled in the next turn."""
+        self._in_flight[claim.batch_idx] = worker
+        try:
+            outcome = await self._outcome(worker, claim)
+        except (WorkerLostError, OperationError) as error:
+            worker.infra_failures += 1
+            outcome = Lost(type(error).__name__, str(error), infra=isinstance(error, WorkerLostError))
+        except SetupFailedError as error:
+            outcome = Lost("SetupFailed", str(error), infra=True)
+            self._setup_failed(str(error))
+        else:
+            if not isinstance(outcome, Lost):
+                self._setup_failures = 0
+        finally:
+            self._in_flight.pop(claim.batch_idx, None)
+        reach("batch.reported")
+        if isinstance(outcome, Lost) and self._ended.is_set():
+            return  # it was ended on purpose: whoever goes on with the job finds the batch dispatched
+        self._settled.append((claim, outcome))
+        self._turn_due.set()
+
+    async def _outcome(self, worker: RemoteWorker, claim: Claim) -> Outcome | Lost:
+        outputs = enumerate(self._spec.batch_output_path)
+        bases = [part_base(path, self.job.job_id, index, claim.attempt_id) for index, path in outputs]
+        assignment = {
+            "batch_idx": claim.batch_idx,
+            "start_idx": claim.start_idx,
+            "end_idx": claim.end_idx,
+            "attempt_id": claim.attempt_id,
+            "part_bases": bases,
+        }
+        if claim.retry_count > self._limits.max_retries and claim.span.rows == 1:
+            told = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
+            return Outcome.from_dict(await worker.result_of("give_up", assignment=assignment, **told))
+        return await worker.feed(**assignment)
+
+    # Workers.
+
+    async def _worker(self, slot: int) -> RemoteWorker:
+        """One that is free, or a new one. With accelerators, that of the slot. Raises WorkerStartError, ..."""
+        bound = slot if self.pool.spec.exclusive else None
+        for worker in self._idle:
+            if worker.slot == bound and not worker.useless:
+                self._idle.remove(worker)
+                return worker
+        return await self._start_worker(bound, with_mapper=True)
+
+    async def _start_worker(self, slot: int | None, with_mapper: bool) -> RemoteWorker:
+        worker_id = f"{self.job.job_id}-{uuid.uuid4().hex[:8]}"
+        pool = self.pool.spec.name
+        await self._db(self._jobs.intend_worker, pool, worker_id, self.job.job_id, self._token, self.pool.kind)
+        started = await self.pool.start(worker_id, slot)
+        worker = RemoteWorker(worker_id, started, self.job.job_id, self._limits, slot)
+        self._workers.add(worker)
+        await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
+        await self._db(self._jobs.note_worker, pool, worker_id, "ready", started.address, started.process.pid)
+        return worker
+
+    async def _put_back(self, worker: RemoteWorker) -> None:
+        if worker.useless or self.pool.spec.exclusive or self._superseded:
+            await self._end_worker(worker)
+        else:
+            self._idle.append(worker)
+
+    async def _end_worker(self, worker: RemoteWorker) -> None:
+        self._workers.discard(worker)
+        if worker in self._idle:
+            self._idle.remove(worker)
+        await worker.close()
+        with contextlib.suppress(SQLAlchemyError):
+            await self._db(self._jobs.forget_worker, self.pool.spec.name, worker.worker_id)
+
+    def _setup_failed(self, why: str) -> None:
+        self._setup_failures += 1
+        if self._setup_failures >= MAX_SETUP_FAILURES:
+            self.fail(f"setup_failed: {why}")
+
+    # Turns.
+
+    async def _claim(self, worker_id: str, count: int) -> list[Claim]:
+        answer: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
+        self._wants.append((worker_id, count, answer))
+        self._turn_due.set()
+        return await answer
+
+    async def _turns(self) -> None:
+        """One transaction after another, each with all that has come together since the last one."""
+        try:
+            while True:
+                await self._turn_due.wait()
+                await asyncio.sleep(0)  # what is ready at this moment shares the transaction
+                self._turn_due.clear()
+                settled, wants = self._settled, self._wants
+                self._settled, self._wants = [], []
+                if settled or wants:
+                    await self._turn(settled, wants)
+        except SupersededError:
+            self._supersede()
+        finally:
+            for _, _, answer in self._wants:
+                if not answer.done():
+                    answer.set_result([])
+
+    async def _turn(self, settled: list[Settled], wants: list[tuple[str, int, asyncio.Future[list[Claim]]]]) -> None:
+        wanted = {} if self._ended.is_set() else {worker_id: count for worker_id, count, _ in wants}
+        limits = self._limits
+        claims: dict[str, list[Claim]] = {}
+        try:
+            turn = await self._db(
+                self._jobs.turn, self.job.job_id, self._token, settled, wanted, limits.lease_s,
+                limits.max_retries, limits.backoff_s,
+            )  # fmt: skip
+            self.job, claims = turn.job, dict(turn.claims)
+            if claims:
+                reach("batch.claimed")
+            if settled:
+                reach("batch.committed")
+                self._nothing_until = 0.0
+            for claim in turn.rejected:
+                log.warning("a late result was refused", job_id=self.job.job_id, batch_idx=claim.batch_idx)
+            if any(isinstance(outcome, Lost) for _, outcome in settled):
+                await self._check_failed()
+            elif wanted and not any(claims.values()):
+                wait_s = await self._db(self._jobs.next_retry_in, self.job.job_id)
+                self._nothing_until = float("inf") if wait_s is None else time.monotonic() + max(wait_s, 0.01)
+        except SQLAlchemyError as error:
+            log.error("a bulk job's rows cannot be written; trying again", job_id=self.job.job_id, exc_info=error)
+            self._settled[:0] = settled
+            self._turn_due.set()
+            await asyncio.sleep(1)
+        finally:
+            for worker_id, _, answer in wants:
+                if not answer.done():
+                    answer.set_result(claims.get(worker_id, []))
+        self._judge()
+        self._on_change()
+
+    def _judge(self) -> None:
+        if self.job.failed_too_many:
+            self.fail(f"{self.job.rows_failed} rows failed, and max_failed_rows is {self.job.max_failed_rows:g}")
+        elif self.job.status == "CANCELLING" or self.job.done:
+            self._ended.set()
+
+    async def _check_failed(self) -> None:
+        failure = await self._db(self._jobs.failure, self.job.job_id)
+        if failure:
+            self.fail(failure)
+
+    # The whole job.
+
+    def fail(self, why: str) -> None:
+        if self._failure is None:
+            self._failure = why
+        self._ended.set()
+
+    def cancel(self) -> None:
+        """The row says so already; this saves the wait for the next look."""
+        self._ended.set()
+
+    def _supersede(self) -> None:
+        self._superseded = True
+        self._ended.set()
+
+    async def run(self) -> None:
+        """To the job's end, or until another coordinator has it. Cancelled, it lets go of the job."""
+        helpers = [asyncio.create_task(self._turns()), asyncio.create_task(self._renew())]
+        try:
+            await self._run()
+        except SupersededError:
+            log.warning("another coordinator has the job", job_id=self.job.job_id)
+        finally:
+            self._ended.set()
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            await asyncio.gather(*(self._end_worker(worker) for worker in list(self._workers)), return_exceptions=True)
+            with contextlib.suppress(SQLAlchemyError):
+                await self._db(self._jobs.release, self.job.job_id, self._token)
+
+    async def _run(self) -> None:
+        job_id = self.job.job_id
+        try:
+            if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
+                await self._plan()
+            self._judge()
+            if not self._ended.is_set() and await self._set_status("RUNNING"):
+                self.dispatching = True
+                self._on_change()
+            await self._ended.wait()
+            await self._stop_serving()
+            if self._superseded:
+                return
+            self.job = await self._db(self._jobs.renew, job_id, self._token, self._limits.lease_s)
+            if self.job.done and self._failure is None and self.job.status != "CANCELLING":
+                await self._wind_down()
+                return
+            if self._failure is None and self.job.status != "CANCELLING":
+                return  # the server stops
+        except FailedError as error:
+            self.fail(str(error))
+        except (WorkerStartError, WorkerLostError) as error:
+            self.fail(f"no worker could be used: {error}")
+        cancelled = self._failure is None or not await self._set_status("FAILED", self._failure)
+        if cancelled:
+            await self._set_status("CANCELLED")
+
+    async def _stop_serving(self) -> None:
+        """Nothing is dispatched any more; what is still in flight was ended on purpose."""
+        self.dispatching = False
+        self._on_change()
+        if not self.job.done:
+            await asyncio.gather(*(self._shut_down(worker) for worker in list(self._workers)))
+        while self._serving:
+            await asyncio.sleep(0.01)
+            self._turn_due.set()
+
+    async def _shut_down(self, worker: RemoteWorker) -> None:
+        with contextlib.suppress(WorkerLostError):
+            await worker.call("/shutdown", grace_s=self._limits.grace_s)
+            worker.lost = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.started.process.wait(), self._limits.grace_s + 1)
+        await worker.close()
+
+    async def _set_status(self, status: str, error: str | None = None) -> bool:
+        moved = await self._db(self._jobs.set_status, self.job.job_id, self._token, status, error)
+        log.info("bulk job", job_id=self.job.job_id, status=status, error=error)
+        return moved
+
+    async def _renew(self) -> None:
+        """Keeps the lease; sees a job that is cancelled elsewhere."""
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), self._limits.lease_s / 3)
+            await self.look()
+
+    async def look(self) -> None:
+        try:
+            in_flight = list(self._in_flight)
+            self.job = await self._db(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s, in_flight)
+            self._judge()
+        except SupersededError:
+            self._supersede()
+        except SQLAlchemyError as error:
+            log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
+
+    # Operations.
+
+    async def _operating(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
+        """Run it on a worker, on another one if that is lost. Raises FailedError with what it raised."""
+        last: Exception | None = None
+        for _ in range(MAX_OPERATION_TRIES):
+            try:
+                worker = next((one for one in self._idle if not one.useless), None)
+                if worker is None:
+                    worker = await self._start_worker(None, with_mapper=not self.job.done)
+                    self._idle.append(worker)
+                return await operation(worker)
+            except (WorkerLostError, WorkerStartError) as error:
+                last = error
+            except OperationError as error:
+                raise FailedError(error.trace) from error
+        assert last is not None
+        raise last
+
+    async def _plan(self) -> None:
+        starts = array("q")
+
+        async def plan(worker: RemoteWorker) -> int:
+            del starts[:]
+            total = 0
+            async for message in worker.operate("plan"):
+                starts.extend(span[0] for span in message.get("spans", ()))
+                total = message.get("end", {}).get("total_rows", 0)
+            return total
+
+        planning = asyncio.ensure_future(self._operating(plan))
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait({planning, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not planning.done():
+                return  # the job is cancelled
+            total = planning.result()
+        finally:
+            planning.cancel()
+            ended.cancel()
+        spans = _spans(starts, total)
+        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, spans, total)
+
+    async def _wind_down(self) -> None:
+        if not await self._set_status("WINDING_DOWN"):
+            await self._set_status("CANCELLED")
+            return
+        reach("batch.winding")
+        keeping = asyncio.create_task(self._keep())
+        try:
+            published = await self._publish()
+        finally:
+            keeping.cancel()
+        reach("batch.published")
+        if not await self._db(self._jobs.finish, self.job.job_id, self._token, published):
+            await self._set_status("CANCELLED")
+            return
+        log.info("bulk job", job_id=self.job.job_id, status="SUCCEEDED")
+        reach("batch.recorded")
+        self._on_change()
+        await clean(self._jobs, self.job.job_id, self._operating)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.lease_s / 3)
+            await self.look()
+
+    async def _publish(self) -> list[tuple[str, OutputInfo]]:
+        formats = [str(output["format"]) for output in self._spec.batch_output_formats]
+        if self._spec.batch_error_format is not None:
+            formats.append(str(self._spec.batch_error_format["format"]))
+        published: list[tuple[str, OutputInfo]] = []
+        with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
+            winners, failures = Path(directory) / "winners", Path(directory) / "failures"
+            await self._db(_write_winners, self._jobs, self.job.job_id, winners)
+            await self._db(_write_failures, self._jobs, self.job.job_id, failures)
+            for index, kind in enumerate(formats):
+                path = str(winners if index < len(self._spec.batch_output_formats) else failures)
+
+                async def publish(worker: RemoteWorker, index: int = index, path: str = path) -> OutputInfo:
+                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=path))
+
+                published.append((kind, await self._operating(publish)))
+        return published
+
+    async def _db(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+
+
+Operating = Callable[[Callable[[RemoteWorker], Awaitable[T]]], Awaitable[T]]
+
+
+async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, object]]) -> None:
+    """Delete the parts of a job and of those that it resumed. The job stays what it is if that fails."""
+    chain = await asyncio.to_thread(jobs.chain, job_id)
+
+    async def delete(worker: RemoteWorker) -> dict[str, object]:
+        return await worker.result_of("delete", job_ids=chain)
+
+    try:
+        await operating(delete)
+    except (FailedError, WorkerLostError, WorkerStartError, SupersededError) as error:
+        log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
+        return
+    reach("batch.cleaned")
+    await asyncio.to_thread(jobs.note_cleaned, chain)
+
+
+def _spans(starts: array[int], total: int) -> Iterator[Span]:
+    for index, start in enumerate(starts):
+        yield Span(start, (starts[index + 1] if index + 1 < len(starts) else total) - 1)
+
+
+def _write_winners(jobs: BatchJobs, job_id: int, path: Path) -> None:
+    with path.open("w") as lines:
+        for _, parts in jobs.winners(job_id):
+            lines.write(json.dumps(parts) + "\n")
+
+
+def _write_failures(jobs: BatchJobs, job_id: int, path: Path) -> None:
+    with path.open("w") as lines:
+        after = -1
+        while errors := jobs.row_errors(job_id, 1000, after):
+            after = errors[-1]["row_idx"]
+            for error in errors:
+                lines.write(json.dumps(error_row(error)) + "\n")
+
+
+def error_row(error: dict[str, object]) -> dict[str, object]:
+    """A failed row as the errors output has it."""
+    details = error["details"]
+    assert isinstance(details, dict)
+    return {
+        "idx": error["row_idx"],
+        "row": details["row"],
+        "error_type": error["error_class"],
+        "message": error["message"],
+        "traceback": details["traceback"],
+        "attempts": details["attempts"],
+        "worker": details["worker"],
+    }

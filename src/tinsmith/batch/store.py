@@ -1,0 +1,416 @@
+"""Bytes by name, wherever they are: the local disk, S3, Google Cloud Storage, memory. One interface, ten methods.
+
+A location is a path or a URL: `dir/file`, `file:///dir/file`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `memory://NAME/KEY`.
+`open_store(location)` gives the store and the key in it.
+
+Invariants:
+- What is written is whole or absent: a reader never sees half an object, also after a crash.
+- When a write returns, it is durable. On the local disk that takes an fsync of the file and of its directory.
+- `put_create` and an exclusive writer never replace anything. (A multipart upload cannot promise that: there an
+  exclusive writer looks once more before it completes, and the last of two that look at the same moment wins.)
+
+Rows and formats are not known here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from tinsmith.errors import CorruptFilesError, UserError
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Bucket
+
+CHUNK_BYTES = 1024 * 1024
+# Larger objects are uploaded in pieces of this size; so many bytes of one object are in memory at a time.
+PIECE_BYTES = 8 * CHUNK_BYTES
+SCHEMES = ("file", "s3", "gs", "memory")
+
+
+class ObjectInfo(NamedTuple):
+    size: int
+    etag: str | None
+
+
+class Writer(Protocol):
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+class Source(NamedTuple):
+    """One piece of a `concat`: where it is, and what it must be."""
+
+    store: Store
+    key: str
+    sha256: str
+    skip: int = 0
+    """Bytes at its beginning that are left out of the result."""
+
+
+class Store(ABC):
+    @abstractmethod
+    def put_create(self, key: str, data: bytes) -> str | None:
+        """Stores a new object and returns its etag. Raises FileExistsError unless the object is this one already."""
+
+    @abstractmethod
+    def put(self, key: str, data: bytes) -> str | None: ...
+
+    @abstractmethod
+    def get(self, key: str) -> bytes: ...
+
+    @abstractmethod
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes of each `(start, end)`, the end excluded."""
+
+    @abstractmethod
+    def chunks(self, key: str) -> Iterator[bytes]:
+        """The object from its beginning, a piece at a time."""
+
+    @abstractmethod
+    def head(self, key: str) -> ObjectInfo:
+        """Raises FileNotFoundError."""
+
+    @abstractmethod
+    def list(self, prefix: str) -> Iterator[str]:
+        """The keys of all objects below a directory, in no order."""
+
+    @abstractmethod
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Deletes what is there; what is not is no error."""
+
+    @abstractmethod
+    def open_writer(
+        self, key: str, *, staging: str | None = None, exclusive: bool = False
+    ) -> AbstractContextManager[Writer]:
+        """An object written in pieces, visible once the block has ended well. `staging` is a directory of this store
+        where an unfinished one may be left by a crash. With `exclusive`, raises FileExistsError rather than replace."""
+
+    @abstractmethod
+    def copy(self, source: str, target: str) -> None: ...
+
+    def get_range(self, key: str, start: int, end: int) -> bytes:
+        return self.get_ranges(key, [(start, end)])[0]
+
+    def exists(self, key: str) -> bool:
+        try:
+            self.head(key)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def delete_below(self, prefix: str) -> None:
+        """Deletes everything below a directory, a page at a time."""
+        page: list[str] = []
+        for key in self.list(prefix):
+            page.append(key)
+            if len(page) == 1000:
+                self.delete_many(page)
+                page.clear()
+        self.delete_many(page)
+
+    def concat(
+        self, sources: Iterable[Source], key: str, *, head: bytes = b"", staging: str | None = None, exclusive: bool
+    ) -> tuple[int, str]:
+        """Writes `head` and the sources one after the other; returns the bytes and sha256 of the whole.
+
+        Nothing becomes visible if a source is not what it must be (CorruptFilesError)."""
+        digest, size = hashlib.sha256(head), len(head)
+        with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
+            writer.write(head)
+            for source in sources:
+                for piece in verified(source):
+                    digest.update(piece)
+                    size += len(piece)
+                    writer.write(piece)
+        return size, digest.hexdigest()
+
+
+def verified(source: Source) -> Iterator[memoryview]:
+    """The bytes of a source; raises CorruptFilesError at its end if they are not what they must be."""
+    digest, skip = hashlib.sha256(), source.skip
+    for chunk in source.store.chunks(source.key):
+        digest.update(chunk)
+        piece = memoryview(chunk)[skip:]
+        skip = max(0, skip - len(chunk))
+        if piece:
+            yield piece
+    if digest.hexdigest() != source.sha256:
+        raise CorruptFilesError(
+            f"{source.key} is not as it was written: its sha256 is {digest.hexdigest()}, not {source.sha256}"
+        )
+
+
+class LocalStore(Store):
+    """Files; keys are absolute paths."""
+
+    def put_create(self, key: str, data: bytes) -> str | None:
+        try:
+            self._write(key, data, exclusive=True)
+        except FileExistsError:
+            if Path(key).read_bytes() != data:
+                raise
+        return None
+
+    def put(self, key: str, data: bytes) -> str | None:
+        self._write(key, data, exclusive=False)
+        return None
+
+    def _write(self, key: str, data: bytes, exclusive: bool) -> None:
+        with self.open_writer(key, exclusive=exclusive) as writer:
+            writer.write(data)
+
+    def get(self, key: str) -> bytes:
+        return Path(key).read_bytes()
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        with open(key, "rb") as file:
+            return [os.pread(file.fileno(), end - start, start) for start, end in ranges]
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        with open(key, "rb", buffering=0) as file:
+            while chunk := file.read(CHUNK_BYTES):
+                yield chunk
+
+    def head(self, key: str) -> ObjectInfo:
+        status = os.stat(key)
+        if not Path(key).is_file():
+            raise FileNotFoundError(f"{key} is not a file")
+        return ObjectInfo(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
+
+    def list(self, prefix: str) -> Iterator[str]:
+        for directory, _, names in os.walk(prefix):
+            yield from (os.path.join(directory, name) for name in names)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(key)
+
+    def delete_below(self, prefix: str) -> None:
+        shutil.rmtree(prefix, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
+        target = Path(key)
+        unfinished = Path(staging or target.parent) / f".{target.name}.{uuid.uuid4().hex}.unfinished"
+        for directory in (target.parent, unfinished.parent):
+            directory.mkdir(parents=True, exist_ok=True)
+        if exclusive and target.exists():
+            raise FileExistsError(f"{key} exists already")
+        try:
+            with open(unfinished, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if exclusive:
+                os.link(unfinished, target)
+            else:
+                os.replace(unfinished, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+        _fsync_directory(target.parent)
+
+    def copy(self, source: str, target: str) -> None:
+        with open(source, "rb") as file, self.open_writer(target) as writer:
+            while chunk := file.read(CHUNK_BYTES):
+                writer.write(chunk)
+
+
+class BucketStore(Store):
+    """A bucket behind obstore; keys have no leading slash."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket: Any = bucket
+
+    def put_create(self, key: str, data: bytes) -> str | None:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            return self._bucket.put(key, data, mode="create", use_multipart=False)["e_tag"]
+        except (AlreadyExistsError, PreconditionError, FileExistsError):
+            if self.get(key) != data:
+                raise FileExistsError(f"{key} exists already") from None
+            return self.head(key).etag
+
+    def put(self, key: str, data: bytes) -> str | None:
+        return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._bucket.get(key).bytes())
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        wanted = [(start, end) for start, end in ranges if end > start]
+        found = iter(
+            self._bucket.get_ranges(key, starts=[start for start, _ in wanted], ends=[end for _, end in wanted])
+            if wanted
+            else ()
+        )
+        return [bytes(next(found)) if end > start else b"" for start, end in ranges]
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
+            yield bytes(chunk)
+
+    def head(self, key: str) -> ObjectInfo:
+        found = self._bucket.head(key)
+        return ObjectInfo(found["size"], found["e_tag"])
+
+    def list(self, prefix: str) -> Iterator[str]:
+        for page in self._bucket.list(prefix.rstrip("/") or None):
+            yield from (entry["path"] for entry in page)
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        if wanted := list(keys):
+            with contextlib.suppress(FileNotFoundError):
+                self._bucket.delete(wanted)
+
+    @contextlib.contextmanager
+    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
+        upload = _Upload(self._bucket, key)
+        yield upload
+        if upload.stream is None and exclusive:
+            from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+            try:
+                self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileExistsError):
+                raise FileExistsError(f"{key} exists already") from None
+        elif exclusive and self.exists(key):
+            raise FileExistsError(f"{key} exists already")
+        else:
+            upload.finish()
+
+    def copy(self, source: str, target: str) -> None:
+        self._bucket.copy(source, target)
+
+
+class _Upload:
+    """Holds a small object until its end is known, and streams a large one in pieces."""
+
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._bucket: Any = bucket
+        self._key = key
+        self.held = bytearray()
+        self.stream: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self.stream is None and len(self.held) + len(data) <= PIECE_BYTES:
+            self.held += data
+            return
+        if self.stream is None:
+            import obstore
+
+            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PIECE_BYTES, max_concurrency=1)
+            self.stream.write(bytes(self.held))
+            self.held.clear()
+        self.stream.write(bytes(data))
+
+    def finish(self) -> None:
+        if self.stream is None:
+            self._bucket.put(self._key, bytes(self.held), use_multipart=False)
+        else:
+            self.stream.close()
+
+
+def open_store(location: str) -> tuple[Store, str]:
+    """The store that a path or URL is in, and its key there. Raises UserError for a scheme that is not supported."""
+    scheme, bucket, key = split(location)
+    if scheme == "file":
+        return _local, key
+    return _bucket_store(scheme, bucket), key
+
+
+def split(location: str) -> tuple[str, str, str]:
+    """(scheme, bucket, key): `s3://b/k` -> s3, b, k; a path -> file, "", its absolute form."""
+    if "://" not in location:
+        return "file", "", os.path.abspath(os.path.expanduser(location))
+    parts = urlsplit(location, allow_fragments=False)
+    if parts.scheme not in SCHEMES:
+        raise UserError(
+            f"{location!r} has the scheme {parts.scheme!r}; supported are a path and {[f'{s}://' for s in SCHEMES]}"
+        )
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise UserError(f"{location!r} names the host {parts.netloc!r}; a file:// URL has none: file:///DIRECTORY")
+        return "file", "", os.path.abspath(unquote(parts.path))
+    if not parts.netloc:
+        raise UserError(f"{location!r} names no bucket; it must be {parts.scheme}://BUCKET/KEY")
+    key = parts.path.lstrip("/") + (f"?{parts.query}" if parts.query else "")
+    return parts.scheme, parts.netloc, key
+
+
+def join(directory: str, name: str) -> str:
+    return f"{directory.rstrip('/')}/{name}"
+
+
+def locations(pattern: str) -> list[str]:
+    """What a location with `*`, `?`, `[...]` or a final slash names, sorted; else itself alone."""
+    from fnmatch import fnmatchcase
+
+    if not any(mark in pattern for mark in "*?[") and not pattern.endswith("/"):
+        return [pattern]
+    wanted = f"{pattern}*" if pattern.endswith("/") else pattern
+    store, key = open_store(wanted)
+    fixed = key[: min(key.index(mark) for mark in "*?[" if mark in key)]
+    root = fixed.rpartition("/")[0] or ("/" if key.startswith("/") else "")
+    prefix = wanted[: len(wanted) - len(key)] if "://" in wanted and not wanted.startswith("file:") else ""
+    depth = key.count("/")
+    found = sorted(
+        name
+        for name in store.list(root)
+        if fnmatchcase(name, key) and ("**" in key or name.count("/") == depth) and not _hidden(name[len(root) :])
+    )
+    return [prefix + name for name in found]
+
+
+def _hidden(name: str) -> bool:
+    """Whether a name is ours or someone's private file rather than data."""
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+@lru_cache(maxsize=64)
+def _bucket_store(scheme: str, bucket: str) -> BucketStore:
+    from obstore import store as obstores
+
+    if scheme == "memory":
+        return BucketStore(obstores.MemoryStore())
+    from tinsmith import settings
+
+    endpoints = settings.storage_endpoints()
+    retries: Any = {"max_retries": 5}
+    if scheme == "s3":
+        options: dict[str, Any] = {}
+        if endpoint := endpoints.get("s3"):
+            options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+        return BucketStore(obstores.S3Store(bucket, retry_config=retries, **options))
+    options = {}
+    if endpoint := endpoints.get("gs"):
+        # An emulator asks for no credentials.
+        key = f'{{"gcs_base_url": "{endpoint}", "disable_oauth": true, "client_email": "", "private_key": "", '
+        options = {
+            "service_account_key": key + '"private_key_id": ""}',
+            "client_options": {"allow_http": endpoint.startswith("http://")},
+        }
+    return BucketStore(obstores.GCSStore(bucket, retry_config=retries, **options))
+
+
+def _fsync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_local = LocalStore()

@@ -1,0 +1,330 @@
+"""A worker: a small HTTP service that runs the batches of one job in a child, and outlives that child.
+
+`python -m tinsmith.batch.worker` reads one line of JSON from standard input (token, where to listen, log) and writes
+one (its address); it ends, with its children, when standard input closes: so does whoever started it, however it ended.
+
+`POST /configure` once, then `POST /feed_batch`, whose answer is a line a second while the batch runs and one line at
+its end. The same attempt fed twice runs once, and both callers are told. Two attempts are with the mapper at a time: it
+reads the second one's rows while it works on the first. Every request carries the token of one coordinator of one job;
+another's is refused with 409, so that a coordinator that was superseded can no longer use the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import resource
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tinsmith.batch.children import Attempt, ChildError, Mapper, Message, Utility, lost
+
+HEARTBEAT_S = 1.0
+MAX_IN_FLIGHT = 2
+REMEMBERED = 64
+"""Attempts whose result is kept for a caller that asks again."""
+OPERATIONS = ("plan", "publish", "delete", "give_up")
+
+
+class RefusedError(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Worker:
+    """What the HTTP service does, without HTTP."""
+
+    def __init__(self, log_path: Path) -> None:
+        self._log_path = log_path
+        self._lock = threading.Lock()
+        self._attempts: OrderedDict[tuple[int, int], Attempt] = OrderedDict()
+        self._started = time.monotonic()
+        self._rows = self._tokens = self._batches = 0
+        self.job_id: int | None = None
+        self._mapper: Mapper | None = None
+        self._utility: Utility | None = None
+        self.draining = False
+
+    def configure(self, request: Message) -> Message:
+        with self._lock:
+            if self.job_id is not None:
+                raise RefusedError(409, f"this worker is configured for job {self.job_id}")
+            self.job_id = int(request["job_id"])
+            self._mapper = Mapper(request["spec"], self._log_path, self._count)
+            self._utility = Utility(request["spec"], self.job_id, self._log_path)
+        threading.Thread(target=self._watch, daemon=True).start()
+        if request.get("start_mapper"):
+            self._mapper.start()
+        return {}
+
+    def _watch(self) -> None:
+        while not self.draining:
+            time.sleep(0.2)
+            if self._mapper:
+                self._mapper.watch()
+
+    def feed(self, request: Message) -> Iterator[Message]:
+        """A heartbeat a second, then the result."""
+        mapper = self._configured(request)[0]
+        names = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases")
+        attempt = Attempt({name: request[name] for name in names})
+        with self._lock:
+            known = self._attempts.get(attempt.key)
+            if known is None:
+                if sum(not other.settled.is_set() for other in self._attempts.values()) >= MAX_IN_FLIGHT:
+                    raise RefusedError(429, f"{MAX_IN_FLIGHT} batches are in flight")
+                self._attempts[attempt.key] = attempt
+                self._forget()
+        if known is None:
+            mapper.feed(attempt)
+        return self._follow(known or attempt)
+
+    def _follow(self, attempt: Attempt) -> Iterator[Message]:
+        while not attempt.settled.wait(HEARTBEAT_S):
+            yield {"alive": True}
+        yield attempt.result
+
+    def _forget(self) -> None:
+        for key, attempt in list(self._attempts.items())[: len(self._attempts) - REMEMBERED]:
+            if attempt.settled.is_set():
+                del self._attempts[key]
+
+    def operate(self, request: Message) -> Iterator[Message]:
+        """An operation of the utility child, with heartbeats while nothing else is to be told."""
+        utility = self._configured(request)[1]
+        if request.get("op") not in OPERATIONS:
+            raise RefusedError(400, f"op is {request.get('op')!r}; it must be one of {list(OPERATIONS)}")
+        return with_heartbeats(_operation(utility, request))
+
+    def _configured(self, request: Message) -> tuple[Mapper, Utility]:
+        if self.draining:
+            raise RefusedError(409, "this worker is shutting down")
+        if self._mapper is None or self._utility is None:
+            raise RefusedError(409, "this worker is not configured")
+        if request.get("job_id") != self.job_id:
+            raise RefusedError(409, f"this worker is configured for job {self.job_id}")
+        return self._mapper, self._utility
+
+    def _count(self, attempt: Attempt) -> None:
+        outcome = attempt.result.get("outcome")
+        if outcome:
+            self._batches += 1
+            self._rows += outcome["rows_ok"] + outcome["rows_failed"]
+            self._tokens += outcome["tokens_in"] + outcome["tokens_out"]
+
+    def abort(self, request: Message) -> Message:
+        self._configured(request)[0].abort((request["batch_idx"], request["attempt_id"]))
+        return {}
+
+    def shutdown(self, grace_s: float) -> None:
+        self.draining = True
+        if self._mapper:
+            self._mapper.close(grace_s)
+        if self._utility:
+            self._utility.close()
+
+    def health(self) -> Message:
+        if self.draining:
+            return {"state": "draining"}
+        if self._mapper is not None and self._mapper.start_error:
+            return {"state": "failed", "traceback": self._mapper.start_error}
+        return {"state": "ready" if self._mapper is not None and self._mapper.ready else "starting"}
+
+    def metrics(self) -> Message:
+        elapsed_s = time.monotonic() - self._started
+        waiting = sum(not attempt.settled.is_set() for attempt in self._attempts.values())
+        return {
+            "batches": self._batches,
+            "rows": self._rows,
+            "rows_per_s": self._rows / elapsed_s,
+            "tokens_per_s": self._tokens / elapsed_s,
+            "queue": waiting,
+            "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "children_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        }
+
+
+def _operation(utility: Utility, request: Message) -> Iterator[Message]:
+    try:
+        yield from utility.run(request)
+    except (ChildError, OSError) as error:
+        yield lost("ChildError", str(error), infra=True)
+
+
+def with_heartbeats(messages: Iterator[Message]) -> Iterator[Message]:
+    """Runs the iterator on a thread of its own, so that its silence can be filled."""
+    ready = threading.Condition()
+    arrived: list[Message] = []
+    ended = False
+
+    def run() -> None:
+        nonlocal ended
+        try:
+            for message in messages:
+                with ready:
+                    arrived.append(message)
+                    ready.notify()
+        finally:
+            with ready:
+                ended = True
+                ready.notify()
+
+    threading.Thread(target=run, daemon=True).start()
+    while True:
+        with ready:
+            ready.wait_for(lambda: arrived or ended, HEARTBEAT_S)
+            batch, over = list(arrived), ended
+            arrived.clear()
+        yield from batch
+        if over:
+            return
+        if not batch:
+            yield {"alive": True}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # one write for each line of an answer, not one for each piece of it
+    server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        self._answer({"/health": self.server.worker.health, "/metrics": self.server.worker.metrics})
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
+        worker = self.server.worker
+        calls = {
+            "/configure": lambda: worker.configure(request),
+            "/feed_batch": lambda: worker.feed(request),
+            "/operate": lambda: worker.operate(request),
+            "/abort": lambda: worker.abort(request),
+            "/shutdown": lambda: self.server.stop(float(request.get("grace_s", 0))),
+        }
+        self._answer(calls)
+
+    def _answer(self, calls: dict[str, Any]) -> None:
+        try:
+            given = self.headers.get("authorization") or ""
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
+                raise RefusedError(409, "the token is not that of this worker's coordinator")
+            if self.path not in calls:
+                raise RefusedError(404, f"there is no {self.path}; there are {sorted(calls)}")
+            answer = calls[self.path]()
+        except RefusedError as error:
+            self._whole(error.status, {"error": str(error)})
+            return
+        except (KeyError, TypeError, ValueError) as error:
+            self._whole(400, {"error": f"the request is not as it must be: {error!r}"})
+            return
+        if isinstance(answer, dict):
+            self._whole(503 if answer.get("state") == "failed" else 200, answer)
+        else:
+            self._streamed(answer)
+
+    def _whole(self, status: int, answer: Message) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _streamed(self, messages: Iterable[Message]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-ndjson")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        for message in messages:
+            line = json.dumps(message).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """The worker's log is for what mappers print."""
+
+    def address_string(self) -> str:
+        return "coordinator"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, address: tuple[str, int] | str, worker: Worker, token: str) -> None:
+        self.worker = worker
+        self.token = token
+        super().__init__(address, _Handler)  # pyright: ignore[reportArgumentType]  a Unix socket's is a path
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        request, address = super().get_request()
+        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return request, address
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A caller that went away is told nothing, and nobody else needs to know."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+    def stop(self, grace_s: float) -> Message:
+        """Answers at once; the process ends when the mapper has, or the grace is over."""
+        threading.Thread(target=self._end, args=(grace_s,), daemon=True).start()
+        return {}
+
+    def _end(self, grace_s: float) -> None:
+        self.worker.shutdown(grace_s)
+        self.shutdown()
+
+
+class _SocketServer(_Server):
+    """The same on a Unix-domain socket."""
+
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "worker", 0
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        request, _ = self.socket.accept()
+        return request, ("coordinator", 0)
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    worker = Worker(Path(given["log_path"]))
+    if given.get("socket"):
+        server: _Server = _SocketServer(given["socket"], worker, given["token"])
+        os.chmod(given["socket"], 0o600)
+        address = given["socket"]
+    else:
+        server = _Server(("127.0.0.1", int(given.get("port", 0))), worker, given["token"])
+        address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+    sys.stdout.write(json.dumps({"address": address}) + "\n")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
+        server.serve_forever(poll_interval=0.1)
+    worker.shutdown(0)
+
+
+def _end_with_input(server: _Server) -> None:
+    sys.stdin.read()
+    server.worker.shutdown(0)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""Readers and writers: every format there and back, odd files, odd values, and the bounds of memory and of work."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from tinsmith import batch
+from tinsmith.batch import planning, reducing, registry
+from tinsmith.batch.protocols import (
+    InputReader,
+    JobSpec,
+    OutputInfo,
+    OutputWriter,
+    PartInfo,
+    Span,
+    part_base,
+    part_name,
+)
+from tinsmith.batch.store import LocalStore
+from tinsmith.errors import CorruptFilesError, ForbiddenError, UserError
+
+Rows = list[dict[str, Any]]
+
+
+def written(
+    writer: OutputWriter, rows: Sequence[dict[str, Any] | None], tmp_path: Path, batch_size: int = 3
+) -> OutputInfo:
+    """Publishes rows as a job of this batch size would."""
+    parts = [
+        writer.write_part(rows[start : start + batch_size], Span(start, min(start + batch_size, len(rows)) - 1), base)
+        for start in range(0, len(rows), batch_size)
+        if (base := f"{tmp_path}/staging/attempt-{start}")
+    ]
+    return writer.publish(parts, f"{tmp_path}/staging", "error")
+
+
+def all_rows(reader: InputReader) -> Rows:
+    return reader.download_batch(0, len(reader) - 1, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (b'{"a":1}\n{"a":2}\n{"a":3}\n', 3),
+        (b'{"a":1}\n{"a":2}\n{"a":3}', 3),
+        (b'{"a":1}', 1),
+        (b"", 0),
+        (b"\n \r\n\n", 0),
+        (b'\n{"a":1}\n\n  \t\n{"a":2}\n\n', 2),
+        (b'{"a":1}\r\n{"a":2}\r\n', 2),
+        (b'\xef\xbb\xbf{"a":1}\n{"a":2}\n', 2),
+        (b'\xef\xbb\xbf\n\n{"a":1}', 1),
+        (b'  {"a":1}\n\t{"a":2}', 2),
+        (b'[{"a":1},\n {"a":2}\n]\n', 2),
+        (b" [ ]", 0),
+        (b'{"a":"\xc2\x85\xe2\x80\xa8"}\n', 1),
+        (b"".join(b'{"a":%d}\n' % index for index in range(10_000)), 10_000),
+    ],
+)
+@pytest.mark.parametrize("packing", ["", ".gz", ".zst"])
+def test_every_record_is_a_row_whatever_the_file_ends_with(
+    text: bytes, count: int, packing: str, tmp_path: Path
+) -> None:
+    name = tmp_path / f"in.json{packing}"
+    name.write_bytes({"": lambda data: data, ".gz": gzip.compress, ".zst": zstandard.compress}[packing](text))
+    reader = batch.JsonReader(str(name))
+    assert len(reader) == count
+    if count:
+        rows = all_rows(reader)
+        assert len(rows) == count
+        assert [reader.download_batch(index, index, "") for index in (0, count - 1)] == [rows[:1], rows[-1:]]
+
+
+def test_lines_across_pieces_of_a_large_file_are_found(tmp_path: Path) -> None:
+    rows = [{"n": index, "text": "x" * (index * 7919 % 300_000)} for index in range(80)]
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert path.stat().st_size > 8_000_000
+    reader = batch.JsonReader(str(path))
+    assert len(reader) == 80 and all_rows(reader) == rows
+    assert reader.download_batch(20, 45, "") == rows[20:46]
+
+
+def test_a_batch_reads_its_own_bytes_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(f'{{"n":1{index:06d}}}\n' for index in range(100_000)))
+    assert len(batch.JsonReader(str(path))) == 100_000
+    read: list[int] = []
+    ranges = LocalStore.get_ranges
+
+    def counted(store: LocalStore, key: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        found = ranges(store, key, wanted)
+        read.append(sum(map(len, found)))
+        return found
+
+    monkeypatch.setattr(LocalStore, "get_ranges", counted)
+    monkeypatch.setattr(LocalStore, "chunks", None)  # a second reader does not go through the file again
+    reader = batch.JsonReader(str(path))
+    for start in (0, 50_000, 99_990):
+        reader.download_batch(start, start + 9, "")
+    assert max(read) <= 200
+
+
+def test_a_bad_line_is_named_and_the_others_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"a":1}\n{"a":\n[1]\n{"a":4}')
+    reader = batch.JsonReader(str(path))
+    assert len(reader) == 4
+    for row, message in [(1, "row 1 of .*in.jsonl is not JSON"), (2, "row 2 of .* is not an object")]:
+        with pytest.raises(ValueError, match=message):
+            reader.download_batch(row, row, "")
+    assert reader.download_batch(3, 3, "") == [{"a": 4}]
+    with pytest.raises(IndexError):
+        reader.download_batch(3, 4, "")
+
+
+def test_many_files_are_one_input_in_order_of_their_names(tmp_path: Path) -> None:
+    for name, text in {"b": '{"n":3}\n{"n":4}', "a": '{"n":1}\n\n{"n":2}\n', "c": "", "d": '{"n":5}'}.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    for path in (f"{tmp_path}/*.jsonl", f"{tmp_path}/"):
+        reader = batch.JsonReader(path)
+        assert [row["n"] for row in all_rows(reader)] == [1, 2, 3, 4, 5]
+        assert [row["n"] for row in reader.download_batch(1, 3, "")] == [2, 3, 4]
+    with pytest.raises(FileNotFoundError):
+        len(batch.JsonReader(f"{tmp_path}/*.parquet"))
+
+
+def test_two_outputs_in_one_directory_stay_apart(tmp_path: Path) -> None:
+    full, meta = batch.JsonWriter(f"{tmp_path}/full.jsonl"), batch.JsonWriter(f"{tmp_path}/meta.jsonl", column="score")
+    rows = [{"text": f"t{index}", "score": index} for index in range(4)]
+    bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate((full, meta))]
+    parts = [writer.write_part(rows, Span(0, 3), base) for writer, base in zip((full, meta), bases, strict=True)]
+    for writer, part in zip((full, meta), parts, strict=True):
+        writer.publish([part], f"{tmp_path}/staging", "error")
+    assert all_rows(batch.JsonReader(full.path)) == rows
+    assert all_rows(batch.JsonReader(meta.path)) == [{"score": index} for index in range(4)]
+
+
+def test_json_holds_what_real_rows_hold(tmp_path: Path) -> None:
+    row = {
+        "text": "\u00e4 \u2028 \U0001f600",
+        "array": np.arange(6, dtype=np.float32).reshape(2, 3)[:, ::2],
+        "scalar": np.int64(7),
+        "half": np.float16(0.5),
+        "nan": float("nan"),
+        "date": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+        "bytes": b"\x00\xff",
+        "large": 2**70,
+        "path": Path("/a"),
+    }
+    written(batch.JsonWriter(f"{tmp_path}/o.jsonl"), [{**row, "large": 1}, {"large": 2**70}], tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text(encoding="utf-8").split("\n")[:-1]]
+    assert lines[0] == {
+        "text": row["text"],
+        "array": [[0.0, 2.0], [3.0, 5.0]],
+        "scalar": 7,
+        "half": 0.5,
+        "nan": None,
+        "date": "2026-01-02T03:04:05+00:00",
+        "bytes": "AP8=",
+        "large": 1,
+        "path": "/a",
+    }
+    assert lines[1] == {"large": 2**70}
+    with pytest.raises(TypeError, match="column 'bad'"):
+        batch.JsonWriter("o.jsonl").check({"good": 1, "bad": object()})
+    with pytest.raises(KeyError, match="no column 'score'"):
+        batch.JsonWriter("o.jsonl", column=["score"]).check({"text": 1})
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "csv", "parquet", "txt", "text.gz"])
+def test_rows_come_back_as_they_went(ending: str, tmp_path: Path) -> None:
+    rows: Rows = [{"text": f'{index}, "a" \u00e4'} for index in range(10)]
+    format = {"csv": "csv", "parquet": "parquet", "txt": "text", "text.gz": "text"}.get(ending, "json")
+    path = f"{tmp_path}/o.{ending}"
+    writer = registry.writer_from_dict({"format": format, "path": path})
+    info = written(writer, [*rows[:5], None, *rows[5:]], tmp_path)
+    assert (info.rows, info.bytes) == (10, Path(path).stat().st_size)
+    reader = registry.reader_from_dict({"format": format, "path": path})
+    assert all_rows(reader) == rows
+    assert reader.download_batch(4, 6, "") == rows[4:7]
+    assert registry.reader_from_dict(reader.to_dict()) == reader
+
+
+def test_the_parts_of_a_running_job_are_read_as_rows(tmp_path: Path) -> None:
+    rows: Rows = [{"text": f"{index}"} for index in range(3)]
+    for format in ("json", "csv", "parquet", "text"):
+        writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
+        part = writer.write_part(rows, Span(0, 2), f"{tmp_path}/{format}")
+        assert list(writer.read_part(part)) == rows
+
+
+def test_no_rows_are_an_output_without_rows(tmp_path: Path) -> None:
+    for ending in ("jsonl", "jsonl.gz", "csv", "parquet", "txt"):
+        writer = registry.writer_from_dict(
+            {
+                "format": {"txt": "text"}.get(ending, ending.removesuffix(".gz").replace("jsonl", "json")),
+                "path": f"{tmp_path}/o.{ending}",
+            }
+        )
+        assert writer.publish([], f"{tmp_path}/staging", "error").rows == 0
+        assert len(batch.Dataset(f"{tmp_path}/o.{ending}")) == 0
+
+
+def test_csv_takes_the_columns_of_all_rows(tmp_path: Path) -> None:
+    rows = [{"a": 1, "b": 'x,\n"y'}, {"a": None}, {"a": [1, 2], "c": True}, {"c": 0.5, "b": b"\0"}]
+    written(batch.CsvWriter(f"{tmp_path}/o.csv"), rows, tmp_path, batch_size=2)
+    assert all_rows(batch.CsvReader(f"{tmp_path}/o.csv")) == [
+        {"a": "1", "b": 'x,\n"y', "c": ""},
+        {"a": "", "b": "", "c": ""},
+        {"a": "[1,2]", "b": "", "c": "true"},
+        {"a": "", "b": "AA==", "c": "0.5"},
+    ]
+    (tmp_path / "bad.csv").write_text("a,b\n1\n")
+    with pytest.raises(ValueError, match=r"line 2 .* has 1 values, its header 2"):
+        len(batch.CsvReader(f"{tmp_path}/bad.csv"))
+
+
+def test_parquet_takes_the_wider_type_and_reads_row_groups(tmp_path: Path) -> None:
+    rows = [{"n": 1, "v": None}, {"n": 2, "v": None}, {"n": 0.5, "v": [1, 2]}, {"v": [3], "w": np.float32(2)}]
+    written(batch.ParquetWriter(f"{tmp_path}/o.parquet"), rows, tmp_path, batch_size=2)
+    assert all_rows(batch.ParquetReader(f"{tmp_path}/o.parquet")) == [
+        {"n": 1.0, "v": None, "w": None},
+        {"n": 2.0, "v": None, "w": None},
+        {"n": 0.5, "v": [1, 2], "w": None},
+        {"n": None, "v": [3], "w": 2.0},
+    ]
+    info = written(batch.ParquetWriter(f"{tmp_path}/dir/"), [{"n": index} for index in range(7)], tmp_path / "d")
+    reader = batch.ParquetReader(f"{tmp_path}/dir/", columns=["n"])
+    assert info.rows == len(reader) == 7 and reader.download_batch(2, 6, "") == [{"n": index} for index in range(2, 7)]
+
+
+def test_images_are_named_after_their_rows_and_come_back(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    rows: list[dict[str, Any] | None] = [{"image": pixels}, None, {"image": Image.fromarray(pixels)}]
+    written(batch.ImageWriter(f"{tmp_path}/out"), rows, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == ["00000000.png", "00000002.png"]
+    found = all_rows(batch.ImageReader(f"{tmp_path}/out/", decode=True))
+    assert len(found) == 2 and all(np.array_equal(np.asarray(row["image"]), pixels) for row in found)
+    encoded = all_rows(batch.ImageReader(f"{tmp_path}/out/"))[0]
+    batch.ImageWriter("x", kind="webp").check(encoded)
+    for bad in ({"image": "text"}, {"image": b"no image"}, {"image": np.zeros(3)}, {}):
+        with pytest.raises((ValueError, TypeError, KeyError), match="image"):
+            batch.ImageWriter("x").check(bad)
+
+
+def test_webdataset_samples_come_back(tmp_path: Path) -> None:
+    rows: Rows = [
+        {"txt": f"t{index}", "cls": index, "json": {"a": [index]}, "seg.bin": bytes([index])} for index in range(5)
+    ]
+    written(batch.WebdatasetWriter(f"{tmp_path}/out"), rows, tmp_path, batch_size=2)
+    found = all_rows(batch.WebdatasetReader(f"{tmp_path}/out/*.tar"))
+    assert found == [{"__key__": f"{index:08d}", **row} for index, row in enumerate(rows)]
+    with pytest.raises(TypeError, match="column 'text'"):
+        batch.WebdatasetWriter("x").check({"text": "belongs in txt"})
+
+
+def test_huggingface_data_sets_from_memory_and_from_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    rows: Rows = [{"text": f"t{index}", "n": index} for index in range(5)]
+    made = datasets.Dataset.from_list(rows)
+    assert all_rows(batch.from_huggingface(made).reader) == rows
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "saved"))
+    reader = batch.HuggingFaceReader(str(tmp_path / "saved"), split="train")
+    assert len(reader) == 5 and reader.download_batch(1, 2, "") == rows[1:3]
+    with pytest.raises(UserError, match="splits"):
+        len(batch.HuggingFaceReader(str(tmp_path / "saved"), split="test"))
+
+
+def test_openai_batch_files_are_checked_whole_and_answered_by_custom_id(tmp_path: Path) -> None:
+    good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    path = tmp_path / "in.jsonl"
+    path.write_text(json.dumps(good))
+    assert all_rows(batch.OpenAIBatchReader(str(path))) == [good]
+    lines = [good, {**good, "method": "GET", "custom_id": "b"}, good, {**good, "custom_id": "c", "url": "/v2"}, 5]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    problems = batch.OpenAIBatchReader(str(path)).problems()
+    assert [(each["line"], each["param"]) for each in problems] == [
+        (2, "method"),
+        (3, "custom_id"),
+        (4, "url"),
+        (5, None),
+    ]
+    with pytest.raises(UserError, match="earlier request"):
+        len(batch.OpenAIBatchReader(str(path)))
+    written(
+        batch.OpenAIBatchWriter(f"{tmp_path}/o.jsonl"), [{"custom_id": "a", "response": {"status_code": 200}}], tmp_path
+    )
+    [line] = all_rows(batch.JsonReader(f"{tmp_path}/o.jsonl"))
+    assert line["id"].startswith("batch_req_") and line["error"] is None and line["custom_id"] == "a"
+    with pytest.raises(ValueError, match="either"):
+        batch.OpenAIBatchWriter("o.jsonl").check({"custom_id": "a"})
+
+
+# Custom formats: a reader, and a writer of the older form, as users write them.
+
+
+@registry.INPUT_READER_REGISTRY.type_register(name="range")
+@dataclass
+class RangeReader(InputReader):
+    count: int = 10
+
+    def __len__(self) -> int:
+        return self.count
+
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[dict[str, Any]]:
+        return [{"id": index} for index in range(start_idx, end_idx + 1)]
+
+
+@registry.OUTPUT_WRITER_REGISTRY.type_register(name="merged")
+@dataclass
+class MergedWriter(OutputWriter):
+    def upload_batch(self, results: list[dict[str, Any]], start_idx: int, end_idx: int, job_id: str) -> None:
+        directory = Path(self.path + ".parts")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{start_idx:08d}").write_text("".join(f"{row['id']}\n" for row in results))
+
+    def reduce_results(self, job_id: str) -> None:
+        parts = sorted(Path(self.path + ".parts").iterdir())
+        Path(self.path).write_text("".join(part.read_text() for part in parts))
+
+    def cleanup(self, job_id: str) -> None:
+        import shutil
+
+        shutil.rmtree(self.path + ".parts")
+
+
+def test_custom_formats_travel_as_source_that_only_workers_run(tmp_path: Path) -> None:
+    data = RangeReader("numbers", count=4).to_dict()
+    assert data["format"] == "range" and "class RangeReader" in data["_class_source"]
+    assert "MergedWriter" not in data["_class_source"], "only the class, not its file"
+    with pytest.raises(ForbiddenError, match="only workers"):
+        registry.reader_from_dict(data, run_source=False)
+    with pytest.raises(UserError, match="sha256"):
+        registry.reader_from_dict({**data, "_class_source": data["_class_source"] + "#"})
+    script = (
+        "import json, sys; from tinsmith.batch import registry\n"
+        "r = registry.reader_from_dict(json.loads(sys.argv[1])); print(len(r), r.download_batch(1, 2, ''))"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, json.dumps(data)], capture_output=True, text=True, check=True)
+    assert ran.stdout == "4 [{'id': 1}, {'id': 2}]\n"
+
+
+def test_a_writer_of_the_older_form_never_touches_the_output_before_it_is_whole(tmp_path: Path) -> None:
+    data = MergedWriter(f"{tmp_path}/out/numbers.txt").to_dict()
+    writer = registry.writer_from_dict(data)
+    rows: list[dict[str, Any] | None] = [{"id": index} for index in range(5)]
+    staging = f"{tmp_path}/out/staging"
+    parts = [
+        writer.write_part(rows[:2], Span(0, 1), f"{staging}/a"),
+        writer.write_part([rows[2], None, rows[4]], Span(2, 4), f"{staging}/a"),
+    ]
+    assert not (tmp_path / "out" / "numbers.txt").exists()
+    info = writer.publish(parts, staging, "error")
+    assert (tmp_path / "out" / "numbers.txt").read_text() == "0\n1\n2\n4\n"
+    assert writer.publish(parts, staging, "error").sha256 == info.sha256
+    with pytest.raises(FileExistsError):
+        writer.publish(parts[:1], staging, "error")
+
+
+def test_readers_and_writers_that_do_not_exist_are_refused_by_name() -> None:
+    for data, message in [
+        ({"format": "xml", "path": "a"}, "no reader 'xml'"),
+        ({"format": "json", "path": "a", "colour": 1}, "no field .'colour'."),
+        ({"format": "json"}, "lacks .'path'."),
+    ]:
+        with pytest.raises(UserError, match=message):
+            registry.reader_from_dict(data)
+    with pytest.raises(ValueError, match="must name a file"):
+        batch.JsonWriter("out/")
+
+
+def spec_of(tmp_path: Path, **fields: object) -> JobSpec:
+    reader = batch.ItemsReader(items=[{"text": "x" * 4 * index} for index in range(7)])
+    return JobSpec.from_dict(
+        {
+            "batch_serialized_fn": "",
+            "batch_input_format": reader.to_dict(),
+            "batch_output_formats": [batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()],
+            "batch_size": 3,
+            **fields,
+        }
+    )
+
+
+def test_batches_cover_each_row_once(tmp_path: Path) -> None:
+    assert list(planning.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
+    assert list(planning.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
+    empty = batch.ItemsReader(items=[]).to_dict()
+    assert list(planning.plan(spec_of(tmp_path, batch_input_format=empty))) == []
+    with pytest.raises(UserError, match="batch_tokens"):
+        planning.plan(spec_of(tmp_path, batch_tokens=10))
+    (tmp_path / "o.jsonl").write_text("")
+    with pytest.raises(FileExistsError, match="if_exists"):
+        planning.plan(spec_of(tmp_path))
+
+
+def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    sizes = [10, 10, 30, 400, 10, 10, 10, 10]
+    path.write_text("".join(json.dumps({"t": "x" * size}) + "\n" for size in sizes))
+    reader = batch.JsonReader(str(path))
+    tokens = list(reader.row_sizes())
+    spans = list(planning.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
+    assert [index for start, end in spans for index in range(start, end + 1)] == list(range(8))
+    assert all(end == start or sum(tokens[start : end + 1]) <= 20 for start, end in spans)
+    assert (3, 3) in spans and all(end - start < 3 for start, end in spans) and len(spans) < 8
+
+
+def test_a_part_that_changed_is_not_published(tmp_path: Path) -> None:
+    for format in ("json", "csv", "parquet"):
+        writer = registry.writer_from_dict({"format": format, "path": f"{tmp_path}/o.{format}"})
+        part = writer.write_part([{"a": 1}], Span(0, 0), f"{tmp_path}/{format}")
+        with pytest.raises(CorruptFilesError):
+            writer.publish([PartInfo(part.path, 1, part.bytes, "0" * 64)], f"{tmp_path}/staging", "error")
+        assert not Path(writer.path).exists()
+
+
+def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, batch_error_format=batch.JsonWriter(f"{tmp_path}/err.jsonl").to_dict())
+    writer = registry.writer_from_dict(spec.batch_output_formats[0])
+    part = writer.write_part([{"a": 1}], Span(0, 0), part_base(writer.path, 7, 0, 1))
+    assert reducing.publish_output(spec, 0, 7, [part.to_dict()]).rows == 1
+    info = reducing.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
+    assert info and info.rows == 1
+    for path in (writer.path, info.path):
+        reducing.delete_staging(path, 7)
+        reducing.delete_staging(path, 7)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["err.jsonl", "o.jsonl"]
+
+
+def test_names_of_parts_grow_beyond_eight_digits() -> None:
+    assert part_name(Span(0, 31), "jsonl") == "batch_00000000-00000031.jsonl"
+    assert part_name(Span(123456789, 123456790), "x") == "batch_123456789-123456790.x"
+
+
+def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
+    script = f"""
+import hashlib, json, os, resource
+from tinsmith.batch.protocols import PartInfo, Span
+from tinsmith.batch.writers.lines import JsonWriter
+writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
+row = [{{"text": "x" * 1000}}] * 1024
+parts = [writer.write_part(row, Span(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+info = writer.publish(parts, {str(tmp_path)!r} + "/s", "error")
+print(json.dumps([info.rows, info.bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    rows, size, kibibytes = json.loads(ran.stdout)
+    assert rows == 102_400 and size == (tmp_path / "o.jsonl").stat().st_size > 100_000_000
+    assert kibibytes < 64 * 1024

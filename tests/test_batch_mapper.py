@@ -1,0 +1,289 @@
+"""What a mapper meets on a worker: every kind of function, every way to go wrong, each batch reported once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith import batch
+from tinsmith.batch import mapper_runtime, planning, reducing
+from tinsmith.batch.functions import serialize_function
+from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, OutputWriter, part_base
+from tinsmith.batch.readers.items import ItemsReader
+
+Rows = list[dict[str, Any]]
+ROWS: Rows = [{"n": index} for index in range(10)]
+
+
+class Ran:
+    """A job run in this process: what was reported, and the rows that came out of it."""
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        function: Callable[..., object],
+        *,
+        rows: Rows | None = None,
+        **options: Any,  # noqa: ANN401
+    ) -> None:
+        writers: list[OutputWriter] = options.pop("writers", None) or [batch.JsonWriter(f"{tmp_path}/o.jsonl")]
+        fields = {name: options.pop(name) for name in ("rows_mode", "batch_size") if name in options}
+        self.spec = JobSpec(
+            batch_serialized_fn=serialize_function(function, **options),
+            batch_input_format=ItemsReader(items=ROWS if rows is None else rows).to_dict(),
+            batch_output_formats=[writer.to_dict() for writer in writers],
+            batch_size=fields.get("batch_size", 3),
+            rows=fields.get("rows_mode", "one"),
+        )
+        self.outcomes: list[Outcome] = []
+        bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
+        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(planning.plan(self.spec))]
+        mapper_runtime.run(self.spec, assignments, self.outcomes.append)
+        self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
+        assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))
+
+    def output(self, index: int = 0) -> Rows:
+        parts = [outcome.parts[index] for outcome in self.outcomes if not outcome.failed]
+        path = reducing.publish_output(self.spec, index, 1, parts).path
+        reader = batch.JsonReader(path)
+        return reader.download_batch(0, len(reader) - 1, "") if len(reader) else []
+
+    @property
+    def failed_rows(self) -> dict[int, str]:
+        return {each.idx: each.error_type for outcome in self.outcomes for each in outcome.row_failures}
+
+
+def test_a_loop_maps_every_batch_and_loads_once(tmp_path: Path) -> None:
+    @batch.remote_function
+    def gen(factor: int = 1) -> None:
+        from tinsmith import batch
+
+        loaded = []
+        loaded.append(1)
+        for rows in batch.load():
+            batch.save_results([{"n": row["n"] * factor, "loads": len(loaded)} for row in rows], tokens_out=len(rows))
+
+    ran = Ran(tmp_path, gen, kwargs={"factor": 2})
+    assert ran.output() == [{"n": 2 * index, "loads": 1} for index in range(10)]
+    assert [(each.rows_ok, each.rows_failed, each.tokens_out) for each in ran.outcomes] == [(3, 0, 3)] * 3 + [(1, 0, 1)]
+
+
+def test_an_async_loop_is_awaited(tmp_path: Path) -> None:
+    @batch.remote_function
+    async def gen() -> None:
+        import asyncio
+
+        from tinsmith import batch
+
+        async for rows in batch.load():
+            await asyncio.sleep(0)
+            batch.save_results([{"n": row["n"] + 1} for row in rows])
+
+    assert Ran(tmp_path, gen).output() == [{"n": index + 1} for index in range(10)]
+
+
+def test_functions_of_rows_go_over_the_row_and_fail_alone(tmp_path: Path) -> None:
+    def add(row: dict[str, Any], index: int) -> dict[str, Any]:
+        if row["n"] == 4:
+            raise ZeroDivisionError("four")
+        return {"square": row["n"] ** 2, "index": index}
+
+    ran = Ran(tmp_path, add, kind="row", options={"with_indices": True, "remove_columns": ["n"]})
+    assert ran.output() == [{"square": index**2, "index": index} for index in range(10) if index != 4]
+    [failure] = ran.outcomes[1].row_failures
+    assert (failure.idx, failure.error_type, failure.message, failure.row) == (4, "ZeroDivisionError", "four", {"n": 4})
+    assert 'raise ZeroDivisionError("four")' in failure.traceback.replace("'", '"')
+
+
+def test_async_functions_of_rows_run_together(tmp_path: Path) -> None:
+    async def add(row: dict[str, Any]) -> dict[str, Any]:
+        import asyncio
+
+        await asyncio.sleep(0.05)
+        return {"m": row["n"]}
+
+    import time
+
+    began = time.monotonic()
+    assert Ran(tmp_path, add, kind="row", batch_size=10).output() == [{"n": n, "m": n} for n in range(10)]
+    assert time.monotonic() - began < 0.45
+
+
+@pytest.mark.parametrize("shape", ["list", "columns", "pandas", "arrow"])
+def test_functions_of_batches_get_and_give_every_shape(shape: str, tmp_path: Path) -> None:
+    def same(rows: object, extra: int) -> object:
+        return rows
+
+    ran = Ran(tmp_path, same, kind="batch", kwargs={"extra": 1}, options={"batch_format": shape})
+    assert ran.output() == ROWS
+
+
+def test_a_class_is_made_once(tmp_path: Path) -> None:
+    class Count:
+        def __init__(self, start: int) -> None:
+            self.calls = start
+
+        def __call__(self, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+            self.calls += 1
+            return {"n": [row["n"] for row in rows], "call": [self.calls] * len(rows)}
+
+    ran = Ran(tmp_path, Count, kind="class", kwargs={"start": 10})
+    assert [row["call"] for row in ran.output()] == [11] * 3 + [12] * 3 + [13] * 3 + [14]
+
+
+def test_a_batch_function_that_raises_fails_its_batch_alone(tmp_path: Path) -> None:
+    def some(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        if rows[0]["n"] == 3:
+            raise ValueError("three")
+        return rows
+
+    ran = Ran(tmp_path, some, kind="batch")
+    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert ran.outcomes[1].error_type == "ValueError" and "three" in ran.outcomes[1].error
+    assert [row["n"] for row in ran.output()] == [0, 1, 2, 6, 7, 8, 9]
+
+
+def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
+    @batch.remote_function
+    def gen() -> None:
+        from tinsmith import batch
+
+        for rows in batch.load():
+            if rows[0]["n"] == 3:
+                raise ValueError("three")
+            batch.save_results(rows)
+
+    ran = Ran(tmp_path, gen)
+    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert 'raise ValueError("three")' in ran.outcomes[1].error.replace("'", '"')
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("save_results(rows[:1])", "1 results for a batch of 3 rows"),
+        ("pass", "before it called save_results"),
+        ("return", "there were batches left"),
+    ],
+)
+def test_a_batch_that_is_not_saved_right_fails_and_the_rest_go_on(body: str, message: str, tmp_path: Path) -> None:
+    source = tmp_path / "gen_module.py"
+    source.write_text(
+        "from tinsmith.batch import remote_function\n@remote_function\ndef gen():\n"
+        "    from tinsmith.batch import load, save_results\n"
+        f"    for rows in load():\n        if rows[0]['n'] == 3:\n            {body}\n        else:\n"
+        "            save_results(rows)\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), namespace)
+    ran = Ran(tmp_path, namespace["gen"])
+    assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert message in ran.outcomes[1].error
+
+
+def test_saving_twice_or_without_a_batch_is_refused(tmp_path: Path) -> None:
+    @batch.remote_function
+    def gen() -> None:
+        from tinsmith.batch import load, save_results
+
+        for rows in load():
+            save_results(rows)
+            try:
+                save_results(rows)
+            except RuntimeError as error:
+                assert "twice" in str(error)
+            else:
+                raise AssertionError("saved twice")
+
+    assert Ran(tmp_path, gen).output() == ROWS
+    with pytest.raises(RuntimeError, match="on a worker only"):
+        batch.load()
+    with pytest.raises(RuntimeError, match="on a worker only"):
+        batch.save_results([])
+
+
+def test_row_errors_are_rows_without_a_result_in_every_output(tmp_path: Path) -> None:
+    @batch.remote_function
+    def gen() -> None:
+        from tinsmith.batch import RowError, load, save_results
+
+        for rows in load():
+            made = [
+                RowError(KeyError("lost")) if row["n"] == 1 else object() if row["n"] == 2 else {"n": row["n"]}
+                for row in rows
+            ]
+            save_results(
+                [{"n": 5, "bad": object()} if isinstance(row, dict) and row["n"] == 5 else row for row in made]
+            )
+
+    writers = [batch.JsonWriter(f"{tmp_path}/a.jsonl"), batch.JsonWriter(f"{tmp_path}/b.jsonl", column="n")]
+    ran = Ran(tmp_path, gen, writers=writers)
+    assert ran.failed_rows == {1: "KeyError", 2: "TypeError", 5: "TypeError"}
+    assert ran.output(0) == ran.output(1) == [{"n": n} for n in (0, 3, 4, 6, 7, 8, 9)]
+    assert [(each.rows_ok, each.rows_failed) for each in ran.outcomes] == [(1, 2), (2, 1), (3, 0), (1, 0)]
+
+
+def test_rows_can_be_dropped_and_multiplied_where_the_job_says_so(tmp_path: Path) -> None:
+    def spread(row: dict[str, Any]) -> object:
+        return None if row["n"] % 2 else [{"n": row["n"]}, {"n": -row["n"]}]
+
+    ran = Ran(tmp_path, spread, kind="row", rows_mode="any")
+    assert [row["n"] for row in ran.output()] == [0, 0, 2, -2, 4, -4, 6, -6, 8, -8]
+    assert not ran.failed_rows
+    strict = Ran(tmp_path / "strict", spread, kind="row")
+    assert len(strict.failed_rows) == 10
+
+
+def test_rows_that_cannot_be_read_fail_alone(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"n":0}\n{bad\n{"n":2}\n{"n":3}\n[]\n')
+
+    def same(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    spec = JobSpec(
+        batch_serialized_fn=serialize_function(same, kind="row"),
+        batch_input_format=batch.JsonReader(f"{tmp_path}/in.jsonl").to_dict(),
+        batch_output_formats=[batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()],
+        batch_size=4,
+    )
+    outcomes: list[Outcome] = []
+    assignments = [Assignment(0, 0, 3, 1, (f"{tmp_path}/p",)), Assignment(1, 4, 4, 1, (f"{tmp_path}/p",))]
+    mapper_runtime.run(spec, assignments, outcomes.append)
+    first, second = sorted(outcomes, key=lambda outcome: outcome.batch_idx)
+    assert [each.idx for each in first.row_failures] == [1] and first.rows_ok == 3
+    assert [each.idx for each in second.row_failures] == [4] and second.rows_ok == 0
+    assert Outcome.from_dict(first.to_dict()) == first
+
+
+@pytest.mark.parametrize("body", ["raise OSError('no model')", "return 1", "import nowhere"])
+def test_a_mapper_that_does_not_get_to_work_says_why(body: str, tmp_path: Path) -> None:
+    source = tmp_path / "gen_module.py"
+    source.write_text(f"from tinsmith.batch import remote_function\n@remote_function\ndef gen():\n    {body}\n")
+    namespace: dict[str, Any] = {}
+    exec(compile(source.read_text(), str(source), "exec"), namespace)
+    with pytest.raises(MapperStartError, match=r"no model|without taking a batch|nowhere"):
+        Ran(tmp_path, namespace["gen"])
+
+
+def test_who_assigns_may_fail(tmp_path: Path) -> None:
+    def same(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    spec = JobSpec(
+        batch_serialized_fn=serialize_function(same, kind="row"),
+        batch_input_format=ItemsReader(items=ROWS).to_dict(),
+        batch_output_formats=[batch.JsonWriter(f"{tmp_path}/o.jsonl").to_dict()],
+        batch_size=4,
+    )
+
+    def broken() -> Iterator[Assignment]:
+        yield Assignment(0, 0, 3, 1, (f"{tmp_path}/p",))
+        raise ConnectionResetError("gone")
+
+    outcomes: list[Outcome] = []
+    with pytest.raises(ConnectionResetError):
+        mapper_runtime.run(spec, broken(), outcomes.append)
+    assert [outcome.rows_ok for outcome in outcomes] == [4]

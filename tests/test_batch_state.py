@@ -1,0 +1,260 @@
+"""Bulk jobs as rows: who may write, what counts, what is tried again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from databases import fresh_url
+from tinsmith.batch.attempts import MAX_INFRA_RETRIES, Claim, Lost
+from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure, Span
+from tinsmith.batch.state import BatchJobs, Job, SupersededError
+from tinsmith.db import Database
+from tinsmith.errors import NotFoundError, UserError
+
+APP = Lost("ValueError", "the row is bad", infra=False)
+INFRA = Lost("WorkerLost", "it was killed", infra=True)
+LEASE_S = 60.0
+
+
+@pytest.fixture
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    made = Database(fresh_url(tmp_path, database_kind))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def jobs(db: Database) -> BatchJobs:
+    return BatchJobs(db)
+
+
+def spec(**changes: object) -> JobSpec:
+    given = {
+        "batch_serialized_fn": "payload",
+        "batch_input_format": {"format": "json", "path": "/in.jsonl"},
+        "batch_output_formats": [{"format": "json", "path": "/out.jsonl"}],
+        "batch_size": 2,
+    }
+    return JobSpec.from_dict({**given, **changes})
+
+
+def spans(rows: int, size: int) -> Iterator[Span]:
+    return (Span(start, min(start + size, rows) - 1) for start in range(0, rows, size))
+
+
+def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> Job:
+    job_id = jobs.create("alice", spec(**changes))
+    assert jobs.acquire_batch_coordinator(job_id, token, "here", LEASE_S)
+    jobs.save_batch_states(job_id, token, spans(rows, size), rows)
+    assert jobs.set_status(job_id, token, "RUNNING")
+    return jobs.find("alice", job_id)
+
+
+def outcome(claim: Claim, failed: int = 0) -> Outcome:
+    part = PartInfo(f"/parts/{claim.attempt_id}/{claim.start_idx}", claim.span.rows - failed, 10, "a" * 64)
+    failures = tuple(RowFailure(claim.start_idx + index, "ValueError", "bad") for index in range(failed))
+    return Outcome(claim.batch_idx, claim.attempt_id, (part,), claim.span.rows - failed, failed, 5, 7, failures)
+
+
+def claim(jobs: BatchJobs, job: Job, count: int = 1, token: str = "one") -> list[Claim]:
+    return list(jobs.turn(job.job_id, token, [], {"w": count}, LEASE_S).claims["w"])
+
+
+def statuses(jobs: BatchJobs, job: Job) -> list[str]:
+    return [state["status"] for state in jobs.get_batch_states(job.job_id)]
+
+
+def test_batches_are_claimed_in_the_order_of_their_rows_and_counted_when_they_are_committed(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=5)
+    claims = claim(jobs, job, 2)
+    assert [one.span for one in claims] == [(0, 1), (2, 3)]
+    done = jobs.turn(job.job_id, "one", [(one, outcome(one)) for one in claims], {"w": 5}, LEASE_S)
+    assert not done.rejected and [one.span for one in done.claims["w"]] == [(4, 4)]
+    (last,) = done.claims["w"]
+    ended = jobs.turn(job.job_id, "one", [(last, outcome(last))], {}, LEASE_S).job
+    assert ended.done and (ended.completed_batches, ended.rows_ok, ended.tokens_in, ended.tokens_out) == (3, 5, 15, 21)
+    assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 1), (2, 3), (4, 4)]
+
+
+def test_an_attempt_counts_once_and_only_while_the_batch_is_its_own(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    (zombie,) = claim(jobs, job)
+    jobs.turn(job.job_id, "one", [(zombie, INFRA)], {}, LEASE_S)
+    (again,) = claim(jobs, job)
+    assert again.span == zombie.span and again.attempt_id == zombie.attempt_id + 1
+    turn = jobs.turn(job.job_id, "one", [(zombie, outcome(zombie)), (again, outcome(again))], {}, LEASE_S)
+    assert turn.rejected == [zombie] and turn.job.completed_batches == 1
+    twice = jobs.turn(job.job_id, "one", [(again, outcome(again))], {}, LEASE_S)
+    assert twice.rejected == [again] and twice.job.completed_batches == 1
+    ((_, parts),) = jobs.winners(job.job_id)
+    assert parts[0]["path"] == "/parts/2/0"
+
+
+def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    (held,) = claim(jobs, job)
+    assert jobs.acquire_batch_coordinator(job.job_id, "two", "elsewhere", LEASE_S) is None
+    assert jobs.waiting("elsewhere") == []
+    assert jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
+    for change in (
+        lambda: jobs.turn(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
+        lambda: jobs.renew(job.job_id, "one", LEASE_S),
+        lambda: jobs.set_status(job.job_id, "one", "FAILED"),
+        lambda: jobs.save_batch_states(job.job_id, "one", spans(2, 1), 2),
+        lambda: jobs.finish(job.job_id, "one", []),
+        lambda: jobs.intend_worker("local", "w", job.job_id, "one", "local"),
+    ):
+        with pytest.raises(SupersededError):
+            change()
+    jobs.release(job.job_id, "one")
+    assert statuses(jobs, job) == ["PENDING"] * 3
+    stale = jobs.turn(job.job_id, "two", [(held, outcome(held))], {}, LEASE_S)
+    assert stale.rejected == [held], "an attempt of the old coordinator, reported by the new one"
+
+
+def test_a_job_whose_lease_expired_can_be_taken_by_anybody(jobs: BatchJobs) -> None:
+    job_id = jobs.create("alice", spec())
+    jobs.acquire_batch_coordinator(job_id, "one", "here", 0.05)
+    time.sleep(0.1)
+    assert jobs.waiting("elsewhere") == [job_id]
+    assert jobs.acquire_batch_coordinator(job_id, "two", "elsewhere", LEASE_S)
+
+
+def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=4, size=4)
+    for retry in range(1, 4):
+        (one,) = claim(jobs, job)
+        assert one.retry_count == retry - 1
+        jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0.1)
+        assert claim(jobs, job) == [], "it waits"
+        assert 0 < (jobs.next_retry_in(job.job_id) or 0) <= 0.1 * 2**retry
+        time.sleep(0.1 * 2**retry + 0.02)
+    (one,) = claim(jobs, job)
+    assert jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S).job.total_batches == 2
+    left, right = claim(jobs, job, 2)
+    assert (left.span, right.span) == ((0, 1), (2, 3))
+    turn = jobs.turn(job.job_id, "one", [(left, APP), (right, outcome(right))], {"w": 5}, LEASE_S)
+    first, second = turn.claims["w"]
+    assert (first.span, second.span) == ((0, 0), (1, 1)) and turn.job.total_batches == 3
+    turn = jobs.turn(job.job_id, "one", [(first, outcome(first)), (second, APP)], {"w": 1}, LEASE_S)
+    (given_up,) = turn.claims["w"]
+    assert given_up.retry_count == 4 and given_up.error == "the row is bad"
+    ended = jobs.turn(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job
+    assert ended.done and (ended.rows_ok, ended.rows_failed) == (3, 1) and ended.failed_too_many
+    assert [(error["row_idx"], error["message"]) for error in jobs.row_errors(job.job_id)] == [(1, "bad")]
+    assert [span for span, _ in jobs.winners(job.job_id)] == [(0, 0), (1, 1), (2, 3)]
+
+
+def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=1)
+    for _ in range(5):
+        (one,) = claim(jobs, job)
+        jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0)
+    assert statuses(jobs, job) == ["FAILED"]
+    assert jobs.failure(job.job_id) == "rows 0 to 0: ValueError: the row is bad"
+
+
+def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=1)
+    for lost in range(MAX_INFRA_RETRIES + 1):
+        (one,) = claim(jobs, job)
+        assert (one.retry_count, one.infra_retries) == (0, lost)
+        jobs.turn(job.job_id, "one", [(one, INFRA)], {}, LEASE_S)
+    assert statuses(jobs, job) == ["FAILED"]
+
+
+def test_an_expired_attempt_is_put_back_once_and_a_renewed_one_is_not(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    held, kept = jobs.turn(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
+    jobs.renew(job.job_id, "one", LEASE_S, [kept.batch_idx])
+    time.sleep(0.1)
+    jobs.renew(job.job_id, "one", LEASE_S)
+    jobs.renew(job.job_id, "one", LEASE_S)
+    assert statuses(jobs, job) == ["PENDING", "DISPATCHED", "PENDING"]
+    (again,) = claim(jobs, job)
+    assert again.span == held.span and again.infra_retries == 1
+
+
+def test_max_failed_rows_is_a_count_or_a_share(jobs: BatchJobs) -> None:
+    for allowed, failed, too_many in ((0, 1, True), (1, 1, False), (1, 2, True), (0.4, 2, False), (0.2, 2, True)):
+        job = owned(jobs, rows=6, size=2, max_failed_rows=allowed)
+        (one,) = claim(jobs, job)
+        job = jobs.turn(job.job_id, "one", [(one, outcome(one, failed))], {}, LEASE_S).job
+        assert job.failed_too_many is too_many, (allowed, failed)
+
+
+def test_a_job_that_is_being_cancelled_can_only_be_cancelled(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    assert jobs.cancel("alice", job.job_id).status == "CANCELLING"
+    assert not jobs.set_status(job.job_id, "one", "WINDING_DOWN")
+    assert not jobs.finish(job.job_id, "one", [])
+    assert jobs.set_status(job.job_id, "one", "CANCELLED")
+    assert jobs.cancel("alice", job.job_id).status == "CANCELLED", "and stays so"
+    assert jobs.waiting("here") == []
+
+
+def test_a_job_belongs_to_its_tenant(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    for ask in (
+        lambda: jobs.find("bob", job.job_id),
+        lambda: jobs.cancel("bob", job.job_id),
+        lambda: jobs.create("bob", spec(resume_from=job.job_id)),
+    ):
+        with pytest.raises(NotFoundError, match=str(job.job_id)):
+            ask()
+    assert jobs.listing("bob", 10, 0) == ([], 0) and jobs.listing("alice", 10, 0)[1] == 1
+
+
+def test_a_resumed_job_keeps_what_was_completed_without_a_failed_row(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=8, max_failed_rows=5)
+    good, bad, _ = claim(jobs, job, 3)
+    jobs.turn(job.job_id, "one", [(good, outcome(good)), (bad, outcome(bad, failed=1))], {}, LEASE_S)
+    jobs.cancel("alice", job.job_id)
+    with pytest.raises(UserError, match="CANCELLING: cancel it first"):
+        jobs.create("alice", spec(resume_from=job.job_id))
+    jobs.set_status(job.job_id, "one", "CANCELLED")
+    with pytest.raises(UserError, match="batch_input_format"):
+        other = {"format": "json", "path": "/other.jsonl"}
+        jobs.create("alice", spec(resume_from=job.job_id, batch_input_format=other))
+    resumed = jobs.find("alice", jobs.create("alice", spec(resume_from=job.job_id, batch_serialized_fn="another")))
+    assert (resumed.total_batches, resumed.completed_batches, resumed.rows_ok, resumed.rows_failed) == (4, 1, 2, 0)
+    assert resumed.root_job_id == job.job_id and resumed.total_rows == 8 and resumed.sealed
+    assert jobs.chain(resumed.job_id) == [job.job_id, resumed.job_id]
+    jobs.acquire_batch_coordinator(resumed.job_id, "two", "here", LEASE_S)
+    claims = claim(jobs, resumed, 9, "two")
+    assert [one.span for one in claims] == [(2, 3), (4, 5), (6, 7)]
+    with pytest.raises(UserError, match=f"job {resumed.job_id} is PENDING"):
+        jobs.create("alice", spec(resume_from=job.job_id))
+    jobs.finish(resumed.job_id, "two", [("json", OutputInfo("/out.jsonl", 8, 100, "b" * 64))])
+    with pytest.raises(UserError, match="has succeeded"):
+        jobs.create("alice", spec(resume_from=job.job_id))
+
+
+def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
+    job = owned(jobs)
+    assert jobs.finish(job.job_id, "one", [("json", OutputInfo("/out.jsonl", 6, 100, "b" * 64))])
+    assert jobs.find("alice", job.job_id).status == "SUCCEEDED"
+    (stored,) = jobs.outputs(job.job_id)
+    assert (stored["path"], stored["rows"], stored["format"]) == ("/out.jsonl", 6, "json")
+    assert jobs.uncleaned(0) == [job.job_id]
+    jobs.note_cleaned([job.job_id])
+    assert jobs.uncleaned(0) == []
+
+
+def test_what_a_crash_left_of_a_split_is_begun_anew(jobs: BatchJobs) -> None:
+    job_id = jobs.create("alice", spec())
+    jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
+
+    def broken() -> Iterator[Span]:
+        yield from spans(10_000 * 2, 2)
+        yield Span(20_000, 20_001)
+        raise OSError("the input went away")
+
+    with pytest.raises(OSError, match="went away"):
+        jobs.save_batch_states(job_id, "one", broken(), 0)
+    assert not jobs.find("alice", job_id).sealed
+    assert jobs.save_batch_states(job_id, "one", spans(3, 2), 3).total_batches == 2

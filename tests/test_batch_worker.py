@@ -1,0 +1,204 @@
+"""A worker of bulk jobs by its HTTP; pools as they are written; shares as they are owed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tinsmith import batch
+from tinsmith.batch import functions
+from tinsmith.batch.pools.local import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.protocols import JobSpec, Limits
+from tinsmith.batch.share import FairShare
+from tinsmith.errors import SettingsError, UserError
+
+JOB = 7
+
+
+@batch.remote_function
+def count(seconds: float) -> None:
+    import time
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        time.sleep(seconds)
+        batch.save_results([{"n": row["n"] + 1} for row in rows])
+
+
+@dataclass
+class Worker:
+    http: httpx.Client
+    process: subprocess.Popen[str]
+    spec: dict[str, Any]
+    parts: Path
+
+    def post(self, path: str, job_id: int = JOB, **body: object) -> httpx.Response:
+        return self.http.post(path, json={"job_id": job_id, **body})
+
+    def feed(self, batch_idx: int = 0, attempt_id: int = 1) -> list[dict[str, Any]]:
+        base = str(self.parts / f"attempt-{attempt_id}")
+        assignment = {"batch_idx": batch_idx, "start_idx": 2 * batch_idx, "end_idx": 2 * batch_idx + 1}
+        answer = self.post("/feed_batch", **assignment, attempt_id=attempt_id, part_bases=[base])
+        assert answer.status_code == 200, answer.text
+        return [json.loads(line) for line in answer.text.splitlines()]
+
+
+def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
+    (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(6)))
+    return JobSpec(
+        functions.serialize_function(count, kwargs={"seconds": seconds}),
+        batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
+        [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
+        2,
+        limits=Limits(batch_timeout_s=30),
+    ).to_dict()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tinsmith.batch.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps({"token": "secret", "port": 0, "log_path": str(tmp_path / "log")}) + "\n")
+    process.stdin.flush()
+    address = json.loads(process.stdout.readline())["address"]
+    with httpx.Client(base_url=address, headers={"authorization": "Bearer secret"}, timeout=30) as http:
+        yield Worker(http, process, spec_of(tmp_path, 0), tmp_path / "parts")
+    process.stdin.close()  # whoever started it is gone: it goes, too
+    assert process.wait(5) == 0
+    process.stdout.close()
+
+
+def test_an_attempt_that_is_fed_twice_runs_once(worker: Worker) -> None:
+    assert worker.post("/configure", spec=worker.spec).status_code == 200
+    first, again = worker.feed()[-1], worker.feed()[-1]
+    assert first == again and first["outcome"]["rows_ok"] == 2
+    assert worker.http.get("/metrics").json()["batches"] == 1
+    assert Path(first["outcome"]["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
+    assert worker.http.get("/health").json() == {"state": "ready"}
+
+
+def test_it_serves_its_coordinator_and_its_job_alone(worker: Worker) -> None:
+    assert "not configured" in worker.post("/feed_batch").text
+    worker.post("/configure", spec=worker.spec)
+    assert worker.post("/configure", spec=worker.spec).status_code == 409
+    assert worker.post("/feed_batch", job_id=8, batch_idx=0).status_code == 409
+    stale = worker.http.post("/shutdown", json={}, headers={"authorization": "Bearer another"})
+    assert stale.status_code == 409 and worker.process.poll() is None
+    assert worker.post("/operate", op="format_disk").status_code == 400
+    assert worker.post("/nowhere").status_code == 404
+    assert worker.http.post("/feed_batch", json={"job_id": JOB}).status_code == 400
+
+
+def test_it_answers_while_the_mapper_works_and_refuses_a_third_batch(worker: Worker, tmp_path: Path) -> None:
+    worker.post("/configure", spec=spec_of(tmp_path, 20))
+    answers = []
+    for index in (0, 1):
+        body = {"batch_idx": index, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(worker.parts)]}
+        request = worker.http.build_request("POST", "/feed_batch", json={"job_id": JOB, **body})
+        answers.append(worker.http.send(request, stream=True))
+    began = time.monotonic()
+    body = {"batch_idx": 2, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(worker.parts)]}
+    assert worker.post("/feed_batch", **body).status_code == 429
+    assert worker.http.get("/health").json()["state"] in ("starting", "ready")
+    assert time.monotonic() - began < 2
+    streams = [answer.iter_lines() for answer in answers]
+    assert json.loads(next(streams[0])) == {"alive": True}
+    assert worker.post("/abort", batch_idx=0, attempt_id=1).status_code == 200
+    told = [json.loads(line) for line in streams[0]][-1]
+    assert told["lost"]["infra"] and told["lost"]["error_class"] == "Aborted"
+    assert worker.post("/shutdown", grace_s=0).status_code == 200
+    assert [json.loads(line) for line in streams[1]][-1]["lost"]["error_class"] == "Shutdown"
+    assert worker.process.wait(5) == 0
+
+
+# Pools.
+
+
+def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
+    path = tmp_path / "pool.yaml"
+    path.write_text(
+        "pool:\n  min_workers: 1\n  max_workers: 3\nresources:\n  accelerators: H100:2\nsetup: echo hello\n"
+    )
+    pool = pool_from_yaml("gpu", path)
+    assert pool == PoolSpec("gpu", 3, 2, "echo hello\n".strip()) and pool.exclusive
+    assert pool_from("cpu", {"pool": {"workers": 2}}) == PoolSpec("cpu", 2)
+    path.write_text("pool: [")
+    with pytest.raises(SettingsError, match="pool"):
+        pool_from_yaml("gpu", path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, "no 'pool'"),
+        ({"pool": {"workers": -1}}, "workers is -1"),
+        ({"pool": {"workers": True}}, "workers is True"),
+        ({"pool": {"workers": 1, "speed": 3}}, "speed"),
+        ({"pool": {"workers": 1}, "run": "x"}, "run"),
+        ({"pool": {"workers": 1}, "resources": {"cloud": "aws"}}, "accelerators only"),
+        ({"pool": {"workers": 1}, "resources": {"accelerators": "H100:x"}}, "NAME:COUNT"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_by_name(data: object, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        pool_from("p", data)
+
+
+# Shares.
+
+
+def shares_of(weights: dict[int, float], slots: int, seconds: float, arrives: dict[int, float]) -> dict[int, float]:
+    """Slot-seconds of each job, batches of 0.05 s, on a clock of its own."""
+    now = 0.0
+    fair = FairShare(lambda: now, 0.2)
+    held: dict[int, int] = {}
+    worked = dict.fromkeys(weights, 0.0)
+    present: list[int] = []
+    while now < seconds:
+        for job, at in arrives.items():
+            if job not in present and now >= at:
+                fair.join(job, weights[job], 0)
+                present.append(job)
+        for slot in range(slots):
+            job = held.get(slot)
+            if job is not None and fair.should_yield(job, slot, [other for other in present if other != job]):
+                fair.give_back(held.pop(slot), slot)
+            if slot not in held and (chosen := fair.choose(present)) is not None:
+                fair.hold(chosen, slot)
+                held[slot] = chosen
+        for job in held.values():
+            worked[job] += 0.05
+        now += 0.05
+    return worked
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("weight", [1.0, 2.0])
+def test_jobs_share_by_weight_on_any_number_of_slots(slots: int, weight: float) -> None:
+    worked = shares_of({1: weight, 2: 1.0}, slots, 60, {1: 0, 2: 0})
+    assert worked[1] / worked[2] == pytest.approx(weight, rel=0.1)
+    assert sum(worked.values()) == pytest.approx(60 * slots, rel=0.01), "no slot is idle"
+
+
+def test_a_job_that_comes_later_is_owed_nothing_for_the_time_before() -> None:
+    worked = shares_of({1: 1.0, 2: 1.0}, 2, 90, {1: 0, 2: 30})
+    assert worked[2] == pytest.approx(60, rel=0.1)
+
+
+def test_the_higher_priority_has_the_slots() -> None:
+    fair = FairShare(lambda: 0.0, 0.2)
+    fair.join(1, 1.0, 0)
+    fair.join(2, 1.0, 5)
+    assert fair.choose([1, 2]) == 2 and fair.choose([1]) == 1 and fair.choose([]) is None
