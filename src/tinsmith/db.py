@@ -32,7 +32,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
-from tinsmith import batch_tables
+from tinsmith import batch_tables, file_tables
 from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
@@ -287,6 +287,7 @@ SEQUENCES = sa.Table(
 )
 
 BATCH = batch_tables.define(METADATA)
+UPLOADS, OPENAI_BATCHES = file_tables.define(METADATA)
 
 
 Fence = Callable[[Connection], None]
@@ -347,6 +348,13 @@ class Database:
         if self.is_sqlite:
             return sa.literal(now())
         return sa.cast(sa.extract("epoch", sa.func.clock_timestamp()), sa.Float)
+
+    def checkpoint(self) -> None:
+        """On SQLite, move what has been written from its log to its file, while others go on writing: whoever commits
+        with a full log does that while they wait. For those who write much."""
+        if self.is_sqlite:
+            with contextlib.closing(self.engine.raw_connection()) as connection:
+                connection.cursor().execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def notify(self, connection: Connection, channel: str, ids: Iterable[str]) -> None:
         """Wake whoever listens on `channel`, if and when this transaction commits. SQLite has no such thing."""

@@ -50,14 +50,14 @@ class Directories:
         hidden.mkdir()
         try:
             fill(hidden)
-            _fsync(hidden)
+            fsync(hidden)
             size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
             reach(f"{self._root.name}.sealed")
             hidden.rename(self._root / name)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        _fsync(self._root)
+        fsync(self._root)
         reach(f"{self._root.name}.placed")
         return name, size_bytes
 
@@ -76,7 +76,7 @@ class Directories:
                     os.link(source / file, target / file)
                 except OSError:  # too many links, or a file system that has none
                     shutil.copyfile(source / file, target / file)
-                _fsync(target / file)
+                fsync(target / file)
 
         try:
             return self._place(fill)
@@ -163,7 +163,7 @@ def _seal(directory: Path) -> None:
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
     manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
-    _fsync(manifest)
+    fsync(manifest)
 
 
 def _newest(directory: Path) -> float:
@@ -174,7 +174,8 @@ def _newest(directory: Path) -> float:
         return time.time()
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
+    """Make a file, or a directory's entries, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
