@@ -141,14 +141,17 @@ class Harness:
         return answer.json()
 
 
-def make_harness(directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: Limits = NO_LIMITS) -> Harness:
+def make_harness(
+    directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: Limits = NO_LIMITS, **changes: object
+) -> Harness:
+    """`changes` are settings; `local` is without keys."""
     database = Database(fresh_url(directory))
     woken: list[str] = []
     queue: dict[str, tuple[str, str | None]] = {}
     if not local:
         _let_in(database, ALICE, BOB)
     signer = Signer(bytes(32))
-    settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s)
+    settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s, **changes)  # type: ignore[arg-type]
     services = Services(
         settings=settings,
         bases=Bases(SHAPES),

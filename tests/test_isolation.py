@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -29,6 +30,7 @@ class Things:
     sampler_id: str
     weights: str  # a path
     export: str
+    job_id: str  # of a bulk job that failed
 
     def fill(self, path: str) -> str:
         return path.format(
@@ -38,6 +40,7 @@ class Things:
             name="one",
             sampling_session_id=self.sampler_id,
             request_id=f"{self.model_id}:0",
+            job_id=self.job_id,
         )
 
 
@@ -49,6 +52,18 @@ def custom_loss(things: Things) -> dict[str, object]:
     node = {"op": "output", "args": []}
     graph = {"format": 1, "nodes": [node]}
     return {"session_id": things.session_id, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": graph}
+
+
+def bulk_job(name: str, resume_from: object = None) -> dict[str, object]:
+    rows = {"format": "json", "path": "/nowhere/in.jsonl"}
+    output = {"format": "json", "path": f"/nowhere/{name}.jsonl"}
+    spec = {"batch_serialized_fn": "", "batch_input_format": rows, "batch_output_formats": [output], "batch_size": 1}
+    return spec | {"name": name, "resume_from": resume_from}
+
+
+def resumed_job(things: Things) -> dict[str, object]:
+    job_id = int(things.job_id) if things.job_id.isdecimal() else things.job_id
+    return bulk_job(things.session_id, job_id)
 
 
 # The body of each route that takes ids in its body; those with ids in their path need none here.
@@ -89,6 +104,7 @@ BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
     "/create_sampling_client": lambda things: {"model_path": things.weights},
     "/sample": lambda things: {"sampling_client_id": things.sampler_id, "prompts": [[1, 2]]},
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda _things: {"ttl_seconds": 3600},
+    "/batch/jobs": resumed_job,
 }
 
 # The same for ids in the query.
@@ -106,6 +122,7 @@ WITHOUT_IDS = {
     "/auth/token",
     "/auth/apikey/me",
     "/create_session",
+    "/batch/pools/{name}",
 }
 # Of these: what lists or counts the tenant's own things.
 LISTINGS = {
@@ -118,6 +135,8 @@ LISTINGS = {
     "/audit": "?event_type=all&event_date=2020-01-01",
     "/billing/usage/events": "",
     "/billing/usage/checkpoints/current": "",
+    "/batch/jobs": "",
+    "/batch/pools": "",
 }
 # Routes whose link is the permission; test_routes_downloads.py shows what it takes.
 BY_LINK = {"/sessions/{session_id}/trace"}
@@ -127,19 +146,25 @@ def is_link(path: str) -> bool:
     return path.startswith("/downloads/") or path in BY_LINK
 
 
+# The same path with another method takes ids.
+ALSO_WITH_IDS = {("POST", "/batch/jobs")}
+
+
 def id_routes() -> list[tuple[str, str]]:
     """(method, path below the prefix) of every route that takes ids and a key."""
     return [
         (method, path)
         for route in API
         for method in sorted((route.methods or set()) - {"HEAD"})
-        if (path := route.path.removeprefix(PREFIX)) not in WITHOUT_IDS and path not in LISTINGS and not is_link(path)
+        if (path := route.path.removeprefix(PREFIX)) not in WITHOUT_IDS
+        and (path not in LISTINGS or (method, path) in ALSO_WITH_IDS)
+        and not is_link(path)
     ]
 
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
+    made = make_harness(tmp_path, batch_tenants=("alice", "bob"))
     yield made
     close(made)
 
@@ -153,7 +178,17 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         harness.sampler(session_id, key=key),
         harness.saved(model_id),
         harness.saved(model_id, "external_weights"),
+        failed_job(harness, session_id, key),
     )
+
+
+def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
+    """A bulk job that can be read and resumed, and that nobody waits for."""
+    job_id = harness.ok("batch/jobs", bulk_job(name), key)["job_id"]
+    jobs = harness.services.batch_jobs
+    assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
+    assert jobs.set_status(job_id, "token", "FAILED", "for a test")
+    return str(job_id)
 
 
 def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> Response:
@@ -188,11 +223,21 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
 @pytest.mark.parametrize("path", LISTINGS)
 def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, path: str) -> None:
     things = things_of(harness)
-    (route,) = (route for route in API if route.path == PREFIX + path)
-    method = max((route.methods or set()) - {"HEAD"})
+    routes = [route for route in API if route.path == PREFIX + path]
+    methods = {method for route in routes for method in route.methods or ()} - {"HEAD"}
+    method = max(method for method in methods if (method, path) not in ALSO_WITH_IDS)
     answer = harness.send(method, path.removeprefix("/") + LISTINGS[path], {} if method == "POST" else None, BOB)
     assert things.session_id not in answer.text
     assert "alice" not in answer.text
+
+
+def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
+    run = SimpleNamespace(job=SimpleNamespace(tenant_id="alice", pool="local"))
+    harness.services.coordinator._runs[4711] = run  # type: ignore[assignment]
+    for key, jobs in ((ALICE, [4711]), (BOB, [])):
+        (pool,) = harness.get("batch/pools", key).json()["pools"]
+        assert pool["jobs"] == jobs
+        assert harness.send("PUT", "batch/pools/local", {"workers": 2}, key).json()["pools"] == [pool]
 
 
 @pytest.mark.parametrize(
@@ -249,12 +294,12 @@ def test_a_published_checkpoint_is_read_by_all_and_changed_by_its_owner_only(
 def nothing_like(things: Things) -> Things:
     """Ids and paths of the same form, which nobody has."""
     session_id = str(uuid.uuid4())
-    changed = (text.replace(things.session_id, session_id) for text in astuple(things))
-    return Things(*changed)
+    changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
+    return replace(Things(*changed), job_id=str(int(things.job_id) + 7))
 
 
 def without_ids(text: str, things: Things) -> str:
-    return text.replace(things.session_id, "SESSION")
+    return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
@@ -270,7 +315,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
     assert answers[0] == answers[1]
 
 
-PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id")
+PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",
@@ -298,7 +343,7 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
     for method, path in id_routes():
         for part in (part for part in PARTS if f"{{{part}}}" in path):
             rest = path.format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
-            body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", ""))
+            body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", "", ""))
             url = f"{PREFIX}{rest.replace('NAME', name)}"
             answer = harness.client.request(
                 method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
@@ -312,7 +357,8 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
 def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: str) -> None:
     alice = things_of(harness)
     name = unquote(STRANGE_IDS[strange])[:4000]
-    things = Things(name, name, name, f"tinker://{name}/weights/{name}", f"tinker://{name}/weights/{name}")
+    path = f"tinker://{name}/weights/{name}"
+    things = Things(name, name, name, path, path, name)
     for path, body in BODIES.items():
         if "{" in path or isinstance(filled := body(things), bytes):
             continue

@@ -163,13 +163,15 @@ class Coordinator:
         else:
             run.cancel()
 
-    def pools(self) -> list[dict[str, object]]:
+    def pools(self, tenant_id: str) -> list[dict[str, object]]:
+        """With the jobs of this tenant's that they run."""
+        mine = {job_id: run.job.pool for job_id, run in list(self._runs.items()) if run.job.tenant_id == tenant_id}
         return [
             {
                 "name": spec.name,
                 "workers": spec.workers,
                 "accelerators_per_worker": spec.devices_per_worker,
-                "jobs": sorted(self._pools[spec.name].runs) if spec.name in self._pools else [],
+                "jobs": sorted(job_id for job_id, pool in mine.items() if pool == spec.name),
             }
             for spec in self._specs
         ]

@@ -128,7 +128,7 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
 
 
 def pools(call: Call) -> JsonObject:
-    return {"pools": call.services.coordinator.pools()}
+    return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
 def resize_pool(call: Call) -> JsonObject:
@@ -137,7 +137,7 @@ def resize_pool(call: Call) -> JsonObject:
     fields = call.fields()
     fields.refuse_unknown(frozenset({"workers"}))
     call.services.coordinator.resize(call.path["name"], fields.integer("workers"))
-    return {"pools": call.services.coordinator.pools()}
+    return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
 def _job(call: Call) -> Job:
