@@ -43,7 +43,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notify": {"errors"},
     "listen": {"db", "notify"},
     "logs": set(),
-    "batch": {"batch", "crashpoints", "db", "errors", "settings"},
+    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "settings", "wire"},
+    "batch_cli": {"batch", "errors"},
+    "answers": VALUES
+    | {
+        "admission",
+        "bases",
+        "batch",
+        "checkpoints",
+        "futures",
+        "notify",
+        "quotas",
+        "sampling_sessions",
+        "sessions",
+        "wire",
+    },
     "batch_tables": set(),
     "file_tables": set(),
     "files": {"db", "errors", "storage"},
@@ -134,7 +148,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor": {"bases", "errors", "settings"},
     "demo": {"errors", "nano"},
-    "cli": {"", "demo", "doctor", "errors", "keys_cli", "logs", "server", "settings"},
+    "cli": {"", "batch_cli", "demo", "doctor", "errors", "keys_cli", "logs", "server", "settings"},
 }
 
 # Process entry -> libraries that importing it must not load.

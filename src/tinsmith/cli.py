@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith import __version__, keys_cli
+from tinsmith import __version__, batch_cli, keys_cli
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load
 
@@ -60,6 +60,7 @@ def serve(
 
 
 app.add_typer(keys_cli.app, name="keys")
+app.add_typer(batch_cli.app, name="batch")
 
 
 @app.command()

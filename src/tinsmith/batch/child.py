@@ -63,7 +63,9 @@ def _die() -> NoReturn:
 
 
 def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
-    from tinsmith.batch import mapper_runtime
+    from tinsmith.batch import mapper_runtime, printed
+
+    printed.tag_output(mapper_runtime.batch_at_work)
 
     def assignments() -> Iterator[Assignment]:
         for line in source:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tinsmith.batch.printed import untagged
+
 TAIL_BYTES = 4000
 Message = dict[str, Any]
 
@@ -79,7 +81,7 @@ class Child:
         with self._log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
-            return log.read().decode(errors="replace")
+            return untagged(log.read().decode(errors="replace"))
 
 
 def interpreter(spec: Message) -> str:

@@ -1,6 +1,6 @@
 """The routes of bulk jobs, called. Knows HTTP and no rows.
 
-A request that did not reach the server, or that it could not answer just then, is sent again for a minute;
+A request that did not reach the server, or that it could not answer just then, is sent again for `patience_s`;
 one that makes a job is not, as nobody could tell whether it made one.
 """
 
@@ -16,6 +16,7 @@ import httpx
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 
 JOBS = "/api/v1/batch/jobs"
+POOLS = "/api/v1/batch/pools"
 TRY_FOR_S = 60.0
 PAUSE_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
@@ -27,7 +28,8 @@ Status = dict[str, Any]
 class Client:
     """One server and one key; by default those of the environment, as the SDK's."""
 
-    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+    def __init__(self, base_url: str | None = None, api_key: str | None = None, patience_s: float = TRY_FOR_S) -> None:
+        self.patience_s = patience_s
         if base_url is None or api_key is None:
             from tinsmith import settings
 
@@ -44,8 +46,9 @@ class Client:
     def submit(self, spec: Mapping[str, Any]) -> int:
         return int(self._call("POST", JOBS, body=spec, again=False)["job_id"])
 
-    def jobs(self) -> list[Status]:
-        return self._call("GET", JOBS)["jobs"]
+    def jobs(self, limit: int = 100) -> list[Status]:
+        """Newest first."""
+        return self._call("GET", JOBS, query={"limit": limit})["jobs"]
 
     def status(self, job_id: int) -> Status:
         return self._call("GET", f"{JOBS}/{job_id}")
@@ -65,6 +68,18 @@ class Client:
     def partial(self, job_id: int, after: int = -1, limit: int = 1000) -> Status:
         return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
 
+    def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
+        """The workers that printed something; with a worker, its lines after so many bytes, and where they end."""
+        return self._call(
+            "GET", f"{JOBS}/{job_id}/logs", query={"after": after, **({"worker": worker} if worker else {})}
+        )
+
+    def pools(self) -> list[Status]:
+        return self._call("GET", POOLS)["pools"]
+
+    def resize_pool(self, name: str, workers: int) -> list[Status]:
+        return self._call("PUT", f"{POOLS}/{name}", body={"workers": workers})["pools"]
+
     def statuses(self, job_id: int) -> Iterator[Status]:
         """The job's status whenever it changes, until it is final; the connection is made again when it is lost."""
         failing_since: float | None = None
@@ -77,8 +92,10 @@ class Client:
                         return
             except httpx.TransportError as error:
                 failing_since = failing_since or time.monotonic()
-                if time.monotonic() - failing_since > TRY_FOR_S:
-                    raise TinsmithError(f"no connection to {self.base_url} for {TRY_FOR_S:.0f} s: {error}") from error
+                if time.monotonic() - failing_since > self.patience_s:
+                    raise TinsmithError(
+                        f"no connection to {self.base_url} for {self.patience_s:g} s: {error}"
+                    ) from error
             time.sleep(PAUSE_S)
 
     def _events(self, job_id: int) -> Iterator[Status]:
@@ -98,11 +115,11 @@ class Client:
         method: str,
         path: str,
         *,
-        query: Mapping[str, int] | None = None,
+        query: Mapping[str, int | str] | None = None,
         body: Mapping[str, Any] | None = None,
         again: bool = True,
     ) -> Any:  # noqa: ANN401
-        until = time.monotonic() + (TRY_FOR_S if again else 0)
+        until = time.monotonic() + (self.patience_s if again else 0)
         while True:
             try:
                 response = self._http.request(method, path, params=query, json=body)

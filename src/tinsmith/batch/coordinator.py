@@ -18,6 +18,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.pools.local import LocalPool, PoolSpec, WorkerStartError, pool_from_yaml
+from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import DEFAULT_POOL
 from tinsmith.batch.remote import RemoteWorker, WorkerLostError
 from tinsmith.batch.run import JobRun, clean
@@ -53,8 +54,8 @@ def pools_of(settings: Settings) -> list[PoolSpec]:
 class _Pool:
     """The slots of one pool, and the jobs that want them."""
 
-    def __init__(self, spec: PoolSpec, log_dir: Path) -> None:
-        self.local = LocalPool(spec, log_dir)
+    def __init__(self, spec: PoolSpec, logs: JobLogs) -> None:
+        self.local = LocalPool(spec, logs)
         self.runs: dict[int, JobRun] = {}
         self.slots: dict[int, asyncio.Task[None]] = {}
         self.changed = asyncio.Event()
@@ -126,6 +127,7 @@ class Coordinator:
         self._specs = pools_of(settings)
         self._pools: dict[str, _Pool] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._runs: dict[int, JobRun] = {}
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -135,9 +137,8 @@ class Coordinator:
     def start(self) -> None:
         """Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        log_dir = self._settings.resolved_data_dir / "logs"
         for spec in self._specs:
-            self._pools[spec.name] = _Pool(spec, log_dir)
+            self._pools[spec.name] = _Pool(spec, self.logs)
             self._pools[spec.name].resize(spec)
         self._main = asyncio.create_task(self._run())
 
@@ -247,6 +248,7 @@ class Coordinator:
         for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since):
             if job_id not in self._tasks:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
+        await asyncio.to_thread(self.logs.sweep, keep_since)
 
     async def _clean(self, job_id: int) -> None:
         spec = await asyncio.to_thread(self._jobs.spec, job_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
@@ -163,16 +164,17 @@ class Mapped:
                 raise ValueError(f"an output is {writer!r}; it must be a writer, such as batch.JsonWriter(PATH)")
             if not writer.path:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
-            check_output(writer.path, if_exists)
+            if writer.in_store:
+                check_output(writer.path, if_exists)
         resumed = options.get("resume_from")
         spec = JobSpec(
             batch_serialized_fn=self._payload,
-            batch_input_format=self._reader.to_dict(),
-            batch_output_formats=[writer.to_dict() for writer in outputs],
+            batch_input_format=_sent(self._reader),
+            batch_output_formats=[_sent(writer) for writer in outputs],
             batch_size=options.get("batch_size", 32),
             name=options.get("name", ""),
             batch_pool_name=options.get("pool", DEFAULT_POOL),
-            batch_error_format=errors.to_dict() if errors is not None else None,
+            batch_error_format=_sent(errors) if errors is not None else None,
             batch_tokens=options.get("batch_tokens"),
             batch_activate_env=options.get("activate_env"),
             python=options.get("python"),
@@ -220,6 +222,14 @@ def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: Map
             "merge": merge,
         }
     return functions.serialize_function(
+def _sent(one: InputReader | OutputWriter) -> dict[str, Any]:
+    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
+    data = one.to_dict()
+    if one.in_store and "://" not in one.path:
+        data["path"] = os.path.join(os.getcwd(), one.path)
+    return data
+
+
         mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
     )
 
@@ -269,11 +279,7 @@ def _reader_of(source: object) -> InputReader:
     if isinstance(source, InputReader):
         return source
     if isinstance(source, str):
-        plain = source.removesuffix(".gz").removesuffix(".zst").rstrip("*")
-        format = next((name for ending, name in FORMAT_OF.items() if plain.endswith(ending)), None)
-        if format is None:
-            raise UserError(f"the format of {source!r} cannot be told from its name; use batch.read_json or another")
-        return _reader(format, path=source)
+        return _reader(format_of(source), path=source)
     if type(source).__module__.startswith("datasets."):
         from tinsmith.batch.readers.huggingface import reader_of
 
@@ -289,3 +295,12 @@ def _reader(format: str, **fields: object) -> InputReader:
 
 def _writer(format: str, **fields: object) -> OutputWriter:
     return registry.OUTPUT_WRITER_REGISTRY.find(format)(**fields)  # type: ignore[arg-type]
+def format_of(path: str) -> str:
+    """The format that a path's ending names. Raises UserError."""
+    plain = path.removesuffix(".gz").removesuffix(".zst").rstrip("*")
+    for ending, name in FORMAT_OF.items():
+        if plain.endswith(ending):
+            return name
+    raise UserError(f"the format of {path!r} cannot be told from its name; use batch.read_json or another")
+
+

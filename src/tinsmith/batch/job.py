@@ -83,6 +83,10 @@ class Job:
         """The rows that have failed, by ascending index, with error_type, message and traceback."""
         return _pages(lambda after: self._client.errors(self.job_id, after), "idx")
 
+    def logs(self) -> Iterator[Row]:
+        """What the function has printed so far, worker by worker: `text`, and which batch it was printed for."""
+        yield from (line for line in followed(self._client, self.job_id, to_its_end=False) if line["worker_id"])
+
     def batches(self) -> list[Status]:
         return self._client.batches(self.job_id)
 
@@ -98,6 +102,12 @@ class Job:
             for batch in page["batches"]:
                 after = batch["start_idx"]
                 yield from _rows_of(batch, writer, output)
+
+    def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
+        """Writes an output as it is now to another place: what is committed, or all of it. `exporting.py` says how."""
+        from tinsmith.batch.exporting import export
+
+        return export(self._client, self.job_id, target, output, if_exists)
 
     def stream(self, output: int = 0) -> Iterator[Row]:
         """The rows in input order, each as soon as those before it are there; ends with the job.
@@ -148,6 +158,45 @@ def progress_of(status: Status) -> Progress:
         tokens_per_second=tokens / elapsed if elapsed else 0.0,
         seconds_left=elapsed / done * (batches - done) if done and elapsed else None,
     )
+
+
+def followed(client: Client, job_id: int, to_its_end: bool) -> Iterator[Row]:
+    """What becomes of a job and what its function prints: {at, worker_id, batch_idx, attempt_id, stream, text}.
+
+    Lines of the job itself have no worker. What is there now, or, on request, all until the job has ended.
+    """
+    read: dict[str, int] = {}
+    told = 0
+    while True:
+        status = client.status(job_id)
+        moments = _moments(status)
+        ended = status["status"] in FINAL
+        yield from (_moment(*moment) for moment in moments[told : len(moments) - ended])
+        told = max(told, len(moments) - ended)
+        for worker in client.logs(job_id)["workers"]:
+            worker_id = worker["worker_id"]
+            while (page := client.logs(job_id, worker_id, read.get(worker_id, 0)))["lines"]:
+                yield from ({"worker_id": worker_id, **line} for line in page["lines"])
+                read[worker_id] = page["after"]
+        if ended:
+            yield _moment(*moments[-1])
+        if ended or not to_its_end:
+            return
+        time.sleep(POLL_S)
+
+
+def _moments(status: Status) -> list[tuple[float, str]]:
+    found = [(status["created_at"], f"submitted to pool {status['pool']}")]
+    if status["started_at"]:
+        found.append((status["started_at"], f"running: {status['total_rows']} rows"))
+    if status["status"] in FINAL:
+        error = f": {status['error']}" if status["error"] else ""
+        found.append((status["ended_at"], status["status"] + error))
+    return found
+
+
+def _moment(at: float, text: str) -> Row:
+    return {"worker_id": None, "at": at, "stream": None, "batch_idx": None, "attempt_id": None, "text": text}
 
 
 class _Bar:

@@ -102,6 +102,12 @@ class Feed:
     def next_rows(self) -> list[Row] | None:
         """The rows of the next batch that has any; None when there are no more batches."""
         while True:
+    @property
+    def at_work(self) -> Assignment | None:
+        if self._current is None or threading.current_thread() in (self._reading, self._storing):
+            return None
+        return self._current.assignment
+
             self._let_go("the mapper asked for the next batch before it called save_results for this one")
             if self.ended:
                 return None
@@ -255,6 +261,11 @@ _feed: Feed | None = None
 @overload
 def load() -> Feed: ...
 @overload
+def batch_at_work() -> Assignment | None:
+    """The batch that the mapper has at this moment; None between batches, and in threads that read or store others."""
+    return _feed.at_work if _feed is not None else None
+
+
 def load(source: InputReader | str | Sequence[Row]) -> Dataset: ...
 
 

@@ -19,6 +19,8 @@ The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume -> {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
 - GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
+- GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
+  text}], after}: what the job's workers on this server have, and the lines of one of them;
 - GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], batches: [{batch_idx, start_idx, end_idx, parts}]},
   committed batches by ascending `start_idx`.
 """
@@ -94,6 +96,9 @@ class InputReader(ABC):
 
     path: str
 
+    in_store: ClassVar[bool] = False
+    """Whether `path` names files of a store: then one of this machine is sent as an absolute path."""
+
     @abstractmethod
     def __len__(self) -> int:
         """The number of rows."""
@@ -127,6 +132,8 @@ class OutputWriter:
     path: str
 
     extension: ClassVar[str] = "part"
+    in_store: ClassVar[bool] = True
+    """Whether `path` names a file or a directory of a store, as it does unless the output is, say, a table."""
 
     @property
     def is_directory(self) -> bool:

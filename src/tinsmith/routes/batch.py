@@ -102,6 +102,18 @@ def partial(call: Call) -> JsonObject:
     }
 
 
+def logs(call: Call) -> JsonObject:
+    """Which workers wrote, and the lines of one of them; what they print is on the server that started them."""
+    found = _job(call)
+    written = call.services.coordinator.logs
+    after = _after(call)[0]
+    lines: list[JsonObject] = []
+    if worker_id := call.query.get("worker"):
+        lines, after = written.read(found.job_id, worker_id, max(after, 0))
+    workers = [{"worker_id": worker_id, "bytes": size} for worker_id, size in written.workers(found.job_id)]
+    return {"workers": workers, "lines": lines, "after": max(after, 0)}
+
+
 async def events(request: Request) -> Response:
     """The job's status now, whenever it changes, and at its end."""
     services, tenant_id = await authenticate(request)
@@ -191,6 +203,7 @@ ROUTES = [
     Route("/batch/jobs/{job_id}/resume", endpoint(resume), methods=["POST"]),
     Route("/batch/jobs/{job_id}/errors", endpoint(errors), methods=["GET"]),
     Route("/batch/jobs/{job_id}/partial", endpoint(partial), methods=["GET"]),
+    Route("/batch/jobs/{job_id}/logs", endpoint(logs), methods=["GET"]),
     Route("/batch/jobs/{job_id}/events", events, methods=["GET"]),
     Route("/batch/pools", endpoint(pools), methods=["GET"]),
     Route("/batch/pools/{name}", endpoint(resize_pool, takes=JSON_TYPE), methods=["PUT"]),

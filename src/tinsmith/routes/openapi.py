@@ -242,6 +242,13 @@ OPERATIONS = (
         (404,),
         AFTER,
     ),
+    Operation(
+        "GET /batch/jobs/{job_id}/logs",
+        "What its workers printed",
+        fields({"workers": LIST, "lines": LIST, "after": COUNT}),
+        (404,),
+        {"worker": TEXT, "after": integer(-1)},
+    ),
     Operation("GET /batch/jobs/{job_id}/events", "Its status whenever it changes", EVENT_STREAM, (404,)),
     Operation("GET /batch/pools", "Where bulk jobs can run", fields({"pools": LIST})),
     Operation("PUT /batch/pools/{name}", "How many workers a pool has", fields({"pools": LIST}), (403, 404)),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tinsmith.batch.printed import JobLogs
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import worker_environment
 
@@ -141,20 +142,20 @@ class LocalPool:
 
     kind = "local"
 
-    def __init__(self, spec: PoolSpec, log_dir: Path) -> None:
+    def __init__(self, spec: PoolSpec, logs: JobLogs) -> None:
         self.spec = spec
-        self._log_dir = log_dir
+        self._logs = logs
         self._set_up = asyncio.Lock()
         self._setup_done = False
 
     async def start(self, worker_id: str, slot: int | None) -> Started:
         """Raises WorkerStartError."""
         await self._prepare()
-        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._logs.directory.mkdir(parents=True, exist_ok=True)
         # A socket's path may have a hundred characters, which the data directory may have by itself.
         directory = Path(tempfile.mkdtemp(prefix="tinsmith-worker-"))
         token = secrets.token_urlsafe(32)
-        log_path = self._log_dir / f"batch-{worker_id}.log"
+        log_path = self._logs.path(worker_id)
         try:
             with log_path.open("ab") as log:
                 process = await asyncio.create_subprocess_exec(

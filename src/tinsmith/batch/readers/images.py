@@ -17,6 +17,8 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff")
 class ImageReader(InputReader):
     """`path` is a directory with a final slash, or a pattern; files are taken in order of their names."""
 
+    in_store = True
+
     column: str = "image"
     decode: bool = False
     _found: list[str] | None = field(default=None, init=False, repr=False, compare=False)

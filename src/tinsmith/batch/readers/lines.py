@@ -56,6 +56,8 @@ class IndexedFile(NamedTuple):
 class LinesReader(InputReader):
     """The lines of files, whatever they hold."""
 
+    in_store = True
+
     _files: list[IndexedFile] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:

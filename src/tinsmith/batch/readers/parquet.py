@@ -18,6 +18,8 @@ from tinsmith.batch.store import locations
 class ParquetReader(InputReader):
     """`path` is a file, a directory with a final slash, or a pattern. `columns`, if given, are the ones to read."""
 
+    in_store = True
+
     columns: list[str] | None = None
     _groups: list[tuple[Any, int]] | None = field(default=None, init=False, repr=False, compare=False)
     _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)

@@ -28,6 +28,8 @@ class Sample:
 class WebdatasetReader(InputReader):
     """`path` is a tar file, a directory with a final slash, or a pattern."""
 
+    in_store = True
+
     _samples: list[Sample] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:

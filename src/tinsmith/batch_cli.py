@@ -1,0 +1,392 @@
+"""`tinsmith batch`: submit, follow, stop, resume and export bulk jobs of a running server.
+
+The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK. With `--json`, standard output holds JSON
+alone. It ends with 0 if what was asked for came about, 1 if a job did not succeed, 2 if it was refused, 130 if the
+user stopped waiting (the job goes on). Only here does anybody get asked anything, and with `--yes` nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import httpx
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tinsmith.errors import TinsmithError, UserError
+
+if TYPE_CHECKING:
+    from tinsmith.batch.client import Client, Status
+    from tinsmith.batch.protocols import InputReader, OutputWriter
+
+REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
+PATIENCE_S = 5.0
+"""How long a server that cannot be reached is asked again, where nobody waits for a job."""
+ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+
+app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
+output = Console(soft_wrap=True, highlight=False)
+notes = Console(stderr=True, soft_wrap=True, highlight=False)
+
+JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; the answer is yes.")]
+Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
+IfExists = Annotated[str, typer.Option(help="What to do with an output that exists: error, overwrite or ask.")]
+
+
+@app.command()
+def submit(  # noqa: PLR0913  each is a flag
+    function: Annotated[str, typer.Argument(metavar="FILE.py[:FUNCTION]", help="What to run over the rows.")],
+    source: Annotated[str, typer.Option("--input", "-i", metavar="[FORMAT:]PATH", help="The rows.")],
+    outputs: Annotated[
+        list[str], typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Where results go; repeat it.")
+    ],
+    errors: Annotated[str, typer.Option(metavar="[FORMAT:]PATH", help="Where failed rows go.")] = "",
+    batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 32,
+    pool: Annotated[str, typer.Option(help="The pool of workers.")] = "local",
+    fn_kwargs: Annotated[str, typer.Option(metavar="JSON", help="An object of the function's parameters.")] = "{}",
+    batched: Annotated[bool, typer.Option("--batched", help="The function takes a list of rows.")] = False,
+    rows: Annotated[str, typer.Option(help="one: a result for each row; any: any number of them.")] = "one",
+    max_failed_rows: Annotated[float, typer.Option(help="How many rows may fail; below 1, which share.")] = 0,
+    name: Annotated[str, typer.Option(help="A note of what the job is.")] = "",
+    weight: Annotated[float, typer.Option(help="Its share of the pool, beside other jobs.")] = 1.0,
+    priority: Annotated[int, typer.Option(help="Jobs of a higher one go first.")] = 0,
+    resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep what this job has done.")] = None,
+    if_exists: IfExists = "ask",
+    detach: Detach = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a function over every row, and wait for the end."""
+    from tinsmith.batch.dataset import Dataset
+    from tinsmith.batch.job import Job
+
+    with _client() as client:
+        writers = [_writer(given) for given in outputs]
+        failed = _writer(errors) if errors else None
+        options: dict[str, Any] = {
+            "batch_size": batch_size,
+            "batched": batched,
+            "fn_kwargs": _object("--fn-kwargs", fn_kwargs),
+            "rows": rows,
+            "max_failed_rows": max_failed_rows,
+            "name": name,
+            "weight": weight,
+            "priority": priority,
+            "resume_from": resume_from,
+            "if_exists": _if_exists(if_exists, [*writers, *([failed] if failed else [])], yes),
+            "errors": failed,
+        }
+        given = {name: value for name, value in options.items() if value is not None}
+        job = Dataset(_reader(source)).map(
+            _loaded(function), pool, output=writers, stream=False, client=client, **given
+        )
+        assert isinstance(job, Job)
+        _follow(client, job.job_id, detach, as_json)
+
+
+@app.command("list")
+def list_jobs(
+    limit: Annotated[int, typer.Option(help="How many, newest first.", min=1, max=1000)] = 20, as_json: AsJson = False
+) -> None:
+    """List jobs, newest first."""
+    with _client() as client:
+        found = client.jobs(limit)
+    if as_json:
+        _print_json(found)
+        return
+    table = Table("id", "name", "status", "batches", "rows", "failed", "pool", "created", box=None, pad_edge=False)
+    for job in found:
+        table.add_row(
+            str(job["job_id"]),
+            escape(job["name"]),
+            _coloured(job["status"]),
+            f"{job['batch_completed_batches']}/{job['batch_total_batches']}",
+            str(job["rows_ok"]),
+            str(job["rows_failed"]),
+            escape(job["pool"]),
+            _moment(job["created_at"]),
+        )
+    output.print(table)
+
+
+@app.command()
+def show(job_id: JobId, as_json: AsJson = False) -> None:
+    """Say how far a job is, and what it has written."""
+    with _client() as client:
+        status = client.status(job_id)
+    if as_json:
+        _print_json(status)
+        return
+    from tinsmith.batch.job import progress_of
+
+    now = progress_of(status)
+    left = "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
+    lines = {
+        "job": f"{job_id} {escape(status['name'])}".strip(),
+        "status": _coloured(status["status"]),
+        "batches": f"{now.batches_done} of {now.batches}{left}",
+        "rows": f"{now.rows_ok} ok, {now.rows_failed} failed, of {now.rows}; {now.rows_per_second:.0f} a second",
+        "tokens": f"{status['tokens_in']} in, {status['tokens_out']} out",
+        "pool": f"{escape(status['pool'])}, {len(status['workers'])} workers now",
+        "created": _moment(status["created_at"]),
+        "started": _moment(status["started_at"]),
+        "ended": _moment(status["ended_at"]),
+        "error": escape(status["error"] or ""),
+        **{f"output {index}": escape(_said(each)) for index, each in enumerate(status["outputs"])},
+    }
+    for name, text in lines.items():
+        if text:
+            output.print(f"[bold]{name:<9}[/] {text}")
+
+
+@app.command()
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print what the function prints, each line with its batch, and what becomes of the job."""
+    from tinsmith.batch.job import followed
+
+    with _client() as client:
+        for line in followed(client, job_id, follow):
+            if as_json:
+                typer.echo(json.dumps(line))
+            else:
+                at = datetime.fromtimestamp(line["at"]).strftime("%H:%M:%S") if line["at"] else " " * 8
+                batch = "" if line["batch_idx"] is None else f" batch {line['batch_idx']}.{line['attempt_id']}"
+                output.print(f"[dim]{at} {line['worker_id'] or 'job'}{batch}[/] {escape(line['text'])}")
+
+
+@app.command("errors")
+def list_errors(job_id: JobId, as_json: AsJson = False) -> None:
+    """Print the rows that failed, and why."""
+    from tinsmith.batch.job import Job
+
+    with _client() as client:
+        for error in Job(job_id, client).errors():
+            if as_json:
+                typer.echo(json.dumps(error))
+            else:
+                output.print(f"[bold]row {error['idx']}[/] {escape(error['error_type'])}: {escape(error['message'])}")
+
+
+@app.command()
+def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
+    """End a job. What it has done is kept, and can be exported or resumed."""
+    with _client() as client:
+        status = client.status(job_id)
+        if status["status"] not in ENDED:
+            done = f"{status['batch_completed_batches']} of {status['batch_total_batches']} batches are done"
+            _confirm(f"End bulk job {job_id}, of which {done}?", yes)
+        status = client.cancel(job_id)
+    if as_json:
+        _print_json(status)
+    else:
+        output.print(f"bulk job {job_id} is {_coloured(status['status'])}")
+
+
+@app.command()
+def resume(job_id: JobId, detach: Detach = False, as_json: AsJson = False) -> None:
+    """Do what a failed or cancelled job has left, as a new job."""
+    with _client() as client:
+        _follow(client, client.resume(job_id), detach, as_json)
+
+
+@app.command()
+def export(
+    job_id: JobId,
+    target: Annotated[str, typer.Argument(metavar="PATH", help="A file, or a directory with a final slash.")],
+    number: Annotated[int, typer.Option("--output", "-o", help="Which of the job's outputs.")] = 0,
+    if_exists: IfExists = "ask",
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write what a job has so far, or all of it, to another place."""
+    from tinsmith.batch.job import Job
+    from tinsmith.batch.writers.lines import LinesWriter
+
+    with _client() as client:
+        what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
+        info = Job(job_id, client).export(target, number, what)
+    if as_json:
+        _print_json(info.to_dict())
+    else:
+        output.print(escape(_said(info.to_dict())))
+
+
+@app.command()
+def pools(as_json: AsJson = False) -> None:
+    """List the pools that jobs can run on."""
+    with _client() as client:
+        found = client.pools()
+    if as_json:
+        _print_json(found)
+        return
+    table = Table("pool", "workers", "accelerators", "jobs", box=None, pad_edge=False)
+    for pool in found:
+        running = ", ".join(map(str, pool["jobs"]))
+        table.add_row(escape(pool["name"]), str(pool["workers"]), str(pool["accelerators_per_worker"]), running)
+    output.print(table)
+
+
+@contextmanager
+def _client() -> Iterator[Client]:
+    """A client of the environment's server. What is refused ends the command with one line."""
+    from tinsmith.batch.client import Client
+
+    client = Client(patience_s=PATIENCE_S)
+    try:
+        yield client
+    except (TinsmithError, ValueError, OSError, httpx.TransportError) as error:
+        notes.print(f"[red]error:[/] {escape(str(error))}")
+        raise typer.Exit(REFUSED) from None
+    finally:
+        client.close()
+
+
+def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
+    """Wait for a job's end and say how it went, unless nobody wants to."""
+    from tinsmith.batch.job import Job, JobFailedError
+
+    job = Job(job_id, client)
+    if detach:
+        if as_json:
+            _print_json({"job_id": job_id})
+        else:
+            output.print(f"bulk job {job_id} is submitted: `tinsmith batch show {job_id}`")
+        return
+    client.patience_s = 60.0
+    try:
+        status = job.wait(progress=not as_json, check=not as_json)
+    except JobFailedError as error:
+        notes.print(f"[red]error:[/] {escape(str(error))}")
+        raise typer.Exit(NOT_SUCCEEDED) from None
+    except KeyboardInterrupt:
+        notes.print(f"bulk job {job_id} goes on: `tinsmith batch show {job_id}`, `tinsmith batch cancel {job_id}`")
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        _print_json(status)
+        if status["status"] != "SUCCEEDED":
+            raise typer.Exit(NOT_SUCCEEDED)
+        return
+    for each in status["outputs"]:
+        output.print(escape(_said(each)))
+
+
+def _loaded(reference: str) -> Any:  # noqa: ANN401
+    """The function that a file holds, by its name or because there is one that can be meant."""
+    import importlib.util
+
+    from tinsmith.batch.functions import is_remote_function
+
+    file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
+    path = Path(file)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise UserError(f"there is no Python file {file!r}; write FILE.py or FILE.py:FUNCTION")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    sys.path.insert(0, str(path.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
+    if name:
+        if not callable(getattr(module, name, None)):
+            raise UserError(f"{file} has no function {name!r}")
+        return getattr(module, name)
+    own = {
+        name: each
+        for name, each in vars(module).items()
+        if callable(each) and getattr(each, "__module__", None) == module.__name__ and not name.startswith("_")
+    }
+    marked = {name: each for name, each in own.items() if is_remote_function(each)}
+    meant = marked or own
+    if len(meant) != 1:
+        raise UserError(f"{file} has {sorted(meant) or 'no functions'}; say which one: {file}:FUNCTION")
+    return next(iter(meant.values()))
+
+
+def _reader(given: str) -> InputReader:
+    from tinsmith.batch import registry
+    from tinsmith.batch.dataset import format_of
+
+    name, path = _format(given, registry.INPUT_READER_REGISTRY.names())
+    return registry.INPUT_READER_REGISTRY.find(name or format_of(path))(path)
+
+
+def _writer(given: str) -> OutputWriter:
+    from tinsmith.batch import registry
+    from tinsmith.batch.dataset import format_of
+
+    name, path = _format(given, registry.OUTPUT_WRITER_REGISTRY.names())
+    return registry.OUTPUT_WRITER_REGISTRY.find(name or format_of(path))(path)
+
+
+def _format(given: str, names: list[str]) -> tuple[str, str]:
+    """`parquet:dir/` -> parquet and dir/; the scheme of a URL is no format."""
+    name, colon, path = given.partition(":")
+    return (name, path) if colon and name in names else ("", given)
+
+
+def _object(flag: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{flag} is {text!r}, which is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{flag} is {text!r}; it must be a JSON object")
+    return found
+
+
+def _if_exists(given: str, writers: list[OutputWriter], yes: bool) -> str:
+    """What a job is told; asks where an output is there already and nothing was said of it."""
+    from tinsmith.batch.publishing import check_output
+
+    if given != "ask":
+        return given
+    for writer in writers:
+        try:
+            if writer.in_store:
+                check_output(writer.path, "error")
+        except FileExistsError:
+            _confirm(f"Overwrite {writer.path}?", yes)
+            return "overwrite"
+    return "error"
+
+
+def _confirm(question: str, yes: bool) -> None:
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UserError(f"{question} Nobody is there to ask: pass --yes")
+    if not typer.confirm(question, err=True):
+        raise UserError("nothing was done")
+
+
+def _said(info: Status) -> str:
+    return f"{info['path']}: {info['rows']} rows, {info['bytes']} bytes"
+
+
+def _coloured(status: str) -> str:
+    colour = {"SUCCEEDED": "green", "FAILED": "red", "CANCELLED": "yellow", "CANCELLING": "yellow"}.get(status)
+    return f"[{colour}]{status}[/]" if colour else status
+
+
+def _moment(at: float | None) -> str:
+    return "" if at is None else datetime.fromtimestamp(at).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1))
