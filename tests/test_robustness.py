@@ -445,15 +445,26 @@ def test_a_silent_session_ends_with_its_models_and_later_its_results(tmp_path: P
 
 
 def test_a_heartbeat_keeps_a_session(tmp_path: Path) -> None:
-    brief = {"SESSION_TIMEOUT_S": "1.5", "SESSION_SWEEP_S": "0.1"}
+    brief = {"SESSION_TIMEOUT_S": "3", "SESSION_SWEEP_S": "0.1"}
     with serving(tmp_path / "data", "--backend", "fake", settings=brief) as server:
-        client = connect(server)
+        engine_of(server)
+        client, beating = connect(server), connect(server)
         session = client.session()
-        model = client.model(session)
-        for _ in range(8):
-            time.sleep(0.25)
-            client.ok("session_heartbeat", {"session_id": session})
-        client.result(client.forward(model, 1))
+        ended = threading.Event()
+
+        def beat() -> None:
+            while not ended.wait(0.2):
+                beating.ok("session_heartbeat", {"session_id": session})
+
+        thread = threading.Thread(target=beat)
+        thread.start()
+        try:
+            model = client.model(session)
+            time.sleep(4)
+            client.result(client.forward(model, 1))
+        finally:
+            ended.set()
+            thread.join()
 
 
 # One tenant's numbers.

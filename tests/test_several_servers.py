@@ -133,7 +133,12 @@ def test_an_engine_that_was_paused_while_another_took_over_writes_nothing(
     assert holder(url).endswith(str(tmp_path / "two"))
     log = next((tmp_path / "one" / "logs").glob("engine-*.log")).read_text()
     assert "this engine was taken for dead" in log and "Traceback" not in log, log
-    assert not alive(old) and servers[0].engine_pids() == [], "and no other is started there"
+    assert not alive(old)
+    deadline = time.monotonic() + 10 * LEASE_S
+    while servers[0].engine_pids():  # one that was started while the machine was too slow for a lease's renewal
+        assert time.monotonic() < deadline, "and no other stays there"
+        time.sleep(0.1)
+    assert holder(url).endswith(str(tmp_path / "two"))
 
 
 def test_a_restart_of_postgres_is_a_delay_and_no_loss(tmp_path: Path) -> None:
