@@ -20,7 +20,7 @@ from live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.protocols import JobSpec, Outcome, PartInfo, Span
+from tinsmith.batch.protocols import JobSpec, Outcome, PartInfo
 from tinsmith.batch.state import BatchJobs
 from tinsmith.db import Database
 
@@ -71,7 +71,7 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     job_id = jobs.create("a", spec)
     jobs.acquire_batch_coordinator(job_id, "t", "here", 60)
     began = time.perf_counter()
-    jobs.save_batch_states(job_id, "t", (Span(index, index) for index in range(batches)), batches)
+    jobs.save_batch_states(job_id, "t", range(batches), batches)
     inserted = time.perf_counter() - began
     claims = jobs.turn(job_id, "t", [], {"w": 1}, 60).claims["w"]
     turns = 200

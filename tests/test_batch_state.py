@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
 from databases import fresh_url
 from tinsmith.batch.attempts import MAX_INFRA_RETRIES, Claim, Lost
-from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure, Span
+from tinsmith.batch.inserting import CHUNK
+from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
 from tinsmith.batch.state import BatchJobs, Job, SupersededError
 from tinsmith.db import Database
 from tinsmith.errors import NotFoundError, UserError
@@ -42,14 +46,10 @@ def spec(**changes: object) -> JobSpec:
     return JobSpec.from_dict({**given, **changes})
 
 
-def spans(rows: int, size: int) -> Iterator[Span]:
-    return (Span(start, min(start + size, rows) - 1) for start in range(0, rows, size))
-
-
 def owned(jobs: BatchJobs, rows: int = 6, size: int = 2, token: str = "one", **changes: object) -> Job:
     job_id = jobs.create("alice", spec(**changes))
     assert jobs.acquire_batch_coordinator(job_id, token, "here", LEASE_S)
-    jobs.save_batch_states(job_id, token, spans(rows, size), rows)
+    jobs.save_batch_states(job_id, token, range(0, rows, size), rows)
     assert jobs.set_status(job_id, token, "RUNNING")
     return jobs.find("alice", job_id)
 
@@ -104,7 +104,7 @@ def test_a_coordinator_that_was_superseded_changes_nothing(jobs: BatchJobs) -> N
         lambda: jobs.turn(job.job_id, "one", [(held, outcome(held))], {"w": 1}, LEASE_S),
         lambda: jobs.renew(job.job_id, "one", LEASE_S),
         lambda: jobs.set_status(job.job_id, "one", "FAILED"),
-        lambda: jobs.save_batch_states(job.job_id, "one", spans(2, 1), 2),
+        lambda: jobs.save_batch_states(job.job_id, "one", range(2), 2),
         lambda: jobs.finish(job.job_id, "one", []),
         lambda: jobs.intend_worker("local", "w", job.job_id, "one", "local"),
     ):
@@ -151,9 +151,11 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
 
 def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: BatchJobs) -> None:
     job = owned(jobs, rows=1)
+    failed = []
     for _ in range(5):
         (one,) = claim(jobs, job)
-        jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0)
+        failed.append(jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0).failed)
+    assert failed == [False, False, False, False, True]
     assert statuses(jobs, job) == ["FAILED"]
     assert jobs.failure(job.job_id) == "rows 0 to 0: ValueError: the row is bad"
 
@@ -245,16 +247,52 @@ def test_outputs_are_recorded_with_the_success(jobs: BatchJobs) -> None:
     assert jobs.uncleaned(0) == []
 
 
+class Broken(list[int]):
+    """The first rows of batches that can be told up to the second chunk."""
+
+    def __getitem__(self, wanted: object) -> object:
+        if isinstance(wanted, slice) and wanted.start >= CHUNK:
+            raise OSError("the input went away")
+        return super().__getitem__(wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 def test_what_a_crash_left_of_a_split_is_begun_anew(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
-
-    def broken() -> Iterator[Span]:
-        yield from spans(10_000 * 2, 2)
-        yield Span(20_000, 20_001)
-        raise OSError("the input went away")
-
     with pytest.raises(OSError, match="went away"):
-        jobs.save_batch_states(job_id, "one", broken(), 0)
+        jobs.save_batch_states(job_id, "one", Broken(range(CHUNK + 1)), CHUNK + 1)
     assert not jobs.find("alice", job_id).sealed
-    assert jobs.save_batch_states(job_id, "one", spans(3, 2), 3).total_batches == 2
+    assert len(jobs.get_batch_states(job_id)) == CHUNK
+    assert jobs.save_batch_states(job_id, "one", range(0, 3, 2), 3).total_batches == 2
+    assert [(state["start_idx"], state["end_idx"]) for state in jobs.get_batch_states(job_id)] == [(0, 1), (2, 2)]
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_batches_of_many_chunks_cover_each_row_once(jobs: BatchJobs, even: bool) -> None:
+    rows = 5 * CHUNK + 7
+    starts = range(0, rows, 2) if even else array("q", (start for start in range(rows) if start % 3 != 2))
+    job_id = jobs.create("alice", spec())
+    jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
+    assert jobs.save_batch_states(job_id, "one", starts, rows).total_batches == len(starts)
+    states = jobs.get_batch_states(job_id, limit=rows)
+    assert [state["batch_idx"] for state in states] == list(range(len(starts)))
+    assert [state["start_idx"] for state in states] == list(starts)
+    assert [state["end_idx"] + 1 for state in states] == [*starts[1:], rows]
+    assert {(state["status"], state["retry_count"], state["attempt_id"]) for state in states} == {("PENDING", 0, 0)}
+
+
+def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs: BatchJobs, db: Database) -> None:
+    job = owned(jobs, rows=2 * CHUNK, size=1)
+    claim(jobs, job, 3)
+    statements: list[str] = []
+
+    def explain(connection: sa.Connection, cursor: Any, statement: str, parameters: Any, *_: object) -> None:
+        if statement.startswith("UPDATE batch_state"):
+            cursor.execute(f"EXPLAIN {'QUERY PLAN ' if db.is_sqlite else ''}{statement}", parameters)
+            statements.append(str(cursor.fetchall()))
+
+    sa.event.listen(db.engine, "before_cursor_execute", explain)
+    jobs.renew(job.job_id, "one", LEASE_S)
+    jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
+    assert len(statements) == 2 and all("ix_batch_state_dispatched" in plan for plan in statements), statements
+    assert set(statuses(jobs, job)) == {"PENDING"}

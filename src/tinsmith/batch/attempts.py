@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
+from tinsmith.batch.inserting import PENDING
 from tinsmith.batch.protocols import Outcome, Span
 from tinsmith.db import BATCH, Database, now
 
@@ -66,6 +67,7 @@ class Attempts:
         self._db = db
         self._max_retries = max_retries
         self._backoff_s = backoff_s
+        self.failed = False  # whether a batch has failed for good
 
     def _held(self, claim: Claim) -> sa.Update:
         return STATES.update().where(
@@ -117,7 +119,7 @@ class Attempts:
         if lost.infra:
             tries = claim.infra_retries + 1
             status = "PENDING" if tries <= MAX_INFRA_RETRIES else "FAILED"
-            return self._set(claim, status=status, infra_retries=tries, next_retry_at=None, **told)
+            return self._give(claim, status, infra_retries=tries, **told)
         tries = claim.retry_count + 1
         if tries <= self._max_retries:
             later = self._db.clock() + self._backoff_s * 2**tries
@@ -126,7 +128,12 @@ class Attempts:
             return self._split(claim, told, counts)
         # The attempt after the last one only records the row as failed; if even that fails, the batch has.
         status = "PENDING" if tries == self._max_retries + 1 else "FAILED"
-        return self._set(claim, status=status, retry_count=tries, next_retry_at=None, **told)
+        return self._give(claim, status, retry_count=tries, **told)
+
+    def _give(self, claim: Claim, status: str, **values: object) -> bool:
+        accepted = self._set(claim, status=status, next_retry_at=None, **values)
+        self.failed |= accepted and status == "FAILED"
+        return accepted
 
     def _split(self, claim: Claim, told: dict[str, str], counts: dict[str, int]) -> bool:
         if not self._set(claim, status="SPLIT", retry_count=claim.retry_count + 1, **told):
@@ -183,7 +190,7 @@ def _taking(is_sqlite: bool, database_clock: sa.ColumnElement[float]) -> sa.Exec
         due = sa.or_(STATES.c.next_retry_at.is_(None), STATES.c.next_retry_at <= clock)
         first = (
             sa.select(STATES.c.batch_idx)
-            .where(STATES.c.job_id == sa.bindparam("job"), STATES.c.status == sa.literal_column("'PENDING'"), due)
+            .where(STATES.c.job_id == sa.bindparam("job"), STATES.c.status == PENDING, due)
             .order_by(STATES.c.start_idx)
             .limit(sa.bindparam("count", type_=sa.Integer))
             .with_for_update(skip_locked=True)

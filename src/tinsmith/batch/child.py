@@ -95,7 +95,7 @@ def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> 
     from tinsmith.batch import planning
 
     total, spans = 0, []
-    for span in planning.plan(spec):
+    for span in batches:
         total = span.end_idx + 1
         spans.append(list(span))
         if len(spans) == SPANS_IN_A_LINE:
@@ -114,6 +114,9 @@ def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -
     if index == len(spec.batch_output_formats):
         with open(request["path"], encoding="utf-8") as lines:
             published = reducing.publish_errors(spec, job_id, [json.loads(line) for line in lines])
+    batches = planning.plan(spec)
+    if isinstance(batches, planning.Even):
+        return {"total_rows": batches.total_rows, "batch_size": batches.batch_size}
         assert published is not None
         return published.to_dict()
     parts: list[PartInfo] = []

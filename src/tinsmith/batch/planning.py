@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from tinsmith.batch import publishing, registry
 from tinsmith.batch.protocols import JobSpec, Span
 from tinsmith.errors import UserError
 
 
-def plan(spec: JobSpec) -> Iterator[Span]:
+@dataclass(frozen=True)
+class Even:
+    """Batches of one size, but perhaps the last: a million of them are told in two numbers."""
+
+    total_rows: int
+    batch_size: int
+
+    def __iter__(self) -> Iterator[Span]:
+        for start in range(0, self.total_rows, self.batch_size):
+            yield Span(start, min(start + self.batch_size, self.total_rows) - 1)
+
+
+def plan(spec: JobSpec) -> Iterable[Span]:
     """Checks that the outputs can be published, counts the rows and splits them.
 
     A batch has `batch_size` rows, and, where the job has `batch_tokens`, fewer where these would be more tokens by
@@ -19,16 +32,11 @@ def plan(spec: JobSpec) -> Iterator[Span]:
     for output in [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]:
         publishing.check_output(registry.writer_from_dict(output).path, spec.if_exists)
     if spec.batch_tokens is None:
-        return _by_count(len(reader), spec.batch_size)
+        return Even(len(reader), spec.batch_size)
     sizes = reader.row_sizes()
     if sizes is None:
         raise UserError(f"a {type(reader).__name__} cannot tell how large its rows are; leave batch_tokens out")
     return _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
-
-
-def _by_count(rows: int, batch_size: int) -> Iterator[Span]:
-    for start in range(0, rows, batch_size):
-        yield Span(start, min(start + batch_size, rows) - 1)
 
 
 def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[Span]:

@@ -8,7 +8,7 @@ Invariants:
   (`registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
 
 What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reducing.py`):
-- `planning.plan(spec) -> Iterator[Span]`: counts the input and splits it;
+- `planning.plan(spec) -> Iterable[Span]`: counts the input and splits it;
 - `mapper_runtime.run(spec, assignments, report)`: reads `Assignment`s, reports one `Outcome` for each;
 - `reducing.publish_output(spec, output_idx, job_id, parts) -> OutputInfo`.
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from array import array
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,7 +27,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.attempts import Claim, Lost, Settled
 from tinsmith.batch.pools.local import LocalPool, WorkerStartError
-from tinsmith.batch.protocols import Outcome, OutputInfo, Span, part_base
+from tinsmith.batch.protocols import Outcome, OutputInfo, part_base
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
 from tinsmith.batch.state import BatchJobs, Job, SupersededError
 from tinsmith.crashpoints import reach
@@ -229,7 +229,7 @@ class JobRun:
                 self._nothing_until = 0.0
             for claim in turn.rejected:
                 log.warning("a late result was refused", job_id=self.job.job_id, batch_idx=claim.batch_idx)
-            if any(isinstance(outcome, Lost) for _, outcome in settled):
+            if turn.failed:
                 await self._check_failed()
             elif wanted and not any(claims.values()):
                 wait_s = await self._db(self._jobs.next_retry_in, self.job.job_id)
@@ -313,6 +313,7 @@ class JobRun:
             self.fail(f"no worker could be used: {error}")
         cancelled = self._failure is None or not await self._set_status("FAILED", self._failure)
         if cancelled:
+            await self._check_failed()  # the coordinator before this one may have known, and could not say so
             await self._set_status("CANCELLED")
 
     async def _stop_serving(self) -> None:
@@ -375,15 +376,13 @@ class JobRun:
         raise last
 
     async def _plan(self) -> None:
-        starts = array("q")
-
-        async def plan(worker: RemoteWorker) -> int:
-            del starts[:]
-            total = 0
+        async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int]:
+            starts, end = array("q"), {}
             async for message in worker.operate("plan"):
                 starts.extend(span[0] for span in message.get("spans", ()))
-                total = message.get("end", {}).get("total_rows", 0)
-            return total
+                end = message.get("end", {})
+            total = end.get("total_rows", 0)
+            return (range(0, total, end["batch_size"]) if "batch_size" in end else starts), total
 
         planning = asyncio.ensure_future(self._operating(plan))
         ended = asyncio.ensure_future(self._ended.wait())
@@ -391,12 +390,11 @@ class JobRun:
             await asyncio.wait({planning, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not planning.done():
                 return  # the job is cancelled
-            total = planning.result()
+            starts, total = planning.result()
         finally:
             planning.cancel()
             ended.cancel()
-        spans = _spans(starts, total)
-        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, spans, total)
+        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, starts, total)
 
     async def _wind_down(self) -> None:
         if not await self._set_status("WINDING_DOWN"):
@@ -461,11 +459,6 @@ async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, obj
         return
     reach("batch.cleaned")
     await asyncio.to_thread(jobs.note_cleaned, chain)
-
-
-def _spans(starts: array[int], total: int) -> Iterator[Span]:
-    for index, start in enumerate(starts):
-        yield Span(start, (starts[index + 1] if index + 1 < len(starts) else total) - 1)
 
 
 def _write_winners(jobs: BatchJobs, job_id: int, path: Path) -> None:
