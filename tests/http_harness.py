@@ -12,25 +12,30 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from databases import fresh_url
+from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
+from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import KEYS, Database
 from tinsmith.errors import TinsmithError
+from tinsmith.files import Files
 from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
 from tinsmith.ops import LoraSpec, ModelShape, Pending
+from tinsmith.partials import Partials
 from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
+from tinsmith.standing import StandingSessions
 from tinsmith.storage import Directories
 from tinsmith.tenants.keys import Keys, digest_of
 from tinsmith.tenants.stored import StoredTenants
@@ -152,6 +157,11 @@ def make_harness(
         _let_in(database, ALICE, BOB)
     signer = Signer(bytes(32))
     settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s, **changes)  # type: ignore[arg-type]
+    checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
+    answers = ServiceAnswers(
+        Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
+        Quotas(database, limits), Waiters(),
+    )  # fmt: skip
     services = Services(
         settings=settings,
         bases=Bases(SHAPES),
@@ -171,6 +181,11 @@ def make_harness(
         sequences=Sequences(database),
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),
+        answers=answers,
+        files=Files(database, directory / "files"),
+        texts=Texts(),
+        partials=Partials(),
+        standing=StandingSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
     )
     app = create_app(services)

@@ -69,10 +69,21 @@ def read_shape(name: str, directory: Path) -> ModelShape:
         raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
 
 
+NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def named_tokens(shape: ModelShape) -> dict[str, str]:
+    """The special tokens that the tokenizer's configuration names: bos_token, eos_token and so on."""
+    config = json_object(Path(shape.path) / "tokenizer_config.json")
+    found = {f"{kind}_token": config.get(f"{kind}_token") for kind in NAMED_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in contents.items() if isinstance(token, str)}
+
+
 def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
     """What the model's directory says of its tokenizer; null where it says nothing."""
-    config = _json_object(Path(shape.path) / "tokenizer_config.json")
-    added = cast("list[dict[str, object]]", _json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
+    config = json_object(Path(shape.path) / "tokenizer_config.json")
+    added = cast("list[dict[str, object]]", json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
     ids = {token["content"]: token["id"] for token in added}
     named = {
         kind: token.get("content") if isinstance(token, dict) else token
@@ -87,7 +98,8 @@ def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
     }
 
 
-def _json_object(path: Path) -> dict[str, object]:
+def json_object(path: Path) -> dict[str, object]:
+    """A file's JSON object; an empty one if it holds none."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):

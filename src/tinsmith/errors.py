@@ -81,6 +81,12 @@ class NotSupportedError(UserError):
     status = 501
 
 
+class StoppingError(TinsmithError):
+    """The server is stopping; send the request again."""
+
+    status = 503
+
+
 class CheckpointExistsError(UserError):
     """A checkpoint of this name exists already; pass overwrite=True or choose another name."""
 

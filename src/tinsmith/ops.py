@@ -211,8 +211,32 @@ class OptimStep:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must match: `kind` is json_schema, regex or lark, and `text` is written in that."""
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What changes which tokens are drawn; the reported logprobs stay the model's own.
+
+    In this order: what the grammar forbids, bias, repetition penalty (of every token of prompt and answer), frequency
+    and presence penalty (of the answer's), temperature, min_p. The defaults change nothing.
+    """
+
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: Grammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """`max_tokens` None runs to the end of the context. `stop_eos` is False only for an explicit `stop=[]`."""
+    """`max_tokens` None runs to the end of the context. `stop_eos` False lets end tokens stop nothing."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -222,6 +246,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    adjustments: Adjustments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +256,7 @@ class Sample:
     `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
     `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
     What is cached of prompts is found within one `cache_scope` only: what is cached tells what others asked.
+    `stream` has the engine tell of tokens as they are drawn.
     """
 
     request_id: str
@@ -246,6 +272,7 @@ class Sample:
     prompt_logprobs_last_n: int | None = None
     target_prompt_logprobs: I64 | SparseRows | None = None
     prompt_alt_tokens_k: int = 0
+    stream: bool = False
 
 
 EMPTY_LOGPROB = -99999.0
@@ -276,6 +303,18 @@ class SampledSequence:
     logprobs_T: F32  # at the sampling temperature
     stop_reason: str
     topk: TopK | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Tokens of an answer that is not complete: those from `start` on of sequence `index`."""
+
+    request_id: str
+    index: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    topk: tuple[tuple[tuple[int, ...], tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
 from tinsmith import bases as base_models
+from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
+from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
@@ -35,11 +37,13 @@ from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
+from tinsmith.files import Files
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
+from tinsmith.partials import MARK, Partials
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
 from tinsmith.sampling_sessions import SamplingSessions
@@ -47,6 +51,7 @@ from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
+from tinsmith.standing import StandingSessions
 from tinsmith.storage import Directories, claim
 from tinsmith.supervisor import Supervisor
 from tinsmith.tenants.keys import Keys
@@ -161,6 +166,7 @@ def build(settings: Settings) -> Server:
         services.audit,
         services.custom_losses,
         services.sequences,
+        services.files,
     )
     janitor = Janitor(settings, swept, lambda: database.alone("janitor"))
 
@@ -169,7 +175,7 @@ def build(settings: Settings) -> Server:
         loop = asyncio.get_running_loop()
         if wake:
             wake.bind(loop)
-        loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, mailbox.drain()))
+        loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         supervisor.start()
         services.coordinator.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
@@ -192,32 +198,45 @@ def _services(
     settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
 ) -> Services:
     batch_jobs = BatchJobs(database)
+    sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
+    quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
+    checkpoints = Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints"))
+    answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters)
     return Services(
         settings=settings,
         bases=served,
         futures=futures,
         usage=Usage(database),
-        audit=Audit(database),
+        audit=audit,
         traces=Traces(database),
         waiters=waiters,
         signer=signer,
         tenants=StoredTenants(Keys(database), Tokens(signer)),
-        quotas=Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS})),
+        quotas=quotas,
         custom_losses=CustomLosses(database),
         sequences=Sequences(database),
-        sessions=Sessions(database),
+        sessions=sessions,
         models=Models(database),
-        sampling_sessions=SamplingSessions(database),
-        checkpoints=Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints")),
+        sampling_sessions=samplers,
+        checkpoints=checkpoints,
         batch_jobs=batch_jobs,
-        coordinator=Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir)),
+        coordinator=Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers),
+        answers=answers,
+        files=Files(database, settings.resolved_storage_dir / "files"),
+        texts=Texts(),
+        partials=Partials(),
+        standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),
         queue_state=engines.queue_state,
         reads_wait=not database.is_sqlite,
     )
 
 
-def _on_wake_up(waiters: Waiters, request_ids: set[str]) -> None:
+def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
+    told = {line for line in lines if line.startswith(MARK)}
+    if told:
+        partials.arrived(told)
+    request_ids = lines - told
     if "" in request_ids:  # others may have been missed
         waiters.wake_all()
     else:

@@ -19,6 +19,7 @@ from tinsmith.routes import (
     futures,
     losses,
     models,
+    openai,
     openapi,
     sampling,
     search,
@@ -61,4 +62,4 @@ API = [
         dialect,
     )
     for route in noun.ROUTES
-] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES]
+] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES, *openai.ROOT_ROUTES]

@@ -17,22 +17,27 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tinsmith.answers import ServiceAnswers
 from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
+from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.files import Files
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
+from tinsmith.partials import Partials
 from tinsmith.quotas import Quotas
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
+from tinsmith.standing import StandingSessions
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.traces import Traces
 from tinsmith.usage import Usage
@@ -41,7 +46,9 @@ from tinsmith.wire.fields import Fields, read_object, show
 
 T = TypeVar("T")
 
-PREFIX = "/api/v1"  # of every path
+PREFIX = "/api/v1"  # of every path but those of OPENAI
+OPENAI = ("/v1", "/oai/api/v1")
+"""Where OpenAI's paths are, each of them twice: its clients are pointed at either."""
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
@@ -73,6 +80,11 @@ class Services:
     sequences: Sequences
     batch_jobs: BatchJobs
     coordinator: Coordinator
+    answers: ServiceAnswers
+    files: Files
+    texts: Texts
+    partials: Partials
+    standing: StandingSessions
     queue_state: Callable[[str], tuple[str, str | None]]
     reads_wait: bool = True
 
@@ -139,8 +151,16 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if b"%00" in request.scope["query_string"]:
         raise UserError("the query holds a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
+    if credential is None and is_openai(request):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        credential = given.strip() if scheme.lower() == "bearer" else None
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
     return services, caller.tenant_id
+
+
+def is_openai(request: Request) -> bool:
+    """Whether a request is one of OpenAI's clients, by its path: they send their key, and read errors, in their way."""
+    return request.url.path.startswith(tuple(f"{prefix}/" for prefix in OPENAI))
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:

@@ -1,14 +1,16 @@
 """Errors -> HTTP answers: the one place where it is decided.
 
-The body is always `{"detail": TEXT}` and never empty (the SDK takes an empty 400 for a proxy's noise and
-retries for minutes). What was raised on purpose says so itself; a database that does not answer is a 503; anything
-else is a 500 with an id under which the log has the rest. Nothing of a request's body or headers reaches the log.
+The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI, and never empty (the SDK takes an
+empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a database that does
+not answer is a 503; anything else is a 500 with an id under which the log has the rest. Nothing of a request's body or
+headers reaches the log.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
+from collections.abc import Mapping
 from http import HTTPStatus
 
 import structlog
@@ -18,15 +20,41 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
+from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
-from tinsmith.routes.call import answer
+from tinsmith.routes.call import JsonObject, answer, is_openai
 
 log = structlog.get_logger()
 
 CLIENT_CLOSED_REQUEST = 499
 
 
-def on_tinsmith_error(_request: Request, error: Exception) -> Response:
+def told(
+    request: Request,
+    text: str,
+    status: int,
+    headers: Mapping[str, str] | None = None,
+    error: TinsmithError | None = None,
+) -> Response:
+    if not is_openai(request):
+        return answer({"detail": text}, status, headers)
+    if status == HTTPStatus.NOT_IMPLEMENTED:  # which OpenAI's clients would send again
+        status = HTTPStatus.BAD_REQUEST
+    return answer({"error": openai_error(text, status, error)}, status, headers)
+
+
+def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
+    """An error as OpenAI's clients know it; `param` is the field that is to blame, where one is."""
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    if status == HTTPStatus.UNAUTHORIZED:
+        code = "invalid_api_key"
+    return {"message": text, "type": kind, "param": param, "code": code}
+
+
+def on_tinsmith_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TinsmithError)
     headers = {}
     if isinstance(error, TooManyRequestsError):
@@ -34,7 +62,7 @@ def on_tinsmith_error(_request: Request, error: Exception) -> Response:
         headers = {"retry-after-ms": str(round(wait_s * 1000)), "retry-after": str(math.ceil(wait_s))}
     elif isinstance(error, InvalidTokenError):
         headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # so the SDK exchanges its key and tries again
-    return answer({"detail": str(error)}, error.status, headers)
+    return told(request, str(error), error.status, headers, error)
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
@@ -42,26 +70,26 @@ def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     detail = error.detail
     if error.status_code == HTTPStatus.NOT_FOUND:
-        detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/)"
+        detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/ or /v1/)"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.url.path[:200]!a} does not take {request.method}"
-    return answer({"detail": detail}, error.status_code, error.headers)
+    return told(request, detail, error.status_code, error.headers)
 
 
-def on_disconnect(_request: Request, _error: Exception) -> Response:
-    return answer({"detail": "the client went away before its body was complete"}, CLIENT_CLOSED_REQUEST)
+def on_disconnect(request: Request, _error: Exception) -> Response:
+    return told(request, "the client went away before its body was complete", CLIENT_CLOSED_REQUEST)
 
 
 def on_unexpected(request: Request, error: Exception) -> Response:
     error_id = uuid.uuid4().hex
     log.error("unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error)
-    return answer({"detail": f"the server failed on this request; its log has more under error_id={error_id}"}, 500)
+    return told(request, f"the server failed on this request; its log has more under error_id={error_id}", 500)
 
 
 def on_silent_database(request: Request, error: Exception) -> Response:
     log.error("the database does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's database does not answer; try again in a moment"
-    return answer({"detail": detail}, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
 
 
 def on_database_error(request: Request, error: Exception) -> Response:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from starlette.routing import Route
 
-from tinsmith.admission import check_position, check_sample, check_seq_id
+from tinsmith.admission import check_position, check_sample, check_seq_id, most_tokens
 from tinsmith.checkpoints import parse_path
 from tinsmith.errors import UserError
 from tinsmith.futures import NewFuture
-from tinsmith.ops import ModelShape, Sample
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.wire.bodies import JSON_TYPE
@@ -70,7 +69,7 @@ def asample(call: Call) -> JsonObject:
         sample = sample_of(fields, request_id, sampling_session.version_id)
         shape = services.bases.get(sampling_session.base_model)
         check_sample(sample, shape)
-        num_tokens = _most_tokens(sample, shape)
+        num_tokens = most_tokens(sample, shape)
         sequence_ids = [f"{request_id}:{index}" for index in range(sample.num_samples)]
     except UserError as error:
         refusal = error
@@ -91,13 +90,6 @@ def asample(call: Call) -> JsonObject:
     if refusal is not None:
         services.waiters.settled_from_thread([request_id])
     return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
-
-
-def _most_tokens(sample: Sample, shape: ModelShape) -> int:
-    """What the sample may cost at most: the prompt once, and every answer at full length."""
-    prompt = len(sample.prompt_T)
-    answer_length = sample.params.max_tokens or shape.max_context_length - prompt
-    return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
 
 
 ROUTES = [

@@ -151,6 +151,11 @@ class Fields:
         return UserError(f"{self.path(name)} is {show(self.values[name])}; it must be {wanted}")
 
 
+def json_bytes(value: object) -> bytes:
+    """A body as it is stored."""
+    return orjson.dumps(value)
+
+
 def read_object(body: bytes) -> Fields:
     """The body as one JSON object."""
     containers = body.count(b"{") + body.count(b"[")  # at most so many: some may be in strings

@@ -11,8 +11,9 @@ from __future__ import annotations
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.ops import F32, I32, I64, Sample, SampleResult, SamplingParams, SparseRows, TopK
+from tinsmith.ops import F32, I32, I64, Sample, SampledSequence, SampleResult, SamplingParams, SparseRows, TopK
 from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.extras import FIELD, with_extras
 from tinsmith.wire.fields import Fields, read_object, show
 from tinsmith.wire.training import check_sizes, refuse_chunk
 
@@ -41,8 +42,13 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
-    """The whole request at once, as the engine reads it from its row."""
-    return sample_of(read_object(body), request_id, version_id)
+    """The whole request at once, as the engine reads it from its row, which may hold more than an asample."""
+    fields = read_object(body)
+    extras = fields.fields_or(FIELD, None)
+    if extras is None:
+        return sample_of(fields, request_id, version_id)
+    own = Fields({name: value for name, value in fields.values.items() if name != FIELD})
+    return with_extras(sample_of(own, request_id, version_id), extras)
 
 
 def sample_of(fields: Fields, request_id: str, version_id: str | None) -> Sample:
@@ -196,3 +202,31 @@ def _write_tensor(message: pb.Tensor, array: F32 | I64 | SparseRows) -> None:
         message.sparse_csr.col_indices = np.ascontiguousarray(array.col_indices, "<i8").tobytes()
     else:
         message.dense = data
+
+
+def read_sample_result(body: bytes, request_id: str) -> SampleResult:
+    """What `write_sample_result` wrote, but for alternatives and targets."""
+    message = pb.SampleResponse.FromString(body)
+    reasons = {number: name for name, number in _STOP_REASONS.items()}
+    return SampleResult(
+        request_id=request_id,
+        sequences=tuple(
+            SampledSequence(
+                tokens_T=np.frombuffer(one.tokens, "<i4").astype(np.int32, copy=False),
+                logprobs_T=np.frombuffer(one.logprobs, "<f4").astype(np.float32, copy=False),
+                stop_reason=reasons[one.stop_reason],
+                topk=_read_topk(one.topk_sampled_logprobs) if one.HasField("topk_sampled_logprobs") else None,
+            )
+            for one in message.sequences
+        ),
+        prompt_logprobs_T=np.frombuffer(message.prompt_logprobs, "<f4") if message.prompt_logprobs else None,
+        topk_prompt=_read_topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None,
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
+
+
+def _read_topk(message: pb.TopkLogprobs) -> TopK:
+    shape = (message.length, message.k)
+    return TopK(
+        np.frombuffer(message.token_ids, "<i4").reshape(shape), np.frombuffer(message.logprobs, "<f4").reshape(shape)
+    )

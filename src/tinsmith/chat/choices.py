@@ -1,0 +1,144 @@
+"""One answer, token by token: its text, what of it may be shown already, its calls and its logprobs.
+
+A `Choice` is fed the tokens of one sequence, all at once or as they come, and gives out pieces; the pieces of a stream
+put together are the whole answer. Text is held back as long as it may turn out to be something else: an unfinished
+character, the beginning of a stop string, a tool call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tinsmith.chat.plans import Plan
+from tinsmith.chat.texts import UNFINISHED, Text
+from tinsmith.chat.tools import ToolCall
+
+MAX_PENDING = 16
+"""Tokens that are waited for to complete a character, which has four bytes at most."""
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+TopRow = tuple[Sequence[int], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownToken:
+    """A token of the answer and where its text begins; `top` are the likeliest at its place."""
+
+    token_id: int
+    logprob: float
+    top: TopRow
+    offset: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of an answer."""
+
+    text: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.calls)
+
+
+class Decoder:
+    """Tokens to text as they come; a character waits for its last token."""
+
+    def __init__(self, text: Text) -> None:
+        self._text = text
+        self._window: list[int] = []  # the tokens before, since a token's text may depend on them
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        new = self._new()
+        if not new or (new.endswith(UNFINISHED) and len(self._pending) < MAX_PENDING):
+            return ""
+        self._window, self._pending = self._pending, []
+        return new
+
+    def rest(self) -> str:
+        return self._new() if self._pending else ""
+
+    def _new(self) -> str:
+        before = self._text.decode(self._window)
+        return self._text.decode(self._window + self._pending)[len(before) :]
+
+
+class Choice:
+    def __init__(self, plan: Plan, text: Text, index: int) -> None:
+        self.index = index
+        self.token_ids: list[int] = []  # all that it was fed
+        self.stopped_by: str | None = None  # the stop string
+        self._plan = plan
+        self._text = text
+        self._decoder = Decoder(text)
+        ends = text.end_token_ids if plan.params.stop_eos else frozenset()
+        self._ends = ends | frozenset(plan.params.stop_tokens)
+        self._whole = ""
+        self._shown = 0  # characters that were given out
+        self._tokens: list[ShownToken] = []
+        self._tokens_shown = 0
+        self._ended = False  # whatever comes is not of the answer
+        self._finished = False
+        self._calls: list[ToolCall] = []
+
+    def push(self, token_id: int, logprob: float, top: TopRow = ((), ())) -> None:
+        self.token_ids.append(token_id)
+        if self._ended:
+            return
+        if token_id in self._ends:
+            self._ended = True
+            return
+        self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
+        self._add(self._decoder.push(token_id))
+
+    def finish(self) -> None:
+        """No token follows."""
+        if not self._ended:
+            self._add(self._decoder.rest())
+        self._ended = self._finished = True
+        if self._plan.tools:
+            self._whole, self._calls = self._plan.tools.found(self._whole)
+
+    def piece(self) -> Piece:
+        """What was not given out before and may be now."""
+        end = len(self._whole) if self._finished else self._certain()
+        piece = Piece(self._whole[self._shown : end])
+        self._shown = max(end, self._shown)
+        while self._tokens_shown < len(self._tokens):
+            token = self._tokens[self._tokens_shown]
+            if not self._finished and token.offset >= end:
+                break
+            piece.tokens.append(token)
+            self._tokens_shown += 1
+        piece.calls, self._calls = self._calls, []
+        return piece
+
+    def _add(self, new: str) -> None:
+        if not new:
+            return
+        stops = self._plan.stops
+        longest = max((len(stop) for stop in stops), default=0)
+        searched = max(len(self._whole) - longest + 1, 0)
+        self._whole += new
+        found = [(at, stop) for stop in stops if (at := self._whole.find(stop, searched)) >= 0]
+        if found:
+            at, self.stopped_by = min(found)
+            self._whole = self._whole[:at]
+            self._tokens = [token for token in self._tokens if token.offset < max(at, 1)]
+            self._ended = True
+
+    def _certain(self) -> int:
+        text = self._whole
+        end = len(text)
+        for stop in self._plan.stops:
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    end = min(end, len(text) - length)
+                    break
+        return min(end, self._plan.tools.held(text[:end])) if self._plan.tools else end

@@ -1,0 +1,213 @@
+"""Tools: functions that a model may call, how a call is written in its text, and how it is found there.
+
+Two forms are known, told by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A call that must
+be made, or whose arguments must fit their schema (`strict`), is held to it by a grammar. What looks like a call and is
+none stays text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from tinsmith.chat.refusals import RequestError, not_supported
+from tinsmith.ops import Grammar
+from tinsmith.wire.fields import Fields, show
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`definition` is what the chat template is shown."""
+
+    name: str
+    parameters: Mapping[str, object]
+    definition: Mapping[str, object]
+    strict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request and what is to become of them: `choice` is auto, required or the name of one."""
+
+    tools: tuple[Tool, ...]
+    choice: str
+    named: bool
+    parallel: bool
+    form: str  # hermes | llama
+
+    def grammar(self) -> Grammar | None:
+        """What an answer must match, if not every answer will do."""
+        if self.choice == "auto":
+            return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
+        wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
+        if self.form == "llama":
+            return Grammar("lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
+        call = f"{_quoted(OPEN)} {_quoted(chr(10))} call {_quoted(chr(10))} {_quoted(CLOSE)}"
+        several = "" if self.named or not self.parallel else f" ({_quoted(chr(10))} one)*"
+        return Grammar("lark", _rules(f"start: one{several}\none: {call}", wanted))
+
+    def _strict_grammar(self) -> Grammar:
+        if self.form != "hermes":
+            raise not_supported("tools[].function.strict", "with this model's form of calls only if tool_choice asks")
+        again = "*" if self.parallel else "?"
+        head = (
+            f"start: tagged{again} TEXT\nTEXT: /(.|\\n)*/\nbegin[lazy]: TEXT {_quoted(OPEN)}\n"
+            f"tagged: begin {_quoted(chr(10))} call {_quoted(chr(10))} {_quoted(CLOSE)}"
+        )
+        return Grammar("lark", _rules(head, self.tools))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Where an answer that may hold one call only ends; this text is the call's own."""
+        return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
+
+    def held(self, text: str) -> int:
+        """How much of a text that still grows is certainly no call, and no space before one."""
+        end = len(text)
+        if self.choice != "auto" or (self.form == "llama" and text.lstrip()[:1] in ("{", "")):
+            end = 0
+        elif self.form == "hermes":
+            begin = text.find(OPEN)
+            end = begin if begin >= 0 else len(text) - _partial_length(text, OPEN)
+        return len(text[:end].rstrip())
+
+    def found(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The calls of a complete answer, and its text without them."""
+        pairs = self._llama_calls(text) if self.form == "llama" else self._hermes_calls(text)
+        if not pairs or not {name for name, _ in pairs} <= {tool.name for tool in self.tools}:
+            return text, []
+        before = "" if self.form == "llama" else text[: text.find(OPEN)].rstrip()
+        return before, [ToolCall("call_" + secrets.token_hex(12), name, arguments) for name, arguments in pairs]
+
+    def _hermes_calls(self, text: str) -> list[tuple[str, str]]:
+        pairs: list[tuple[str, str]] = []
+        for part in text.split(OPEN)[1:]:
+            inside, closed, _ = part.partition(CLOSE)
+            call = _read_call(inside, "arguments") if closed else None
+            if call is None:
+                return []
+            pairs.append(call)
+        return pairs
+
+    def _llama_calls(self, text: str) -> list[tuple[str, str]]:
+        call = _read_call(text, "parameters")
+        return [] if call is None else [call]
+
+
+def read_tools(fields: Fields, template: str) -> ToolUse | None:
+    """The request's tools; None if it has none, or wants none of them used."""
+    items = fields.values.get("tools")
+    choice = fields.values.get("tool_choice")
+    if items is None or items == []:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice", f"tool_choice is {show(choice)}, but there are no tools")
+        return None
+    if not isinstance(items, list) or len(items) > MAX_TOOLS:
+        raise RequestError("tools", f"tools must be a list of at most {MAX_TOOLS} functions")
+    tools = tuple(_tool(item, f"tools[{index}]") for index, item in enumerate(items))
+    check_names(tools)
+    named = isinstance(choice, dict)
+    if named:
+        wanted = Fields(cast("dict[str, object]", choice), "tool_choice.")
+        if wanted.text("type") != "function":
+            raise not_supported("tool_choice.type", f"{show(choice)}; use 'function'")
+        choice = wanted.fields("function").text("name")
+    elif choice not in (None, "none", "auto", "required"):
+        raise RequestError("tool_choice", f"tool_choice is {show(choice)}; use none, auto, required or a function")
+    return tool_use(tools, choice or "auto", named, fields.flag_or("parallel_tool_calls", True), template)
+
+
+def check_names(tools: Sequence[Tool]) -> None:
+    names = [tool.name for tool in tools]
+    for name in names:
+        if not NAME.fullmatch(name):
+            raise RequestError("tools", f"a tool is called {show(name)}; use 1 to 64 of a-z, A-Z, 0-9, _, - and .")
+    if len(set(names)) < len(names):
+        raise RequestError("tools", "two tools have the same name")
+
+
+def tool_use(tools: tuple[Tool, ...], choice: str, named: bool, parallel: bool, template: str) -> ToolUse | None:
+    if choice == "none" and not named:
+        return None
+    if named and choice not in [tool.name for tool in tools]:
+        raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is none of the tools")
+    return ToolUse(tools, choice, named, parallel, _form(template))
+
+
+def _form(template: str) -> str:
+    if "tools" not in template:
+        raise not_supported("tools", "this model's chat template knows no tools")
+    if OPEN in template and "<function=" not in template:
+        return "hermes"
+    if "python_tag" in template or '"parameters": dictionary' in template:
+        return "llama"
+    raise not_supported("tools", "the form of calls in this model's chat template is neither Hermes' nor Llama 3.1's")
+
+
+def _tool(item: object, where: str) -> Tool:
+    if not isinstance(item, dict):
+        raise RequestError("tools", f"{where} is {show(item)}; it must be an object")
+    fields = Fields(item, f"{where}.")
+    if fields.text("type") != "function":
+        raise not_supported(f"{where}.type", f"{show(item['type'])}; only 'function' is known")
+    function = fields.fields("function")
+    parameters = function.fields_or("parameters", None)
+    return Tool(
+        name=function.text("name"),
+        parameters=parameters.values if parameters else {"type": "object", "properties": {}},
+        definition=item,
+        strict=function.flag_or("strict", False),
+    )
+
+
+def _rules(
+    head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ', after: str = "}"
+) -> str:
+    calls = " | ".join(f"call_{index}" for index in range(len(tools)))
+    lines = [head, f"call: {calls}"]
+    for index, tool in enumerate(tools):
+        start = before + json.dumps(tool.name) + between
+        schema = {"type": "object"} | dict(tool.parameters)
+        lines += [
+            f"call_{index}: {_quoted(start)} arguments_{index} {_quoted(after)}",
+            f"arguments_{index}: %json {json.dumps(schema)}",
+        ]
+    return "%llguidance {}\n" + "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
+
+
+def _read_call(text: str, arguments: str) -> tuple[str, str] | None:
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    given = call.get(arguments, call.get("arguments"))
+    return (call["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+
+
+def _partial_length(text: str, word: str) -> int:
+    """How many characters at the end of a text may be the beginning of a word."""
+    return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
