@@ -16,7 +16,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-postgres: $(STAMP)
-	$(BIN)/python -m pytest -q --database postgres
+	$(BIN)/python -m pytest -q -m "not slow and not recipes" --database postgres
 
 test-crash: $(STAMP)
 	$(BIN)/python -m pytest -q tests/crash

@@ -2,6 +2,7 @@
 
     python benchmarks/soak.py                               # 64 clients, 15 minutes, tinsmith/nano, a server of its own
     python benchmarks/soak.py --clients 15 --minutes 2
+    python benchmarks/soak.py --backend fake                # the server's part alone, at ten times the rate
 
 Nothing may fail, and neither the server nor the engine may grow. Latencies are taken by kind of operation; memory, open
 files and the database's size once a second. The slope of the memory is that of a line through the last two thirds of
@@ -224,7 +225,7 @@ def data_dir_of(pid: int) -> Path:
 
 
 def soak(given: argparse.Namespace) -> dict[str, object]:
-    with own_server("torch") as (url, pid):
+    with own_server(given.backend) as (url, pid):
         data_dir = data_dir_of(pid)
         seconds = 60 * given.minutes
         command = [sys.executable, __file__, "--worker", url, "--deadline", str(time.time() + seconds)]
@@ -291,6 +292,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--backend", default="torch", choices=["fake", "torch"])
     parser.add_argument("--processes", type=int, default=3, help="that the clients are spread over")
     parser.add_argument("--json", type=Path, help="also write the figures and the samples to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -61,11 +61,9 @@ def serving(
     port = port or free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
-    given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
-    environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
-        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment)
+        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment(data_dir, settings))
     server = LiveServer(f"http://127.0.0.1:{port}", data_dir, process)
     try:
         _await_answer(server, log_path)
@@ -79,6 +77,12 @@ def serving(
                 process.kill()
                 process.wait()
                 raise
+
+
+def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a server on this data directory, and of a command that is to find its database."""
+    given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
+    return {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
 
 
 def free_port() -> int:

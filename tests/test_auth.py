@@ -25,12 +25,14 @@ from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 from tinker.lib._jwt_auth import JwtAuthProvider
 
-from live import LiveServer, free_port, serving
+from databases import database_url
+from live import LiveServer, environment, free_port, serving
 from raw_client import PROTO, RawClient, pass_body
-from tinsmith.db import BODIES, CUSTOM_LOSSES, Database
+from tinsmith.db import BODIES, CUSTOM_LOSSES, METADATA, Database
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
 from tinsmith.tenants import Caller
+from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.tokens import Tokens
 
 REVOKED_WITHIN_S = 5.0  # two, and a slow machine
@@ -63,7 +65,7 @@ class Keyed:
 
 def keys_command(data_dir: Path, *arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tinsmith.cli", "keys", *arguments, "--data-dir", str(data_dir)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(data_dir))
     assert ended.returncode == status, ended.stderr
     return ended
 
@@ -286,7 +288,9 @@ def test_a_server_with_keys_may_listen_everywhere(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=free_port(), backend="fake")
     with pytest.raises(SettingsError, match="keys create"):
         server.build(settings)
-    keys_command(tmp_path / "data", "create", "alice")
+    database = Database(settings.resolved_database_url)
+    Keys(database).create("alice")
+    database.close()
     built = server.build(settings)
     try:
         assert not built.accepts_anyone
@@ -302,19 +306,20 @@ def files_below(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def unpacked_rows(data_dir: Path) -> bytes:
-    """What is compressed in the database, where a search of the file would not find it."""
-    database = Database(f"sqlite:///{data_dir / 'tinsmith.db'}")
-    unpack = zstandard.ZstdDecompressor().decompressobj
-    try:
-        with database.read() as connection:
-            packed = [
-                *connection.scalars(sa.select(BODIES.c.body)),
-                *connection.scalars(sa.select(CUSTOM_LOSSES.c.definition)),
-            ]
-        return b"\n".join(unpack().decompress(one) for one in packed)
-    finally:
-        database.close()
+def all_rows(data_dir: Path) -> bytes:
+    """What the tables hold; what is compressed there, a search of the database's file would not find."""
+    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    values: list[object] = []
+    with database.read() as connection:
+        for table in METADATA.sorted_tables:
+            values += [value for row in connection.execute(sa.select(table)) for value in row]
+        packed = [
+            *connection.scalars(sa.select(BODIES.c.body)),
+            *connection.scalars(sa.select(CUSTOM_LOSSES.c.definition)),
+        ]
+    database.close()
+    unpacked = [zstandard.ZstdDecompressor().decompressobj().decompress(one) for one in packed]
+    return b"\n".join([*unpacked, *(value if isinstance(value, bytes) else str(value).encode() for value in values)])
 
 
 def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
@@ -344,8 +349,8 @@ def test_no_secret_is_kept_anywhere(keyed: Keyed) -> None:
     secrets = [*tokens, key, other, "tml-not-a-key-at-all"]
     needles = [secret.removeprefix("tml-").encode() for secret in secrets]
     needles += [one.rpartition(".")[2].encode() for one in tokens]  # a signature alone would do, too
-    kept = files_below(keyed.server.data_dir) | {Path("unpacked rows"): unpacked_rows(keyed.server.data_dir)}
-    assert any(path.suffix == ".db" for path in kept) and any(path.suffix == ".log" for path in kept)
+    kept = files_below(keyed.server.data_dir) | {Path("all rows"): all_rows(keyed.server.data_dir)}
+    assert session_id.encode() in kept[Path("all rows")] and any(path.suffix == ".log" for path in kept)
     found = [(path, needle) for path, content in kept.items() for needle in needles if needle in content]
     assert not found
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.ops import Pending
-from tinsmith.scheduler import MAX_SINGLES_PER_TENANT, PASS_KINDS, Fairness, ModelQueue, plan, take_in_turns
+from tinsmith.scheduler import PASS_KINDS, SINGLES_SHARE, Fairness, ModelQueue, plan, take_in_turns
 
 KINDS = ("forward", "forward_backward", "optim_step", "save_weights")
 
@@ -175,10 +175,83 @@ def test_what_fits_into_one_step_is_never_split() -> None:
     assert len(step.passes) == 3
 
 
-def test_saves_of_one_tenant_are_bounded_per_step() -> None:
-    queues = [ModelQueue(f"m{i}", "t", 1, {1: pending(i, "t", f"m{i}", 1, "save_weights")}) for i in range(20)]
-    step, _ = plan(queues, Fairness(), 1000)
-    assert [request.arrival for request in step.singles] == list(range(MAX_SINGLES_PER_TENANT))
+def saves(tenant: str, count: int, first: int = 0) -> list[ModelQueue]:
+    """Models of a tenant that each wait to be saved."""
+    numbered = range(first, first + count)
+    return [ModelQueue(f"m{i}", tenant, 1, {1: pending(i, tenant, f"m{i}", 1, "save_weights")}) for i in numbered]
+
+
+def a_pass(tenant: str, tokens: int) -> ModelQueue:
+    return ModelQueue(f"p-{tenant}", tenant, 1, {1: pending(999, tenant, f"p-{tenant}", 1, "forward", tokens)})
+
+
+def test_saves_take_at_most_half_as_long_as_the_passes_beside_them() -> None:
+    step, _ = plan([*saves("t", 20), a_pass("t", 1000)], Fairness(), 1000, {"save_weights": 50})
+    assert [request.arrival for request in step.singles] == list(range(1000 // SINGLES_SHARE // 50))
+    step, _ = plan([*saves("t", 20), a_pass("t", 1000)], Fairness(), 1000, {"save_weights": 7})
+    assert len(step.singles) == 20, "cheap ones all run at once"
+
+
+@given(st.integers(0, 5000), st.booleans())
+def test_one_save_runs_in_every_step_whatever_it_costs(price: int, known: bool) -> None:
+    prices = {"save_weights": price} if known else {}
+    step, fairness = plan([*saves("t", 3), a_pass("u", 10)], Fairness(), 1000, prices)
+    assert len(step.singles) >= 1 and len(step.passes) == 1
+    step, _ = plan(saves("t", 3), fairness, 1000, prices)
+    assert len(step.singles) == 1, "with nothing to compare with, others that come meanwhile are not held up"
+
+
+def test_tenants_take_turns_with_their_saves_and_nobody_waits_for_another_ones_flood() -> None:
+    queues = [*saves("flood", 100), *saves("a", 1, 200), *saves("b", 1, 300), a_pass("c", 1000)]
+    fairness, waited = Fairness(), []
+    for _ in range(4):
+        step, fairness = plan(queues, fairness, 1000, {"save_weights": 600})  # dearer than the share
+        assert len(step.singles) == 1
+        waited.append(step.singles[0].tenant_id)
+        queues = [queue for queue in queues if queue.model_id not in {single.model_id for single in step.singles}]
+    assert waited == ["flood", "a", "b", "flood"]
+
+
+def test_who_has_much_to_save_pays_for_it_with_passes() -> None:
+    fairness = Fairness()
+    served: dict[str, int] = defaultdict(int)
+    for turn in range(400):
+        queues = saves("saver", 8, 1000 * turn)
+        for tenant in ("saver", "other"):
+            run = {seq: pending(seq, tenant, tenant, seq, "forward", 10) for seq in range(200)}
+            queues.append(ModelQueue(tenant, tenant, 0, run))
+        step, fairness = plan(queues, fairness, 1000, {"save_weights": 50})
+        for request in (*step.singles, *step.passes):
+            served[request.tenant_id] += request.num_tokens if request.kind == "forward" else 50
+    assert abs(served["saver"] - served["other"]) < 0.05 * served["other"]
+
+
+def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> None:
+    """A simulation of what benchmarks/soak.py does, without the samples: each client publishes or saves, then trains."""
+    token_s, single_s, optim_step_s = 0.001, 0.03, 0.005
+    prices = {"save_weights": round(single_s / token_s)}
+    clock, arrival, fairness = 0.0, 0, Fairness()
+    lanes = {f"m{number}": (0, 0.0) for number in range(64)}  # seq_id that waits, and since when
+    waits: dict[str, list[float]] = defaultdict(list)
+    kinds = ("save_weights", "forward_backward", "optim_step", "forward_backward", "optim_step")
+    longest = 0.0
+    for _ in range(400):
+        queues = []
+        for number, (model, (seq_id, _since)) in enumerate(lanes.items()):
+            request = pending(arrival + number, "t", model, seq_id, kinds[(seq_id + number) % 5], 64)
+            queues.append(ModelQueue(model, "t", seq_id, {seq_id: request}))
+        step, fairness = plan(queues, fairness, 65536, prices)
+        took = token_s * sum(request.num_tokens for request in step.passes)
+        took += single_s * len(step.singles) + optim_step_s * bool(step.optim_steps)
+        clock, longest = clock + took, max(longest, took)
+        for request in (*step.optim_steps, *step.singles, *step.passes):
+            assert request.model_id is not None and request.seq_id is not None
+            waits[request.kind].append(clock - lanes[request.model_id][1])
+            lanes[request.model_id] = request.seq_id + 1, clock
+    publishes = sorted(waits["save_weights"])
+    assert publishes[len(publishes) // 2] < 1.5 * longest
+    assert publishes[-1] < 4 * longest
+    assert max(waits["forward_backward"]) < 2 * longest
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), max_size=4), st.integers(0, 30))

@@ -6,20 +6,23 @@ barrier of its model: optim_steps of different models merge into one call, the r
 step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
 next request by at most one step. Where more waits than one step holds, every other step may be a short one that serves
 first whoever wants little; otherwise that tenant would wait for a full step, and then again for the one that it is in.
-No I/O, no clock, no device.
+
+What runs singly has a price in tokens, so that it can be weighed against passes. A step holds one of them, and more as
+long as they take at most half as long as its passes: one of each tenant in turn, and the tenants pay for them with
+their share of later passes. So neither holds up the other by much, whatever each costs. No I/O, no clock, no device.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tinsmith.ops import Pending
 
 PASS_KINDS = frozenset({"forward", "forward_backward"})
-MAX_SINGLES_PER_TENANT = 4
-"""Saves, loads and creations of one tenant per step: they take milliseconds each and must not hold up passes."""
+SINGLES_SHARE = 2
+"""Saves, loads, publishes and creations beyond the first take this fraction of the time of a step's passes at most."""
 
 SHORT_STEPS = 16
 """How many short steps would hold what one full step does."""
@@ -44,11 +47,14 @@ class ModelQueue:
 
 @dataclass(frozen=True, slots=True)
 class Fairness:
-    """What one step leaves to the next: each tenant's unspent tokens, who is served first, and whether it was short."""
+    """What one step leaves to the next: each tenant's unspent tokens, who is served first, and whether it was short;
+    and the order of those who have singles left.
+    """
 
     deficits: Mapping[str, int] = field(default_factory=dict)
     order: tuple[str, ...] = ()
     was_short: bool = False
+    singles_order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,12 @@ class Step:
         return bool(self.optim_steps or self.singles or self.passes)
 
 
-def plan(queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int) -> tuple[Step, Fairness]:
-    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone."""
+def plan(
+    queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int, prices: Mapping[str, int] | None = None
+) -> tuple[Step, Fairness]:
+    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `prices` say of a
+    kind of single how many tokens of passes take as long.
+    """
     optim_steps: list[Pending] = []
     singles: list[Pending] = []
     runs: list[list[Pending]] = []
@@ -78,8 +88,12 @@ def plan(queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int) ->
             runs.append(_run_of_passes(queue, token_budget))
         else:
             singles.append(head)
-    passes, fairness = _share(_by_tenant(runs), fairness, token_budget)
-    return Step(tuple(optim_steps), tuple(_bounded(singles)), tuple(passes)), fairness
+    passes, shared = _share(_by_tenant(runs), fairness, token_budget)
+    room = sum(request.num_tokens for request in passes) // SINGLES_SHARE
+    taken, paid, singles_order = _affordable(singles, fairness.singles_order, room, prices or {})
+    owed = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
+    left = replace(shared, deficits=owed, singles_order=singles_order)
+    return Step(tuple(optim_steps), tuple(taken), tuple(passes)), left
 
 
 def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
@@ -94,12 +108,30 @@ def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
     return run
 
 
-def _bounded(singles: Sequence[Pending]) -> Iterator[Pending]:
-    taken: dict[str, int] = {}
+def _affordable(
+    singles: Sequence[Pending], order: Sequence[str], room: int, prices: Mapping[str, int]
+) -> tuple[list[Pending], dict[str, int], tuple[str, ...]]:
+    """The singles of one step, the oldest of each tenant in turn; what each tenant pays for its own; and the order of
+    the tenants in the next step: who got nothing in this one comes first. A kind without a price runs alone.
+    """
+    waiting: dict[str, deque[Pending]] = {}
     for request in sorted(singles, key=lambda single: single.arrival):
-        taken[request.tenant_id] = taken.get(request.tenant_id, 0) + 1
-        if taken[request.tenant_id] <= MAX_SINGLES_PER_TENANT:
-            yield request
+        waiting.setdefault(request.tenant_id, deque()).append(request)
+    turns = deque(tenant_id for tenant_id in order if tenant_id in waiting)
+    turns.extend(tenant_id for tenant_id in waiting if tenant_id not in order)
+    taken: list[Pending] = []
+    paid: dict[str, int] = {}
+    while turns:
+        price = max(1, prices.get(waiting[turns[0]][0].kind, room + 1))
+        if taken and price > room:
+            break
+        tenant_id = turns.popleft()
+        taken.append(waiting[tenant_id].popleft())
+        paid[tenant_id] = paid.get(tenant_id, 0) + price
+        room -= price
+        if waiting[tenant_id]:
+            turns.append(tenant_id)
+    return taken, paid, tuple(sorted(turns, key=lambda tenant_id: tenant_id in paid))
 
 
 def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
@@ -128,27 +160,28 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     position = dict.fromkeys(order, 0)
     open_tenants = list(order)
     quantum = max(1, room // max(1, len(order)))
+    rounds = dict.fromkeys(order, 0)
     while open_tenants:
         still_open: list[str] = []
         for tenant_id in open_tenants:
-            deficits[tenant_id] += quantum
             run = runs[tenant_id]
-            blocked = False
+            if taken and run[position[tenant_id]].num_tokens > room:
+                continue  # without a share: it could not use it, and others did not get one either
+            deficits[tenant_id] += quantum
+            rounds[tenant_id] += 1
             while position[tenant_id] < len(run):
                 tokens = run[position[tenant_id]].num_tokens
-                if tokens > room and taken:
-                    blocked = True
-                    break
-                if tokens > deficits[tenant_id]:
+                if tokens > deficits[tenant_id] or (tokens > room and taken):
                     break
                 taken.append(run[position[tenant_id]])
                 position[tenant_id] += 1
                 deficits[tenant_id] -= tokens
                 room -= tokens
-            if position[tenant_id] < len(run) and not blocked:
+            if position[tenant_id] < len(run):
                 still_open.append(tenant_id)
         open_tenants = still_open
     left = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
+    left.sort(key=lambda tenant_id: rounds[tenant_id])
     served = [tenant_id for tenant_id in order if tenant_id not in left]
     kept = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in left}
     return taken, Fairness(kept, tuple(left + served), was_short=bool(light))

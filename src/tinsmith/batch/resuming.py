@@ -36,10 +36,12 @@ def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
     root = row.root_job_id or row.job_id
     old = Resumed(row.job_id, root, row.sealed, row.total_rows)
     same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned)
-    for other in connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))):
+    chain = connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))).all()
+    for other in chain:
         if other.status not in ("FAILED", "CANCELLED"):
             what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
             raise UserError(f"bulk job {old.job_id} cannot be resumed: job {other.job_id} {what}")
+    for other in chain:
         if other.cleaned:
             raise UserError(f"bulk job {old.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
     for name in ("batch_input_format", "batch_output_formats", "rows"):

@@ -25,6 +25,7 @@ from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.operations import Operations, require_usable
 from tinsmith.engine.passes import PassReader
+from tinsmith.engine.prices import Prices
 from tinsmith.engine.queues import Lane, Queues
 from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
@@ -82,6 +83,7 @@ class Engine:
         self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
         self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle)
         self._fairness = Fairness()
+        self._prices = Prices()
         self._last_arrival = 0
         self._last_step_s = 0.0
         self._next_check = 0.0
@@ -222,7 +224,8 @@ class Engine:
     def _training_turn(self) -> bool:
         """Run one planned step; False if there was nothing to do."""
         self._unload()
-        step, self._fairness = plan(self._queues.model_queues(), self._fairness, self._settings.step_token_budget)
+        queues, budget = self._queues.model_queues(), self._settings.step_token_budget
+        step, self._fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
         if not step:
             return False
         reach("engine.planned")
@@ -230,10 +233,14 @@ class Engine:
         for group in self._suspects.groups(step.optim_steps):
             self._run_optim_steps(group)
         for request in step.singles:
+            begun = time.monotonic()
             self._run_single(request)
+            self._prices.note_single(request.kind, time.monotonic() - begun)
+        begun = time.monotonic()
         for group in self._suspects.groups(step.passes):
             self._run_passes(group)
         self._last_step_s = time.monotonic() - started
+        self._prices.note_passes(sum(request.num_tokens for request in step.passes), time.monotonic() - begun)
         log.debug(
             "step",
             passes=len(step.passes),

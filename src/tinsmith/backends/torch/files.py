@@ -55,8 +55,8 @@ def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], 
     """
     tensors = {}
     for name, (a_rI, b_Or) in adapter.layout.views(adapter.flat_P.cpu()).items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.clone()
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.clone()
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,10 +82,10 @@ def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], 
 
 def save_optimizer(trained: Trained, directory: Path) -> None:
     layout = trained.adapter.layout
-    zeros_P = torch.zeros_like(trained.adapter.flat_P)
     names = MOMENTS[trained.optimizer_type]
-    tensors = {"step": trained.step.cpu().clone()}
-    for moment, flat_P in zip(names, trained.moments or [zeros_P] * len(names), strict=True):
+    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
+    tensors = {"step": trained.step.cpu()}
+    for moment, flat_P in zip(names, moments, strict=True):
         tensors |= _named(layout, flat_P, moment)
     _write_tensors(tensors, directory / OPTIMIZER_FILE)
 
@@ -100,8 +100,8 @@ def save_gradient(trained: Trained, directory: Path) -> None:
 def _named(layout: Layout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
     tensors = {}
     for name, (a_rI, b_Or) in layout.views(flat_P.cpu()).items():
-        tensors[f"{name}.lora_A.{kind}"] = a_rI.clone()
-        tensors[f"{name}.lora_B.{kind}"] = b_Or.clone()
+        tensors[f"{name}.lora_A.{kind}"] = a_rI
+        tensors[f"{name}.lora_B.{kind}"] = b_Or
     return tensors
 
 
