@@ -38,6 +38,13 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
     _check_amounts(sample, shape)
 
 
+def most_tokens(sample: Sample, shape: ModelShape) -> int:
+    """What a sample may cost at most: the prompt once, and every answer at full length."""
+    prompt = len(sample.prompt_T)
+    answer_length = sample.params.max_tokens or shape.max_context_length - prompt
+    return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
+
+
 def _check_prompt(sample: Sample, shape: ModelShape) -> None:
     prompt, context, max_tokens = len(sample.prompt_T), shape.max_context_length, sample.params.max_tokens
     if prompt == 0:

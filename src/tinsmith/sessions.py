@@ -83,10 +83,11 @@ class Sessions:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def open(self, tenant_id: str, new: NewSession) -> Session:
+    def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
+        """A session of a new id; of a given one, it is opened once, and then found."""
         created_at = now()
         session = Session(
-            session_id=str(uuid.uuid4()),
+            session_id=session_id or str(uuid.uuid4()),
             tenant_id=tenant_id,
             state="active",
             reason=None,
@@ -99,8 +100,8 @@ class Sessions:
             last_heartbeat_at=created_at,
         )
         with self._db.write() as connection:
-            connection.execute(SESSIONS.insert(), asdict(session))
-        return session
+            connection.execute(self._db.insert_once(SESSIONS), asdict(session))
+        return session if session_id is None else self.get(tenant_id, session_id)
 
     def get(self, tenant_id: str, session_id: str) -> Session:
         with self._db.read() as connection:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from tinsmith.batch.functions import is_remote_function, remote_function
     from tinsmith.batch.job import Job, JobFailedError
     from tinsmith.batch.mapper_runtime import RowError, load, save_results
+    from tinsmith.batch.operations.sample import Sample
+    from tinsmith.batch.operations.seeds import row_seed
     from tinsmith.batch.protocols import InputReader, JobSpec, OutputWriter
     from tinsmith.batch.readers.csv import CsvReader
     from tinsmith.batch.readers.huggingface import HuggingFaceReader
@@ -59,6 +61,8 @@ WHERE = {
     "functions": "is_remote_function remote_function",
     "job": "Job JobFailedError",
     "mapper_runtime": "RowError load save_results",
+    "operations.sample": "Sample",
+    "operations.seeds": "row_seed",
     "protocols": "InputReader JobSpec OutputWriter",
     "readers.csv": "CsvReader",
     "readers.huggingface": "HuggingFaceReader",
@@ -101,6 +105,7 @@ __all__ = [
     "ParquetReader",
     "ParquetWriter",
     "RowError",
+    "Sample",
     "TextReader",
     "TextWriter",
     "WebdatasetReader",
@@ -118,6 +123,7 @@ __all__ = [
     "read_webdataset",
     "remote_function",
     "resume",
+    "row_seed",
     "save_results",
 ]
 

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from typing import IO, Any, NoReturn
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, PartInfo, RowFailure
+
+if TYPE_CHECKING:
+    from tinsmith.batch.operations.runtime import Channel
 
 SPANS_IN_A_LINE = 1000
 WORKER_POLL_S = 0.5
@@ -64,20 +68,31 @@ def _die() -> NoReturn:
 
 def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
     from tinsmith.batch import mapper_runtime, printed
+    from tinsmith.batch.operations.runtime import Channel
 
     printed.tag_output(mapper_runtime.batch_at_work)
 
-    def assignments() -> Iterator[Assignment]:
-        for line in source:
-            given = json.loads(line)
-            yield Assignment(**{**given, "part_bases": tuple(given["part_bases"])})
-
+    channel = Channel(send)
+    given: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(source, given, channel), daemon=True).start()
     try:
-        mapper_runtime.run(spec, assignments(), lambda outcome: send({"outcome": outcome.to_dict()}))
+        mapper_runtime.run(spec, iter(given.get, None), lambda outcome: send({"outcome": outcome.to_dict()}), channel)
     except MapperStartError as error:
         send({"start_error": str(error)})
     except Exception as error:  # noqa: BLE001  whatever it is, the worker must hear of it
         send({"start_error": "".join(traceback.format_exception(error))})
+
+
+def _read(source: IO[str], given: queue.SimpleQueue[Assignment | None], channel: Channel) -> None:
+    """Assignments and answers come on one pipe; who waits for an answer must not wait for who reads rows."""
+    for line in source:
+        message = json.loads(line)
+        if "answers" in message:
+            channel.answered(message["answers"])
+        else:
+            given.put(Assignment(**{**message, "part_bases": tuple(message["part_bases"])}))
+    channel.close()
+    given.put(None)
 
 
 def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
@@ -94,6 +109,9 @@ def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
 def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> dict[str, Any]:
     from tinsmith.batch import planning
 
+    batches = planning.plan(spec)
+    if isinstance(batches, planning.Even):
+        return {"total_rows": batches.total_rows, "batch_size": batches.batch_size}
     total, spans = 0, []
     for span in batches:
         total = span.end_idx + 1
@@ -114,9 +132,6 @@ def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -
     if index == len(spec.batch_output_formats):
         with open(request["path"], encoding="utf-8") as lines:
             published = reducing.publish_errors(spec, job_id, [json.loads(line) for line in lines])
-    batches = planning.plan(spec)
-    if isinstance(batches, planning.Even):
-        return {"total_rows": batches.total_rows, "batch_size": batches.batch_size}
         assert published is not None
         return published.to_dict()
     parts: list[PartInfo] = []

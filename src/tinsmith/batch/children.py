@@ -93,13 +93,15 @@ def interpreter(spec: Message) -> str:
 
 
 class Attempt:
-    """One assignment in a worker, and, once it is `settled`, what it came to."""
+    """One assignment in a worker, what it asks of the server, and, once it is `settled`, what it came to."""
 
     def __init__(self, assignment: Message) -> None:
         self.assignment = assignment
         self.since = time.monotonic()
         self.settled = threading.Event()
         self.result: Message = {}
+        self._asks: list[Message] = []
+        self._changed = threading.Condition()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -108,6 +110,20 @@ class Attempt:
     def settle(self, result: Message) -> None:
         self.result = result
         self.settled.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def ask(self, asks: list[Message]) -> None:
+        with self._changed:
+            self._asks += asks
+            self._changed.notify_all()
+
+    def next_asks(self, timeout_s: float) -> list[Message]:
+        """What it has asked since the last time; nothing once the time is up or it is settled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._asks or self.settled.is_set(), timeout_s)
+            asks, self._asks = self._asks, []
+        return asks
 
 
 def lost(error_class: str, error: str, *, infra: bool = False, setup: bool = False) -> Message:
@@ -169,7 +185,10 @@ class Mapper:
                 break
             with self._lock:
                 self._answered, self.start_error = True, ""
-                self._settle(message["outcome"])
+                if "asks" in message:
+                    self._ask(message["asks"])
+                else:
+                    self._settle(message["outcome"])
         if start_error is not None:
             child.end()
         status = child.wait()
@@ -178,6 +197,17 @@ class Mapper:
             self._child = None
             if not self._closed:
                 self._on_death(status, start_error, child)
+
+    def _ask(self, asks: list[Message]) -> None:
+        for attempt in self._waiting:
+            if mine := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
+                attempt.ask(mine)
+
+    def answer(self, answers: list[Message]) -> None:
+        """What the server says to operations that asked."""
+        with self._lock:
+            if self._child is not None:
+                self._child.send({"answers": answers})
 
     def _settle(self, outcome: Message) -> None:
         key = outcome["batch_idx"], outcome["attempt_id"]

@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch.pools.local import LocalPool, PoolSpec, WorkerStartError, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import DEFAULT_POOL
+from tinsmith.batch.questions import Answers
 from tinsmith.batch.remote import RemoteWorker, WorkerLostError
 from tinsmith.batch.run import JobRun, clean
 from tinsmith.batch.share import FairShare
@@ -119,15 +120,16 @@ class _Pool:
 
 
 class Coordinator:
-    def __init__(self, settings: Settings, jobs: BatchJobs, holder: str) -> None:
+    def __init__(self, settings: Settings, jobs: BatchJobs, holder: str, answers: Answers | None = None) -> None:
         self._settings = settings
         self._jobs = jobs
+        self._answers = answers
         self._holder = holder
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
+        self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._pools: dict[str, _Pool] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._runs: dict[int, JobRun] = {}
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -224,7 +226,7 @@ class Coordinator:
                 why = f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
                 await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
                 continue
-            run = JobRun(self._jobs, job, self._token, pool.local, pool.wake)
+            run = JobRun(self._jobs, job, self._token, pool.local, pool.wake, self._answers)
             pool.join(run)
             self._runs[job_id] = run
             self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
@@ -233,6 +235,7 @@ class Coordinator:
         job_id = run.job.job_id
         try:
             await run.run()
+            await run.tell_ended()
         except Exception as error:
             log.error("a bulk job stopped; it is taken up again", job_id=job_id, exc_info=error)
             await asyncio.sleep(POLL_S)
@@ -245,10 +248,10 @@ class Coordinator:
     async def _sweep(self) -> None:
         """Delete the parts that nobody needs: a job's own end does that, unless it was cut short."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
+        await asyncio.to_thread(self.logs.sweep, keep_since)
         for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since):
             if job_id not in self._tasks:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
-        await asyncio.to_thread(self.logs.sweep, keep_since)
 
     async def _clean(self, job_id: int) -> None:
         spec = await asyncio.to_thread(self._jobs.spec, job_id)

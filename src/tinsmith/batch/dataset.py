@@ -12,9 +12,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
-from tinsmith.batch import adapters, functions, registry
+from tinsmith.batch import adapters, functions, operations, registry
 from tinsmith.batch.client import Client
 from tinsmith.batch.job import Job
+from tinsmith.batch.operations.base import Operation
 from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row
 from tinsmith.batch.publishing import check_output
 from tinsmith.errors import NotSupportedError, UserError
@@ -30,6 +31,12 @@ FORMAT_OF = {
     ".txt": "text",
     ".tar": "webdataset",
 }
+
+
+ONLY_OF_FUNCTIONS = {
+    "batched", "batch_format", "with_indices", "remove_columns", "fn_kwargs", "fn_constructor_kwargs", "serializer",
+    "activate_env", "python",
+}  # fmt: skip
 
 
 class JobRefusedError(UserError, RuntimeError):
@@ -91,19 +98,37 @@ class Dataset:
 
         return cls(reader_of(name, split, **options))
 
-    def map(self, mapper: Callable[..., object], pool_name: str = "", **options: Unpack[MapOptions]) -> Job | Mapped:
+    def map(
+        self,
+        mapper: Callable[..., object] | Operation | Sequence[Operation],
+        pool_name: str = "",
+        **options: Unpack[MapOptions],
+    ) -> Job | Mapped:
         """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
         batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
-        columns. With an `output`, the job is submitted; else the result waits for its `write_...`."""
+        columns. An operation, or a list of them, is the service's own doing and runs no code of yours.
+        With an `output`, the job is submitted; else the result waits for its `write_...`."""
         pool = options.setdefault("pool", pool_name or DEFAULT_POOL)
         if pool_name and pool != pool_name:
             raise ValueError(f"pool_name {pool_name!r} and pool {pool!r} are two names of one thing")
+        if isinstance(mapper, Operation | Sequence):
+            return self._operated([mapper] if isinstance(mapper, Operation) else list(mapper), options)
         batched = options.get("batched", False) or options.get("batch_format") is not None
         return self._mapped(mapper, "batch" if batched else "row", True, options)
 
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
         """Maps batches with a function or a class. Results take the place of the rows."""
         return self._mapped(mapper, "batch", False, options)
+
+    def _operated(self, steps: list[Operation], options: MapOptions) -> Job | Mapped:
+        for step in steps:
+            if not isinstance(step, Operation):
+                raise ValueError(f"a step is {step!r}; it must be an operation, such as batch.Sample(...)")
+        if refused := sorted(set(options) & ONLY_OF_FUNCTIONS):
+            raise NotSupportedError(f"operations take no {refused}, which belong to functions")
+        mapped = Mapped(self.reader, operations.payload_of(steps), options)
+        output = options.get("output")
+        return mapped if output is None else mapped.write(output)
 
     def _mapped(self, mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> Job | Mapped:
         unknown = sorted(set(options) - set(MapOptions.__annotations__))
@@ -197,6 +222,14 @@ class Mapped:
         return spec
 
 
+def _sent(one: InputReader | OutputWriter) -> dict[str, Any]:
+    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
+    data = one.to_dict()
+    if one.in_store and "://" not in one.path:
+        data["path"] = os.path.join(os.getcwd(), one.path)
+    return data
+
+
 def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> str:
     """The function's payload; what it is decides how it is called."""
     kwargs = options.get("fn_kwargs")
@@ -222,14 +255,6 @@ def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: Map
             "merge": merge,
         }
     return functions.serialize_function(
-def _sent(one: InputReader | OutputWriter) -> dict[str, Any]:
-    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
-    data = one.to_dict()
-    if one.in_store and "://" not in one.path:
-        data["path"] = os.path.join(os.getcwd(), one.path)
-    return data
-
-
         mapper, kwargs=kwargs, kind=kind, options=settings, serializer=options.get("serializer")
     )
 
@@ -289,12 +314,6 @@ def _reader_of(source: object) -> InputReader:
     raise UserError(f"a data set is made of a reader, a path or rows, not of a {type(source).__name__}")
 
 
-def _reader(format: str, **fields: object) -> InputReader:
-    return registry.INPUT_READER_REGISTRY.find(format)(**fields)  # type: ignore[arg-type]
-
-
-def _writer(format: str, **fields: object) -> OutputWriter:
-    return registry.OUTPUT_WRITER_REGISTRY.find(format)(**fields)  # type: ignore[arg-type]
 def format_of(path: str) -> str:
     """The format that a path's ending names. Raises UserError."""
     plain = path.removesuffix(".gz").removesuffix(".zst").rstrip("*")
@@ -304,3 +323,9 @@ def format_of(path: str) -> str:
     raise UserError(f"the format of {path!r} cannot be told from its name; use batch.read_json or another")
 
 
+def _reader(format: str, **fields: object) -> InputReader:
+    return registry.INPUT_READER_REGISTRY.find(format)(**fields)  # type: ignore[arg-type]
+
+
+def _writer(format: str, **fields: object) -> OutputWriter:
+    return registry.OUTPUT_WRITER_REGISTRY.find(format)(**fields)  # type: ignore[arg-type]

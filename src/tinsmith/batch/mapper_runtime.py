@@ -23,11 +23,14 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, overload
 
-from tinsmith.batch import adapters, functions, registry
+from tinsmith.batch import adapters, functions, operations, registry
 from tinsmith.batch.cache import cache_directory
 from tinsmith.batch.encoding import plain
+from tinsmith.batch.operations import runtime as answering
+from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.protocols import (
     Assignment,
     InputReader,
@@ -99,15 +102,15 @@ class Feed:
         """Which rows of the input the batch at hand holds."""
         return self._current.indices if self._current is not None else []
 
-    def next_rows(self) -> list[Row] | None:
-        """The rows of the next batch that has any; None when there are no more batches."""
-        while True:
     @property
     def at_work(self) -> Assignment | None:
         if self._current is None or threading.current_thread() in (self._reading, self._storing):
             return None
         return self._current.assignment
 
+    def next_rows(self) -> list[Row] | None:
+        """The rows of the next batch that has any; None when there are no more batches."""
+        while True:
             self._let_go("the mapper asked for the next batch before it called save_results for this one")
             if self.ended:
                 return None
@@ -258,14 +261,14 @@ class Feed:
 _feed: Feed | None = None
 
 
-@overload
-def load() -> Feed: ...
-@overload
 def batch_at_work() -> Assignment | None:
     """The batch that the mapper has at this moment; None between batches, and in threads that read or store others."""
     return _feed.at_work if _feed is not None else None
 
 
+@overload
+def load() -> Feed: ...
+@overload
 def load(source: InputReader | str | Sequence[Row]) -> Dataset: ...
 
 
@@ -289,23 +292,29 @@ def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: i
     _feed.save(results, tokens_in, tokens_out)
 
 
-def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
+def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report, channel: Channel | None = None) -> None:
     """Runs a job's mapper over assignments until there are no more; calls `report` once for each, from any thread.
+    Operations ask on the channel what they need of the service.
 
     Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work, and
     what `assignments` raises, once what it gave before is stored and reported.
     """
     global _feed
     try:
-        mapper = functions.load_mapper(spec.batch_serialized_fn)
+        steps = operations.steps_of(spec.batch_serialized_fn)
+        mapper = functions.load_mapper(spec.batch_serialized_fn) if steps is None else None
         feed = Feed(spec, assignments, report)
     except Exception as error:
         raise MapperStartError(_text(error)) from error
     _feed = feed
     try:
-        loop = adapters.loop_of(mapper, feed)
+        if mapper is None:
+            assert steps is not None and channel is not None
+            loop, name = partial(answering.run, steps, feed, channel), "operations"
+        else:
+            loop, name = adapters.loop_of(mapper, feed), mapper.name
         while not feed.ended:
-            _run_once(loop, mapper.name, feed)
+            _run_once(loop, name, feed)
         feed.finish()
         if feed.broken is not None:
             raise feed.broken

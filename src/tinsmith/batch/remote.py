@@ -16,6 +16,7 @@ import orjson
 from tinsmith.batch.attempts import Lost
 from tinsmith.batch.pools.local import Started
 from tinsmith.batch.protocols import Limits, Outcome
+from tinsmith.batch.questions import Desk
 
 CALL_S = 10.0
 MAX_SETUP_FAILURES = 2
@@ -41,7 +42,18 @@ class SetupFailedError(Exception):
 
 
 class RemoteWorker:
-    def __init__(self, worker_id: str, started: Started, job_id: int, limits: Limits, slot: int | None) -> None:
+    """`desk` answers what operations ask; a user's function has none."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        started: Started,
+        job_id: int,
+        limits: Limits,
+        slot: int | None,
+        desk: Desk | None = None,
+    ) -> None:
+        self._desk = desk
         self.worker_id = worker_id
         self.started = started
         self.slot = slot
@@ -68,8 +80,14 @@ class RemoteWorker:
     async def feed(self, **assignment: object) -> Outcome | Lost:
         """What an attempt came to. Raises WorkerLostError, SetupFailedError."""
         result: dict[str, Any] = {}
-        async for message in self._stream("/feed_batch", assignment):
-            result = message  # an answer that is not read to its end would cost its connection
+        if self._desk is None:
+            async for message in self._stream("/feed_batch", assignment):
+                result = message  # an answer that is not read to its end would cost its connection
+        else:
+            async with self._desk.answering(lambda answers: self.call("/answer", answers=answers)) as take:
+                async for message in self._stream("/feed_batch", assignment):
+                    take(message.get("asks", ()))
+                    result = message
         if "outcome" in result:
             self.infra_failures = self.setup_failures = 0
             return Outcome.from_dict(result["outcome"])

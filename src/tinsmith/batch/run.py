@@ -25,11 +25,13 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.batch import operations
 from tinsmith.batch.attempts import Claim, Lost, Settled
 from tinsmith.batch.pools.local import LocalPool, WorkerStartError
 from tinsmith.batch.protocols import Outcome, OutputInfo, part_base
+from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
-from tinsmith.batch.state import BatchJobs, Job, SupersededError
+from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError
 from tinsmith.crashpoints import reach
 
 IN_FLIGHT = 2
@@ -47,7 +49,15 @@ class FailedError(Exception):
 
 
 class JobRun:
-    def __init__(self, jobs: BatchJobs, job: Job, token: str, pool: LocalPool, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        jobs: BatchJobs,
+        job: Job,
+        token: str,
+        pool: LocalPool,
+        on_change: Callable[[], None],
+        answers: Answers | None = None,
+    ) -> None:
         self.job = job
         self.pool = pool
         self.dispatching = False  # whether slots may work for it
@@ -56,6 +66,9 @@ class JobRun:
         self._on_change = on_change
         self._spec = jobs.spec(job.job_id)
         self._limits = self._spec.limits
+        self._desk: Desk | None = None
+        if answers is not None and operations.steps_of(self._spec.batch_serialized_fn) is not None:
+            self._desk = Desk(answers, job.job_id, job.tenant_id, job.name)
         self._ended = asyncio.Event()  # no more batches are to be dispatched, for any reason
         self._superseded = False
         self._failure: str | None = None
@@ -161,7 +174,7 @@ class JobRun:
         pool = self.pool.spec.name
         await self._db(self._jobs.intend_worker, pool, worker_id, self.job.job_id, self._token, self.pool.kind)
         started = await self.pool.start(worker_id, slot)
-        worker = RemoteWorker(worker_id, started, self.job.job_id, self._limits, slot)
+        worker = RemoteWorker(worker_id, started, self.job.job_id, self._limits, slot, self._desk)
         self._workers.add(worker)
         await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
         await self._db(self._jobs.note_worker, pool, worker_id, "ready", started.address, started.process.pid)
@@ -264,6 +277,13 @@ class JobRun:
             self._failure = why
         self._ended.set()
 
+    async def tell_ended(self) -> None:
+        """Whoever answered a job of operations, once it has ended for good."""
+        if self._desk is not None:
+            found = await self._db(self._jobs.find, self.job.tenant_id, self.job.job_id)
+            if found.status in TERMINAL:
+                await self._desk.answers.ended(found.job_id, found.tenant_id, found.status)
+
     def cancel(self) -> None:
         """The row says so already; this saves the wait for the next look."""
         self._ended.set()
@@ -293,6 +313,7 @@ class JobRun:
         try:
             if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
                 await self._plan()
+            await self._check_failed()  # the coordinator before this one may have known, and could not say so
             self._judge()
             if not self._ended.is_set() and await self._set_status("RUNNING"):
                 self.dispatching = True
@@ -313,7 +334,6 @@ class JobRun:
             self.fail(f"no worker could be used: {error}")
         cancelled = self._failure is None or not await self._set_status("FAILED", self._failure)
         if cancelled:
-            await self._check_failed()  # the coordinator before this one may have known, and could not say so
             await self._set_status("CANCELLED")
 
     async def _stop_serving(self) -> None:

@@ -4,9 +4,10 @@
 one (its address); it ends, with its children, when standard input closes: so does whoever started it, however it ended.
 
 `POST /configure` once, then `POST /feed_batch`, whose answer is a line a second while the batch runs and one line at
-its end. The same attempt fed twice runs once, and both callers are told. Two attempts are with the mapper at a time: it
-reads the second one's rows while it works on the first. Every request carries the token of one coordinator of one job;
-another's is refused with 409, so that a coordinator that was superseded can no longer use the worker.
+its end. In between come the questions of operations, whose answers are POSTed to `/answer`. The same attempt fed twice
+runs once, and both callers are told. Two attempts are with the mapper at a time: it reads the second one's rows while
+it works on the first. Every request carries the token of one coordinator of one job; another's is refused with 409, so
+that a coordinator that was superseded can no longer use the worker.
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ class Worker:
         return self._follow(known or attempt)
 
     def _follow(self, attempt: Attempt) -> Iterator[Message]:
-        while not attempt.settled.wait(HEARTBEAT_S):
-            yield {"alive": True}
+        while not attempt.settled.is_set():
+            asks = attempt.next_asks(HEARTBEAT_S)
+            yield {"asks": asks} if asks else {"alive": True}
         yield attempt.result
 
     def _forget(self) -> None:
@@ -122,6 +124,10 @@ class Worker:
             self._batches += 1
             self._rows += outcome["rows_ok"] + outcome["rows_failed"]
             self._tokens += outcome["tokens_in"] + outcome["tokens_out"]
+
+    def answer(self, request: Message) -> Message:
+        self._configured(request)[0].answer(request["answers"])
+        return {}
 
     def abort(self, request: Message) -> Message:
         self._configured(request)[0].abort((request["batch_idx"], request["attempt_id"]))
@@ -208,6 +214,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/configure": lambda: worker.configure(request),
             "/feed_batch": lambda: worker.feed(request),
             "/operate": lambda: worker.operate(request),
+            "/answer": lambda: worker.answer(request),
             "/abort": lambda: worker.abort(request),
             "/shutdown": lambda: self.server.stop(float(request.get("grace_s", 0))),
         }

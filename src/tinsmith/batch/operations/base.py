@@ -1,0 +1,112 @@
+"""What an operation is, and what it may ask for while it answers a row. Pure: no pipe, no tokenizer, no numbers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from tinsmith.batch.protocols import Row
+from tinsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from tinsmith.chat.texts import Text
+
+
+class RefusedError(Exception):
+    """The service refused what a row asked for, or could not do it; the message says why. The row has failed."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: its tokens with their logprobs at the sampling temperature, and why it ended (stop or length)."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stop_reason: str
+    topk: list[list[tuple[int, float]]] | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What the service answers to a sample. Where a prompt's token has no logprob there is None."""
+
+    sequences: list[Answer]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[list[tuple[int, float]]] | None = None
+
+
+class RowService(Protocol):
+    """The service, as one row of one step sees it."""
+
+    @property
+    def row_idx(self) -> int: ...
+
+    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
+        """`request` has the fields of /asample without its session and number. Counted in the job's tokens."""
+        ...
+
+    async def text(self, model: str) -> Text:
+        """The tokenizer and chat template of a model's base."""
+        ...
+
+    async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+        """Any question that the server has a handler for. Raises RefusedError."""
+        ...
+
+    def count(self, tokens_in: int, tokens_out: int) -> None:
+        """Adds to the job's tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class Operation(ABC):
+    """A frozen dataclass whose fields are JSON."""
+
+    name: ClassVar[str]
+    """As it is registered."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UserError naming the field, its value and what it may be."""
+
+    @abstractmethod
+    async def answer(self, row: Row, service: RowService) -> Row:
+        """What becomes of a row. What it raises fails the row."""
+
+
+# What `check` is made of.
+
+
+def check_text(name: str, value: object, may_be_none: bool = False) -> None:
+    if may_be_none and value is None:
+        return
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{name} is {value!r}; it must be a text that is not empty")
+
+
+def check_integer(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise UserError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+
+
+def check_number(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise UserError(f"{name} is {value!r}; it must be a number from {low:g} to {high:g}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}; it must be true or false")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UserError(f"{name} is {value!r}; it must be one of {sorted(choices)}")
+
+
+def column_of(row: Row, column: str) -> Any:  # noqa: ANN401  whatever the row holds
+    if column not in row:
+        raise KeyError(f"the row has no column {column!r}; it has {sorted(map(str, row))}")
+    return row[column]

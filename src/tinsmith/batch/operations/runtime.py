@@ -1,0 +1,190 @@
+"""Operations on a worker: every row of a batch together, and their questions on the pipe to the worker.
+
+`Channel` is that pipe: questions go out as lines `{"asks": [...]}`, answers come back through `answered`, on any
+thread. Questions of one moment share a line. A channel that is closed refuses what is still open: nobody would answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tinsmith.batch.operations.base import Answer, Operation, RefusedError, Sampled
+from tinsmith.batch.protocols import Assignment, Row
+
+if TYPE_CHECKING:
+    from tinsmith.batch.mapper_runtime import Feed
+    from tinsmith.chat.texts import Text
+    from tinsmith.ops import TopK
+
+Message = dict[str, Any]
+
+
+class ClosedError(Exception):
+    """The worker has gone, or is shutting down."""
+
+
+class Channel:
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._open: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Message]]] = {}
+        self._last = 0
+        self._closed = False
+        self._outgoing: list[Message] = []
+        self._texts: dict[str, Text] = {}
+
+    async def ask(self, assignment: Assignment, question: Message) -> Message:
+        """The answer. Raises RefusedError, ClosedError."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Message] = loop.create_future()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the worker is shutting down")
+            self._last += 1
+            number = self._last
+            self._open[number] = loop, future
+        if not self._outgoing:
+            loop.call_soon(self._flush)
+        attempt = {"batch_idx": assignment.batch_idx, "attempt_id": assignment.attempt_id}
+        self._outgoing.append({"number": number, **attempt, **question})
+        found = await future
+        if "refused" in found:
+            raise RefusedError(found["refused"])
+        return found["answer"]
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        self._send({"asks": outgoing})
+
+    def answered(self, answers: Sequence[Message]) -> None:
+        """From the thread that reads. An answer that nobody waits for any more is dropped."""
+        for answer in answers:
+            with self._lock:
+                waiting = self._open.pop(int(answer["number"]), None)
+            if waiting is not None:
+                loop, future = waiting
+                loop.call_soon_threadsafe(_resolve, future, answer, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            waiting, self._open = list(self._open.values()), {}
+        for loop, future in waiting:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, future, None, ClosedError("the worker is shutting down"))
+
+    async def text(self, assignment: Assignment, model: str) -> Text:
+        """The tokenizer and template of a model's base, read once."""
+        if model not in self._texts:
+            facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
+            if model not in self._texts:
+                self._texts[model] = await asyncio.to_thread(_text_of, facts)
+        return self._texts[model]
+
+
+def _text_of(facts: Message) -> Text:
+    from tinsmith.chat.texts import Text
+    from tinsmith.ops import ModelShape
+
+    text = Text(ModelShape(**facts["shape"]))
+    text.tokenizer.get_vocab_size()  # read here, off the event loop
+    return text
+
+
+def _resolve(future: asyncio.Future[Message], answer: Message | None, error: Exception | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        assert answer is not None
+        future.set_result(answer)
+
+
+class RowQuestions:
+    """The `RowService` of one row in one step."""
+
+    def __init__(self, channel: Channel, assignment: Assignment, row_idx: int, step: int) -> None:
+        self._channel = channel
+        self._assignment = assignment
+        self._step = step
+        self.row_idx = row_idx
+        self.tokens_in = self.tokens_out = 0
+
+    def count(self, tokens_in: int, tokens_out: int) -> None:
+        self.tokens_in += tokens_in
+        self.tokens_out += tokens_out
+
+    async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+        name = f"{self._step}.{key}" if key else str(self._step)
+        question = {"verb": verb, "row_idx": self.row_idx, "key": name, "payload": payload}
+        return await self._channel.ask(self._assignment, question)
+
+    async def sample(self, model: str, request: Mapping[str, Any], key: str = "") -> Sampled:
+        answer = await self.ask("sample", {"model": model, "request": request}, key)
+        sampled = sampled_of(base64.b64decode(answer["result"]))
+        prompt = sum(len(chunk["tokens"]) for chunk in request["prompt"]["chunks"])
+        self.count(prompt, sum(len(each.tokens) for each in sampled.sequences))
+        return sampled
+
+    async def text(self, model: str) -> Text:
+        return await self._channel.text(self._assignment, model)
+
+
+def sampled_of(body: bytes) -> Sampled:
+    """The service's own bytes of a sample's result."""
+    from tinsmith.wire.sampling import read_sample_result
+
+    result = read_sample_result(body, "")
+    sequences = [
+        Answer(each.tokens_T.tolist(), each.logprobs_T.tolist(), each.stop_reason, _topk(each.topk))
+        for each in result.sequences
+    ]
+    scores = None
+    if result.prompt_logprobs_T is not None:
+        scores = [None if value != value else value for value in result.prompt_logprobs_T.tolist()]
+    return Sampled(sequences, scores, _topk(result.topk_prompt))
+
+
+def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
+    from tinsmith.ops import EMPTY_LOGPROB
+
+    if found is None:
+        return None
+    rows = zip(found.token_ids_Tk.tolist(), found.logprobs_Tk.tolist(), strict=True)
+    return [[pair for pair in zip(*row, strict=True) if pair[1] != EMPTY_LOGPROB] for row in rows]
+
+
+async def run(steps: Sequence[Operation], feed: Feed, channel: Channel) -> None:
+    """All batches of a feed, one after another."""
+    while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
+        assignment = feed.at_work
+        assert assignment is not None
+        made = await asyncio.gather(
+            *(_row(steps, row, index, assignment, channel) for row, index in zip(rows, feed.indices, strict=True))
+        )
+        tokens = [sum(each) for each in zip(*(counts for _, counts in made), strict=True)]
+        feed.save([result for result, _ in made], tokens[0], tokens[1])
+
+
+async def _row(
+    steps: Sequence[Operation], row: Row, index: int, assignment: Assignment, channel: Channel
+) -> tuple[Row | Exception, tuple[int, int]]:
+    """One row through all steps: what became of it, and its tokens; those of a row that failed were spent, too."""
+    tokens_in = tokens_out = 0
+    made: Row | Exception = row
+    for number, step in enumerate(steps):
+        service = RowQuestions(channel, assignment, index, number)
+        try:
+            made = await step.answer(made, service)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
+            made = error
+        tokens_in += service.tokens_in
+        tokens_out += service.tokens_out
+        if isinstance(made, Exception):
+            break
+    return made, (tokens_in, tokens_out)

@@ -1,0 +1,173 @@
+"""`Sample`: answers of a model to a column of the rows, as `SamplingClient.sample` would give them.
+
+The prompt is a column of one of three kinds: text, which is tokenized as it is; messages, which the base's chat
+template makes a prompt of; token ids. Row i is one request of `num_samples` answers with the seed `row_seed(seed, i)`,
+so what it gives is what any client has who sends the same.
+
+The row gets, under the name `output`: the text; `{output}_stop_reason`; with `tokens=True` `{output}_tokens`; with
+`logprobs=True` `{output}_logprobs`; lists of these, one entry for each answer, where `num_samples` was given. With
+`prompt_logprobs=True` `prompt_logprobs` (None for the first token), with `topk_prompt_logprobs=K` that too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from tinsmith.batch.operations import OPERATION_REGISTRY
+from tinsmith.batch.operations.base import (
+    Answer,
+    Operation,
+    RowService,
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    column_of,
+)
+from tinsmith.batch.operations.seeds import seed_for
+from tinsmith.batch.protocols import Row
+from tinsmith.errors import UserError
+
+if TYPE_CHECKING:
+    from tinsmith.chat.texts import Text
+
+MAX_SEED = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
+MAX_NUM_SAMPLES = 1024
+MAX_TOPK = 1024
+PROMPT_COLUMNS = ("prompt", "messages", "tokens_column")
+Stop = str | list[str] | list[int]
+
+
+def check_sampling(
+    model: object, max_tokens: object, temperature: object, top_p: object, top_k: object, stop: object, seed: object
+) -> None:
+    """What can be told without the model; the service tells the rest, for each row."""
+    check_text("model", model)
+    if max_tokens is not None:
+        check_integer("max_tokens", max_tokens, 1, MAX_TOKENS)
+    check_number("temperature", temperature, 0, 1e30)
+    check_number("top_p", top_p, 0, 1)
+    check_integer("top_k", top_k, -1, MAX_TOKENS)
+    if seed is not None:
+        check_integer("seed", seed, -MAX_SEED, MAX_SEED)
+    listed = isinstance(stop, list) and (
+        all(isinstance(each, str) for each in stop) or all(type(each) is int for each in stop)
+    )
+    if not (stop is None or isinstance(stop, str) or listed):
+        raise UserError(f"stop is {stop!r}; it must be a text, a list of texts or a list of token ids")
+
+
+def sampling_request(
+    tokens: list[int],
+    max_tokens: int | None,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    stop: Stop | None,
+    seed: int | None,
+    num_samples: int = 1,
+) -> dict[str, Any]:
+    """The fields of an /asample."""
+    params = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen = {"max_tokens": max_tokens, "stop": stop, "seed": seed}
+    params |= {name: value for name, value in chosen.items() if value is not None}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    return {"prompt": prompt, "num_samples": num_samples, "sampling_params": params}
+
+
+def messages_of(value: object, column: str) -> list[dict[str, Any]]:
+    """A conversation; a plain text is one message of the user's."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        return value
+    raise ValueError(f"column {column!r} must hold a list of messages (objects with role and content), or a text")
+
+
+def token_ids_of(value: object, column: str) -> list[int]:
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        return value
+    raise ValueError(f"column {column!r} must hold a list of token ids")
+
+
+@OPERATION_REGISTRY.type_register(name="sample")
+@dataclass(frozen=True)
+class Sample(Operation):
+    """`model` is a base model's id, or the tinker:// path of a checkpoint. One of `prompt` (text), `messages` and
+    `tokens_column` names the column that it is asked with."""
+
+    name: ClassVar[str] = "sample"
+
+    model: str
+    prompt: str | None = None
+    messages: str | None = None
+    tokens_column: str | None = None
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: Stop | None = None
+    seed: int | None = 0
+    num_samples: int | None = None
+    tokens: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    output: str = "output"
+
+    def check(self) -> None:
+        check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
+        given = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise UserError(f"a Sample has {given or 'no column'} to ask with; give one of {list(PROMPT_COLUMNS)}")
+        check_text(given[0], getattr(self, given[0]))
+        check_text("output", self.output)
+        if self.num_samples is not None:
+            check_integer("num_samples", self.num_samples, 1, MAX_NUM_SAMPLES)
+        for flag in ("tokens", "logprobs", "prompt_logprobs"):
+            check_flag(flag, getattr(self, flag))
+        check_integer("topk_prompt_logprobs", self.topk_prompt_logprobs, 0, MAX_TOPK)
+
+    async def answer(self, row: Row, service: RowService) -> Row:
+        text = await service.text(self.model)
+        request = sampling_request(
+            self._prompt(row, text), self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop,
+            seed_for(self.seed, service.row_idx), self.num_samples or 1,
+        )  # fmt: skip
+        if self.prompt_logprobs or self.topk_prompt_logprobs:
+            request["prompt_logprobs"] = self.prompt_logprobs
+            request["topk_prompt_logprobs"] = self.topk_prompt_logprobs
+        sampled = await service.sample(self.model, request)
+        made = [self._columns(answer, text) for answer in sampled.sequences]
+        columns: Row = (
+            made[0] if self.num_samples is None else {name: [each[name] for each in made] for name in made[0]}
+        )
+        if self.prompt_logprobs:
+            columns["prompt_logprobs"] = sampled.prompt_logprobs
+        if self.topk_prompt_logprobs:
+            columns["topk_prompt_logprobs"] = sampled.topk_prompt_logprobs
+        return {**row, **columns}
+
+    def _prompt(self, row: Row, text: Text) -> list[int]:
+        if self.tokens_column is not None:
+            return token_ids_of(column_of(row, self.tokens_column), self.tokens_column)
+        if self.messages is not None:
+            return text.chat(messages_of(column_of(row, self.messages), self.messages))
+        assert self.prompt is not None
+        given = column_of(row, self.prompt)
+        if not isinstance(given, str):
+            raise ValueError(f"column {self.prompt!r} holds a {type(given).__name__}; it must hold a text")
+        return text.encode(given, special=True)
+
+    def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:
+        columns: dict[str, Any] = {
+            self.output: text.decode(answer.tokens),
+            f"{self.output}_stop_reason": answer.stop_reason,
+        }
+        if self.tokens:
+            columns[f"{self.output}_tokens"] = answer.tokens
+        if self.logprobs:
+            columns[f"{self.output}_logprobs"] = answer.logprobs
+        return columns
