@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors"},
     "crashpoints": {"errors"},
     "clocks": set(),
+    "heap": set(),
     "signing": {"errors"},
     "quotas": {"db", "errors", "futures"},
     "keys_cli": {"db", "errors", "quotas", "settings", "storage", "tenants"},
@@ -108,7 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "wire",
     },
-    "janitor": DURABLE | {"clocks", "db", "files", "settings", "storage"},
+    "janitor": DURABLE | {"clocks", "db", "heap", "files", "settings", "storage"},
     "supervisor": {"bases", "engines", "ops", "settings"},
     "routes": VALUES
     | DURABLE

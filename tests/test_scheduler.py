@@ -227,7 +227,7 @@ def test_who_has_much_to_save_pays_for_it_with_passes() -> None:
 
 
 def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> None:
-    """A simulation of what benchmarks/soak.py does, without the samples: each client publishes or saves, then trains."""
+    """A simulation of what benchmarks/soak.py does, without samples: each client publishes or saves, then trains."""
     token_s, single_s, optim_step_s = 0.001, 0.03, 0.005
     prices = {"save_weights": round(single_s / token_s)}
     clock, arrival, fairness = 0.0, 0, Fairness()

@@ -4,7 +4,8 @@ Sessions whose heartbeats stopped are closed, their models told to unload and th
 which the engine settles); the files of their ephemeral versions are deleted, and their results some time later, of
 which the usage stays. Results that clients acknowledged, checkpoints past their TTL and audit entries past their
 retention are deleted, and so are directories that no row names. When the clock was set, or the machine
-slept, nothing is judged by its age until everyone had the time to say that they are there.
+slept, nothing is judged by its age until everyone had the time to say that they are there. Memory that was freed goes
+back to the system with every sweep.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import usage
+from tinsmith import heap, usage
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.clocks import WatchedClock
@@ -95,6 +96,7 @@ class Janitor:
         with self._alone() as alone:
             if alone:
                 self.sweep()
+        heap.give_back()
 
     def sweep(self) -> None:
         """Every part of it may be cut short and is taken up by the next sweep."""

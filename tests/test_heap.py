@@ -1,0 +1,32 @@
+"""What was freed goes back to the system."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+from pathlib import Path
+from tinsmith.heap import give_back
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+
+blocks = [b"x" * 60_000 for _ in range(2000)]
+last = blocks[-1]  # nothing below it can go by itself
+del blocks
+kept = resident()
+assert give_back()
+print(kept - resident(), len(last))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep less")
+def test_pages_that_hold_nothing_are_given_back() -> None:
+    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    given_back_kib = int(ran.stdout.split()[0])
+    assert given_back_kib > 100_000
