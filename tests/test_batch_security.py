@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import registry
+from tinsmith.batch import operations, registry, store
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.protocols import InputReader
+from tinsmith.batch.operations.sample import Sample
+from tinsmith.batch.protocols import InputReader, JobSpec
+from tinsmith.errors import ForbiddenError
 
 MARKER = "a text that only the code of this job holds"
 
@@ -78,7 +83,9 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer,
             batch.save_results([{"marker": row["marker"], "same": row["marker"] == marker} for row in rows])
 
     output = batch.JsonWriter(str(tmp_path / "out.jsonl"))
-    Dataset(MarkedReader("nowhere")).map(compare, output=output, stream=False, client=client).wait()
+    started = Dataset(MarkedReader("nowhere")).map(compare, output=output, stream=False, client=client)
+    assert isinstance(started, batch.Job)
+    started.wait()
     client.close()
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
         {"marker": MARKER, "same": True}
@@ -94,3 +101,187 @@ def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer,
     for module in ("cloudpickle", "functions", "adapters", "mapper_runtime", "reducing", "planning", "child"):
         name = module if module == "cloudpickle" else f"tinsmith.batch.{module}"
         assert not [line for line in imported if f"'{name}'" in line], name
+
+
+# Who may run code.
+
+FUNCTION = "bm8gb3BlcmF0aW9u"
+ROWS = {"format": "json", "path": "in.jsonl"}
+SOURCE = {"_class_source": "class A: ...", "_class_imports": {}, "_class_name": "A", "_class_sha256": "0"}
+
+
+def job(**changes: object) -> dict[str, object]:
+    """A job of operations; `changes` make it one with code, or with other places."""
+    payload = operations.payload_of([Sample(model="local/tiny", prompt="text", max_tokens=1)])
+    outputs = [{"format": "json", "path": "out.jsonl"}]
+    spec = {"batch_serialized_fn": payload, "batch_input_format": ROWS, "batch_output_formats": outputs}
+    return {**spec, "batch_size": 1, **changes}
+
+
+CODE: dict[str, dict[str, object]] = {
+    "a function": {"batch_serialized_fn": FUNCTION},
+    "a reader": {"batch_input_format": {**ROWS, **SOURCE}},
+    "a writer": {"batch_output_formats": [{"format": "json", "path": "out.jsonl", **SOURCE}]},
+    "a writer of errors": {"batch_error_format": {"format": "json", "path": "err.jsonl", **SOURCE}},
+    "a writer without all of it": {"batch_output_formats": [{"format": "json", "path": "o", "_class_source": ""}]},
+    "an interpreter": {"python": "/tmp/python"},
+    "an environment": {"batch_activate_env": "/tmp/env"},
+}
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_so(tmp_path: Path, code: str) -> None:
+    cases = [
+        ({"local": True}, ALICE, 200, ""),
+        ({"local": True, "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
+        ({"batch_tenants": ("alice",)}, ALICE, 200, ""),
+        ({"batch_tenants": ("alice",)}, BOB, 403, "TINSMITH_BATCH_TENANTS"),
+        ({"batch_tenants": ("alice",), "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
+    ]
+    for number, (settings, key, status, words) in enumerate(cases):
+        (directory := tmp_path / str(number)).mkdir()
+        harness = make_harness(directory, **settings)  # type: ignore[arg-type]
+        try:
+            answer = harness.post("batch/jobs", job(**CODE[code]), key)
+            assert answer.status_code == status, (settings, answer.text)
+            assert words in answer.text
+            assert harness.services.batch_jobs.listing(key.removeprefix("tml-"), 9, 0)[1] == (
+                1 if status == 200 and not settings.get("local") else 0
+            )
+        finally:
+            close(harness)
+
+
+def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> None:
+    """Neither with keys nor without; the server was started anew with the setting."""
+    made = make_harness(tmp_path, local=True, batch_user_code=False, batch_workers=1)
+    jobs, coordinator = made.services.batch_jobs, made.services.coordinator
+    job_id = jobs.create("local", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))
+
+    async def run() -> None:
+        coordinator.start()
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if jobs.find("local", job_id).ended_at:
+                break
+        await coordinator.stop()
+
+    asyncio.run(run())
+    found = jobs.find("local", job_id)
+    assert found.status == "FAILED" and "TINSMITH_BATCH_USER_CODE" in str(found.error)
+    assert jobs.workers(job_id) == []
+    close(made)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """Alice may run code; bob may not, and has a directory of his own besides."""
+    (tmp_path / "shared" / "bob").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    roots = (f"{tmp_path}/shared/{{tenant}}", "s3://bucket/for/{tenant}/", "gs://all")
+    made = make_harness(tmp_path / "data", batch_tenants=("alice",), batch_roots=roots)
+    yield made
+    close(made)
+
+
+def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directory(harness: Harness) -> None:
+    job_id = harness.ok("batch/jobs", job(batch_error_format={"format": "json", "path": "a/err.jsonl"}), BOB)["job_id"]
+    spec = harness.services.batch_jobs.spec(job_id)
+    own = f"{harness.services.settings.resolved_data_dir}/batch/bob"
+    assert spec.roots is not None and spec.roots[0] == own
+    assert spec.batch_input_format["path"] == f"{own}/in.jsonl"
+    assert spec.batch_output_path == [f"{own}/out.jsonl"]
+    assert spec.batch_error_format == {"format": "json", "path": f"{own}/a/err.jsonl"}
+    trusted = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(), ALICE)["job_id"])
+    assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
+
+
+def test_who_may_not_run_code_can_neither_resume_its_way_to_it_nor_resize_a_pool(harness: Harness) -> None:
+    assert harness.send("PUT", "batch/pools/local", {"workers": 9}, BOB).status_code == 403
+    jobs = harness.services.batch_jobs
+    job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # when he still was allowed to
+    assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
+    assert jobs.set_status(job_id, "token", "FAILED", "for a test")
+    assert harness.send("POST", f"batch/jobs/{job_id}/resume", None, BOB).status_code == 403
+    for more in ({"roots": ["/"]}, {"roots": []}):
+        assert "roots" in harness.post("batch/jobs", job(**more), BOB).json()["detail"]
+
+
+PLACES = {
+    "in.jsonl": True,
+    "a/b/../in.jsonl": True,
+    "{tmp}/shared/bob/in.jsonl": True,
+    "file://{tmp}/shared/bob/in.jsonl": True,
+    "{tmp}/shared/bob/": True,
+    "{tmp}/shared/bob/*.jsonl": True,
+    "{tmp}/shared/bob/link-inside/in.jsonl": True,
+    "s3://bucket/for/bob/in.jsonl": True,
+    "gs://all/in.jsonl": True,
+    "../alice/in.jsonl": False,
+    "a/../../alice/in.jsonl": False,
+    "../../tinsmith.db": False,
+    "/etc/passwd": False,
+    "/": False,
+    "~/in.jsonl": False,
+    "{tmp}/shared/alice/in.jsonl": False,
+    "{tmp}/shared/bobby/in.jsonl": False,
+    "{tmp}/shared/bob/../alice/*": False,
+    "{tmp}/shared/*/in.jsonl": False,
+    "{tmp}/shared/**/in.jsonl": False,
+    "file://{tmp}/shared/bob/%2e%2e/alice/in.jsonl": False,
+    "{tmp}/shared/bob/link/in.jsonl": False,
+    "{tmp}/shared/bob/link": False,
+    "{tmp}/shared/bob/link/../shared/alice/x": True,  # one of his own: `..` goes before links are followed
+    "{tmp}/data/batch/alice/in.jsonl": False,
+    "{tmp}/data/checkpoints/": False,
+    "s3://bucket/for/alice/in.jsonl": False,
+    "s3://bucket/for/bob/../alice/in.jsonl": False,
+    "s3://bucket/for/bobby": False,
+    "s3://other/for/bob/in.jsonl": False,
+    "gs://bucket/for/bob/in.jsonl": False,
+    "memory://bucket/for/bob/in.jsonl": False,
+}
+
+
+@pytest.mark.parametrize("what", ["batch_input_format", "batch_output_formats", "batch_error_format"])
+def test_a_job_without_code_names_its_own_places_only(harness: Harness, tmp_path: Path, what: str) -> None:
+    (tmp_path / "shared" / "bob" / "inside").mkdir()
+    (tmp_path / "shared" / "bob" / "link-inside").symlink_to("inside")
+    (tmp_path / "shared" / "bob" / "link").symlink_to(tmp_path)
+    for place, allowed in PLACES.items():
+        named = {"format": "json", "path": place.replace("{tmp}", str(tmp_path))}
+        answer = harness.post("batch/jobs", job(**{what: [named] if what == "batch_output_formats" else named}), BOB)
+        assert answer.status_code == (200 if allowed else 403), (place, answer.text)
+        assert allowed or "TINSMITH_BATCH_ROOTS" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("format", ["huggingface", "items"])
+def test_a_job_without_code_uses_formats_that_open_files_in_the_one_way(harness: Harness, format: str) -> None:
+    answer = harness.post("batch/jobs", job(batch_input_format={"format": format, "path": "org/name"}), BOB)
+    assert answer.status_code == (200 if format == "items" else 403), answer.text
+    written = harness.post("batch/jobs", job(batch_output_formats=[{"format": format, "path": "name"}]), BOB)
+    assert written.status_code == 403
+
+
+def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What became a link after the job was taken; what a pattern finds."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "in.jsonl").write_text('{"a": 1}\n')
+    (own / "link.jsonl").symlink_to(other / "in.jsonl")
+    (own / "link").symlink_to(other)
+    monkeypatch.setattr(store, "_confines", None)
+    store.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tinsmith.batch.cache.cache_directory", lambda: Path(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    assert Dataset(batch.JsonReader(f"{own}/in.jsonl")).reader.download_batch(0, 0, "") == [{"a": 1}]
+    for path in ("other/in.jsonl", "own/link.jsonl", "own/link/in.jsonl", "own/*.jsonl", "own/../other/"):
+        with pytest.raises(ForbiddenError, match="may read and write"):
+            len(batch.JsonReader(f"{tmp_path}/{path}"))
+    for path in (f"{own}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
+        with pytest.raises(ForbiddenError):
+            store.open_store(path)
+    assert os.listdir(other) == ["in.jsonl"]

@@ -100,8 +100,29 @@ def test_a_server_without_keys_does_not_answer_to_a_foreign_name(tmp_path: Path)
             assert harness.client.get("/api/v1/healthz", headers={"Host": host}).status_code == 200, host
         for host in ("evil.example", "localhost.evil.example:8000", "localhost:80@evil.example", "[::1", "", "::1"):
             answer = harness.client.get("/api/v1/healthz", headers={"Host": host})
-            assert answer.status_code == 400, host
+            assert answer.status_code == 403, host
             assert repr(host) in answer.json()["detail"]
+        twice = [("Host", "localhost"), ("Host", "evil.example")]
+        assert harness.client.get("/api/v1/healthz", headers=twice).status_code == 403
+    finally:
+        close(harness)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_a_server_without_keys_does_not_answer_to_a_web_page_of_elsewhere(tmp_path: Path, local: bool) -> None:
+    """With keys, whoever has none is refused for that, and a page that has one may use it."""
+    harness = make_harness(tmp_path, local=local)
+    mine = {"Host": "localhost:8000", "X-API-Key": ALICE}
+    foreign = ("https://evil.example", "null", "", "http://localhost:3000", "http://localhost", "file://")
+    try:
+        for origin in ("http://localhost:8000", "HTTP://LocalHost:8000"):
+            assert harness.client.get("/api/v1/sessions", headers=mine | {"Origin": origin}).status_code == 200
+        for origin in foreign:
+            for method, path in (("GET", "healthz"), ("POST", "batch/jobs"), ("OPTIONS", "create_session")):
+                answer = harness.client.request(method, f"/api/v1/{path}", headers=mine | {"Origin": origin})
+                assert (answer.status_code == 403) == local, (origin, method, path)
+                assert not local or "Origin" in answer.json()["detail"]
+                assert not [name for name in answer.headers if name.startswith("access-control-")]
     finally:
         close(harness)
 

@@ -25,28 +25,46 @@ HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-class _OwnNames:
-    """Any key opens a server without keys, so no web page may reach it by pointing its own name at this machine."""
+class _OwnPages:
+    """Any key opens a server without keys, and bulk jobs run code there: so no web page may reach it, neither from its
+    own address nor by pointing its own name at this machine. A browser says where a page is from, and no page can
+    change that; other programs say nothing.
+    """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
         self._tenants = services.tenants
         self._app = app
-        self._names = {"127.0.0.1", "localhost", "[::1]", services.settings.host.lower()}
+        bound = services.settings.host.lower()
+        self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound}]" if ":" in bound else bound}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # Asks the database every other second, and never again once there is a key.
         if scope["type"] == "http" and self._tenants.accepts_anyone():
-            host = Headers(scope=scope).get("host", "")
-            named = HOST.fullmatch(host)
-            if named is None or named[1].lower() not in self._names:
-                detail = f"the header Host is {show(host)}; a server without API keys answers to its own names only"
-                await answer({"detail": detail}, 400)(scope, receive, send)
+            detail = self._refused(Headers(scope=scope))
+            if detail:
+                await answer({"detail": detail}, 403)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [Middleware(_OwnNames, services=services)]
+    middleware = [Middleware(_OwnPages, services=services)]
+    def _refused(self, headers: Headers) -> str:
+        """Why a request is not answered, in words; empty if it is."""
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        named = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if named is None or named[1].lower() not in self._names:
+            return (
+                f"the header Host is {show(', '.join(hosts))}; a server without API keys answers to its own names only "
+                f"({', '.join(sorted(self._names))}). Use one, or make a key: tinsmith keys create TENANT"
+            )
+        if any(origin.lower().partition("://")[2] != hosts[0].lower() for origin in origins):
+            return (
+                f"the header Origin is {show(', '.join(origins))}, another place than {hosts[0]}; a server without API "
+                "keys answers no web page of elsewhere. With one, it does: tinsmith keys create TENANT"
+            )
+        return ""
+
     app = Starlette(routes=API, middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
     # A path with a slash too many is not found. The router would send its client to whatever host it had named.
     app.router.redirect_slashes = False

@@ -134,8 +134,16 @@ class Settings(BaseSettings):
     """Further pools for bulk jobs on this machine, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
     batch_tenants: tuple[str, ...] = ()
-    """Tenants that may run bulk jobs. A bulk job runs code of its tenant's as the user that this server runs as, so
-    once there are keys nobody may who is not named here; without keys, everyone may."""
+    """Tenants whose bulk jobs may run code of theirs: functions and formats of their own. It runs as the user that this
+    server runs as, so once there are keys nobody may who is not named here; without keys, everyone may."""
+
+    batch_user_code: bool = True
+    """Whether bulk jobs may run code of anybody's at all, with keys or without; if not, there are operations."""
+
+    batch_roots: tuple[str, ...] = ()
+    """Where bulk jobs of tenants that are not in batch_tenants may read and write besides the tenant's own directory,
+    `batch/TENANT` in the data directory: paths, or URLs such as `s3://BUCKET/PREFIX`, which are opened as the server's
+    user. `{tenant}` in one stands for the tenant; without it, what is there is shared."""
 
     batch_retention_days: float = Field(default=7.0, gt=0)
     """How long the parts of a bulk job that failed or was cancelled are kept, so that it can be resumed."""

@@ -46,6 +46,11 @@ def main() -> None:
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
     first = json.loads(source.readline())
     spec = JobSpec.from_dict(first["spec"])
+    if spec.roots is not None:
+        from tinsmith.batch import store
+        from tinsmith.batch.cache import cache_directory
+
+        store.confine([*spec.roots, str(cache_directory())])
     if first["role"] == "mapper":
         _map(spec, source, send)
     else:

@@ -17,6 +17,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.batch import permissions
 from tinsmith.batch.pools.local import LocalPool, PoolSpec, WorkerStartError, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import DEFAULT_POOL
@@ -222,14 +223,20 @@ class Coordinator:
             if job is None:
                 continue
             pool = self._pools.get(job.pool)
-            if pool is None:
-                why = f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
+            why = await asyncio.to_thread(self._refusal, job_id)
+            if pool is None or why:
+                why = why or f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
                 await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
                 continue
             run = JobRun(self._jobs, job, self._token, pool.local, pool.wake, self._answers)
             pool.join(run)
             self._runs[job_id] = run
             self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+
+    def _refusal(self, job_id: int) -> str:
+        """Why a job that was stored, perhaps under other settings, is not run now; empty if it is."""
+        code = "" if self._settings.batch_user_code else permissions.code_of(self._jobs.spec(job_id))
+        return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
 
     async def _keep(self, run: JobRun, pool: _Pool) -> None:
         job_id = run.job.job_id

@@ -323,6 +323,10 @@ class JobSpec:
     def to_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
+    directory: str = ""
+    """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
+    roots: list[str] | None = None
+    """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
             "batch_coordinator": True,
             "batch_dataset_path": self.batch_dataset_path,
             "batch_output_path": self.batch_output_path,
@@ -368,6 +372,7 @@ class JobSpec:
         for path in paths:
             if paths.count(path) > 1:
                 raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")
+        _check_kind("directory", self.directory, str)
         for name in ("batch_activate_env", "python"):
             if getattr(self, name) is not None:
                 _check_kind(name, getattr(self, name), str)

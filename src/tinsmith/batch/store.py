@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
-from tinsmith.errors import CorruptFilesError, UserError
+from tinsmith.errors import CorruptFilesError, ForbiddenError, UserError
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
@@ -323,9 +323,38 @@ class _Upload:
             self.stream.close()
 
 
-def open_store(location: str) -> tuple[Store, str]:
-    """The store that a path or URL is in, and its key there. Raises UserError for a scheme that is not supported."""
+_confines: tuple[str, ...] | None = None
+
+
+def confine(roots: Iterable[str]) -> None:
+    """From now on this process opens nothing but what is at or below these locations, wherever links lead."""
+    global _confines
+    _confines = tuple(roots)
+
+
+def is_below(location: str, roots: Iterable[str]) -> bool:
+    """Whether a location is a root or below one, once `..` and links are followed. What is not there yet may be."""
+    given = _resolved(location)
+    return any(
+        given[:2] == root[:2] and (given[2] == root[2] or not root[2] or given[2].startswith(f"{root[2]}/"))
+        for root in map(_resolved, roots)
+    )
+
+
+def _resolved(location: str) -> tuple[str, str, str]:
     scheme, bucket, key = split(location)
+    if scheme == "file":
+        return scheme, bucket, os.path.realpath(key).rstrip("/")
+    # A key is no path, so `..` in one would name an object of that name; no two programs agree on what it means.
+    return scheme, bucket, "" if ".." in key.split("/") else key.rstrip("/")
+
+
+def open_store(location: str) -> tuple[Store, str]:
+    """The store that a path or URL is in, and its key there. Raises UserError for a scheme that is not supported, and
+    ForbiddenError for a location that this process may not open."""
+    scheme, bucket, key = split(location)
+    if _confines is not None and not is_below(location, _confines):
+        raise ForbiddenError(f"{location!r} is not below what this bulk job may read and write")
     if scheme == "file":
         return _local, key
     return _bucket_store(scheme, bucket), key

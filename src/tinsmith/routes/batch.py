@@ -1,7 +1,7 @@
 """Bulk jobs: submitting, watching, cancelling, resuming, and what came of them so far.
 
 The specification of a job is checked and stored; its classes and its function are text here, and run on workers only.
-Whoever submits a job runs code on this server's machine, so with keys only tenants that the settings name may.
+`batch.permissions` says whose jobs may run code on this server's machine, and which files the others reach.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from tinsmith.batch import permissions
 from tinsmith.batch.coordinator import DEFAULT_POOL
 from tinsmith.batch.protocols import JobSpec
 from tinsmith.batch.run import error_row
@@ -29,12 +30,12 @@ EVENT_STREAM = "text/event-stream"
 
 
 def submit(call: Call) -> JsonObject:
-    _check_allowed(call)
     return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
 
 
 def _create(call: Call, spec: JobSpec) -> int:
     services = call.services
+    spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     if not services.coordinator.has_pool(spec.batch_pool_name):
         raise UserError(
             f"there is no pool {spec.batch_pool_name!r}; there are {list(services.coordinator.pool_names())}. Use "
@@ -43,15 +44,6 @@ def _create(call: Call, spec: JobSpec) -> int:
     job_id = services.batch_jobs.create(call.tenant_id, spec)
     services.coordinator.wake()
     return job_id
-
-
-def _check_allowed(call: Call) -> None:
-    services = call.services
-    if not services.tenants.accepts_anyone() and call.tenant_id not in services.settings.batch_tenants:
-        raise ForbiddenError(
-            f"tenant {call.tenant_id!r} may not run bulk jobs, which run its code on the server; whoever runs the "
-            "server can allow it with TINSMITH_BATCH_TENANTS"
-        )
 
 
 def jobs(call: Call) -> JsonObject:
@@ -78,9 +70,9 @@ def cancel(call: Call) -> JsonObject:
 
 def resume(call: Call) -> JsonObject:
     """A new job as the old one was; one with another function is submitted with `resume_from`."""
-    _check_allowed(call)
     old = _job(call)
-    return {"job_id": _create(call, replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id))}
+    spec = call.services.batch_jobs.spec(old.job_id)
+    return {"job_id": _create(call, replace(spec, resume_from=old.job_id, roots=None))}
 
 
 def errors(call: Call) -> JsonObject:
@@ -145,7 +137,12 @@ def pools(call: Call) -> JsonObject:
 
 def resize_pool(call: Call) -> JsonObject:
     """Until the server ends; settings and YAML say what it begins with."""
-    _check_allowed(call)
+    services = call.services
+    if not permissions.is_trusted(services.settings, call.tenant_id, services.tenants.accepts_anyone()):
+        raise ForbiddenError(
+            f"tenant {call.tenant_id!r} may not resize pools, which all tenants share; whoever runs the server can "
+            "allow it with TINSMITH_BATCH_TENANTS"
+        )
     fields = call.fields()
     fields.refuse_unknown(frozenset({"workers"}))
     call.services.coordinator.resize(call.path["name"], fields.integer("workers"))

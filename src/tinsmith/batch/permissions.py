@@ -1,0 +1,124 @@
+"""What a tenant's bulk job may do: run code, and reach which files.
+
+A job runs code of its tenant's if its function, one of its formats or its interpreter comes with it. A job of
+operations in known formats runs none, and is open to everybody; but workers are processes of the server's user, with
+its access to files and buckets. So such a job is confined: it reads and writes below its roots only, which are the
+tenant's own directory and what the operator has named. Roots are decided here, when a job is submitted, and kept in
+its specification; workers hold every location against them again when they open it (`store.confine`). Whoever may run
+code can reach all that the server's user can: to confine it would be a pretence.
+
+Pure but for looking at where links lead. Knows no database and no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tinsmith.batch import operations
+from tinsmith.batch.protocols import JobSpec
+from tinsmith.batch.registry import SHIPPED
+from tinsmith.batch.store import is_below, join, split
+from tinsmith.errors import ForbiddenError, UserError
+from tinsmith.settings import Settings
+
+CONFINED_READERS = frozenset(("json", "text", "csv", "parquet", "images", "webdataset", "items", "openai_batch"))
+CONFINED_WRITERS = CONFINED_READERS - {"items"}
+"""Formats whose every location is opened through the store."""
+WITHOUT_LOCATION = frozenset(("items",))
+
+
+def admitted(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bool) -> JobSpec:
+    """The specification as it is stored. Raises ForbiddenError, UserError."""
+    if spec.roots is not None:
+        raise UserError("a bulk job has no field 'roots'; the server decides what it may reach")
+    trusted = is_trusted(settings, tenant_id, keyless)
+    if why := code_of(spec):
+        check_code(settings, tenant_id, keyless, why)
+    return spec if trusted else _confined(spec, tenant_id, roots_of(settings, tenant_id))
+
+
+def is_trusted(settings: Settings, tenant_id: str, keyless: bool) -> bool:
+    return keyless or tenant_id in settings.batch_tenants
+
+
+def check_code(settings: Settings, tenant_id: str, keyless: bool, why: str) -> None:
+    """Raises ForbiddenError if this tenant may not run code here."""
+    if not settings.batch_user_code:
+        raise ForbiddenError(
+            f"this server runs no code of its users, and {why}; use operations such as Sample, in the formats of "
+            "tinsmith.batch. Whoever runs the server can allow it with TINSMITH_BATCH_USER_CODE=true"
+        )
+    if not is_trusted(settings, tenant_id, keyless):
+        raise ForbiddenError(
+            f"tenant {tenant_id!r} may not run bulk jobs that run its code on the server, and {why}; use operations "
+            "such as Sample. Whoever runs the server can allow it with TINSMITH_BATCH_TENANTS"
+        )
+
+
+def code_of(spec: JobSpec) -> str:
+    """Where a job's own code is, in words; empty if there is none."""
+    if operations.steps_of(spec.batch_serialized_fn) is None:
+        return "batch_serialized_fn is a function"
+    if spec.python is not None or spec.batch_activate_env is not None:
+        return "the job names its interpreter"
+    if any(name in data for data in _formats(spec) for name in SHIPPED):
+        return "one of its formats comes with its source"
+    return ""
+
+
+def roots_of(settings: Settings, tenant_id: str) -> list[str]:
+    """The tenant's own directory first."""
+    own = str(settings.resolved_data_dir / "batch" / tenant_id)
+    return [own, *(root.replace("{tenant}", tenant_id) for root in settings.batch_roots)]
+
+
+def _confined(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
+    if str(spec.batch_input_format["format"]) not in CONFINED_READERS:
+        raise _no_format(tenant_id, spec.batch_input_format, CONFINED_READERS)
+    for output in _formats(spec)[1:]:
+        if str(output["format"]) not in CONFINED_WRITERS:
+            raise _no_format(tenant_id, output, CONFINED_WRITERS)
+    errors = spec.batch_error_format
+    return replace(
+        spec,
+        batch_input_format=_placed(spec.batch_input_format, spec, tenant_id, roots),
+        batch_output_formats=[_placed(output, spec, tenant_id, roots) for output in spec.batch_output_formats],
+        batch_error_format=None if errors is None else _placed(errors, spec, tenant_id, roots),
+        roots=list(roots),
+    )
+
+
+def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> dict[str, Any]:
+    """A format with its path below a root; a relative one is below the tenant's own directory."""
+    if data["format"] in WITHOUT_LOCATION:
+        return data
+    path = str(data["path"])
+    if "\x00" in path:
+        raise UserError(f"the path {path!r} holds a NUL character")
+    if spec.directory and not is_below(path, roots):
+        path = path.removeprefix(f"{spec.directory}/")  # as it was before the client put its own directory in front
+    if "://" not in path and not path.startswith(("/", "~")):
+        path = join(roots[0], path)
+    scheme, _, key = split(path)
+    if not is_below(path, roots):
+        raise ForbiddenError(
+            f"tenant {tenant_id!r} may not read or write {data['path']!r}. A relative path is below its own directory "
+            "on the server; whoever runs the server can allow others with TINSMITH_BATCH_ROOTS"
+        )
+    if scheme == "file":
+        path = key + "/" * path.endswith("/")  # as it was checked: without `..`, and the same wherever it is opened
+    return {**data, "path": path}
+
+
+def _formats(spec: JobSpec) -> list[dict[str, Any]]:
+    errors = [] if spec.batch_error_format is None else [spec.batch_error_format]
+    return [spec.batch_input_format, *spec.batch_output_formats, *errors]
+
+
+def _no_format(tenant_id: str, data: dict[str, Any], known: frozenset[str]) -> ForbiddenError:
+    return ForbiddenError(
+        f"tenant {tenant_id!r} may not use the format {data['format']!r}, which reaches beyond its files; use one of "
+        f"{sorted(known)}"
+    )
