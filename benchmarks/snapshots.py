@@ -6,12 +6,14 @@
 A round is 16 steps (a pass of --tokens tokens and an optimizer step), with one snapshot behind it or none. What the
 engine's thread waits for is the copy; the rest is what the writing thread takes from it. Times of a wall clock are
 worth something on a quiet machine only, so the processor time of copy and writing is given, too, as a share of that of
-the steps. Prints a line for each model.
+the steps: once as if every 16 steps had their snapshot, and once as the engine spaces them (from 16 to 64 steps, see
+engine/snapshots.py). Prints a line for each model.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -25,7 +27,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tinsmith import nano
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.bases import read_shape
-from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
+from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE
 from tinsmith.engine.writer import Job, Writer
 from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 from tinsmith.storage import Directories
@@ -104,12 +106,17 @@ def measure(name: str, shape: ModelShape, rank: int, num_tokens: int, rounds: in
     without = statistics.median(without for _, without in pairs)
     cost = statistics.median(with_ - without for with_, without in pairs)
     share = statistics.median(run.processor_s) / statistics.median(run.steps_processor_s)
+    cost_s = statistics.median(run.processor_s)
+    paid_by = math.ceil(cost_s / SNAPSHOT_SHARE / (without / SNAPSHOT_OPTIM_STEPS))  # steps
+    apart = min(MOST_OPTIM_STEPS, max(SNAPSHOT_OPTIM_STEPS, paid_by))
+    spaced = share * SNAPSHOT_OPTIM_STEPS / apart
     adapter = run.backend.model_bytes("m") / 4 / 2**20
     print(
         f"{name}, rank {rank} ({adapter:.1f} MiB), {num_tokens} tokens a step: step "
         f"{1000 * without / SNAPSHOT_OPTIM_STEPS:.1f} ms; capture {1000 * statistics.median(run.captures_s):.2f} ms, "
         f"written in {1000 * statistics.median(run.writes_s):.0f} ms; {100 * cost / without:+.2f} % by the wall clock; "
-        f"processor time {1000 * statistics.median(run.processor_s):.0f} ms, {100 * share:.2f} % of that of the steps"
+        f"processor time {1000 * statistics.median(run.processor_s):.0f} ms, {100 * share:.2f} % of that of the steps; "
+        f"taken every {apart} steps, {100 * spaced:.2f} %"
     )
 
 

@@ -16,7 +16,7 @@ from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.checkpoints import parse_path
 from tinsmith.db import BODIES, MODELS, SAMPLERS
 from tinsmith.engine import QUIET_S
-from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
+from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.suspects import MOST_DEATHS
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
@@ -81,6 +81,43 @@ def test_a_client_that_accumulates_for_ever_has_a_bounded_log(bench: Bench, monk
     assert replace(before, gradient=0.0, step=1, weight=bench.weight()) == state(bench)  # type: ignore[type-var]
 
 
+def test_snapshots_of_short_steps_are_further_apart_and_never_more_than_a_bound(bench: Bench) -> None:
+    model = bench.model()
+    bench.engine._snapshots._share = 0.0  # steps that are worth nothing beside a snapshot
+    taken: list[object] = []
+    for seq_id in range(1, SNAPSHOT_OPTIM_STEPS + 2 * MOST_OPTIM_STEPS + 1):
+        bench.step(model, seq_id)
+        bench.turns()
+        taken.append(bench.scalar(sa.select(MODELS.c.snapshot_seq_id)))
+    marks = [SNAPSHOT_OPTIM_STEPS + rounds * MOST_OPTIM_STEPS for rounds in range(3)]
+    assert list(dict.fromkeys(taken)) == [None, *marks], "the first costs nothing that was known before"
+    bench.restart()
+    bench.engine._snapshots._share = 0.0
+    for seq_id in range(marks[-1] + 1, marks[-1] + SNAPSHOT_OPTIM_STEPS + 1):
+        bench.step(model, seq_id)
+        bench.turns()
+    assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == marks[-1] + SNAPSHOT_OPTIM_STEPS, (
+        "debts end with an engine"
+    )
+
+
+def test_a_snapshot_waits_until_the_steps_have_paid_for_the_last_one(bench: Bench) -> None:
+    model, snapshots = bench.model(), bench.engine._snapshots
+    snapshots._share = 0.0
+    next_seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS + 1)
+    cost_s = snapshots._resident[model].cost_s
+    assert cost_s > 0 and snapshots._paid_s == -cost_s
+    next_seq_id = train_for(bench, model, SNAPSHOT_OPTIM_STEPS, next_seq_id)
+    before = bench.scalar(sa.select(MODELS.c.snapshot_seq_id))
+    snapshots._share = 1.0
+    snapshots.worked(0.9 * cost_s)
+    assert snapshots._paid_s < 0
+    snapshots.worked(0.2 * cost_s)
+    assert snapshots._paid_s == 0, "nothing is saved up"
+    train_for(bench, model, 1, next_seq_id)
+    assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) != before
+
+
 def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,8 +141,9 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
     may_write.set()
     bench.engine.flush()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == SNAPSHOT_OPTIM_STEPS, "as of its capture"
-    bench.forward(model, 3 * SNAPSHOT_OPTIM_STEPS + 1)
-    bench.turns()
+    for seq_id in (1, 2):  # the first turn learns what the last snapshot has cost
+        bench.forward(model, 3 * SNAPSHOT_OPTIM_STEPS + seq_id)
+        bench.turns()
     assert bench.scalar(sa.select(MODELS.c.snapshot_seq_id)) == 3 * SNAPSHOT_OPTIM_STEPS
     assert bodies(bench) == 2 * SNAPSHOT_OPTIM_STEPS
 
@@ -129,9 +167,10 @@ def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pyt
     assert len(captured) == 1
     may_write.set()
     bench.engine.flush()
-    bench.step(one, SNAPSHOT_OPTIM_STEPS + 1)
-    bench.step(other, SNAPSHOT_OPTIM_STEPS + 1)
-    bench.turns()
+    for seq_id in (1, 2):
+        bench.step(one, SNAPSHOT_OPTIM_STEPS + seq_id)
+        bench.step(other, SNAPSHOT_OPTIM_STEPS + seq_id)
+        bench.turns()
     assert sorted(captured) == [one, other]
 
 

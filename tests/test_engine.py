@@ -107,6 +107,7 @@ class Bench:
             CustomLosses(self.db),
         )
         self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
+        self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken
         self.engine.start()
 
     def close(self) -> None:

@@ -240,6 +240,7 @@ class Engine:
         for group in self._suspects.groups(step.passes):
             self._run_passes(group)
         self._last_step_s = time.monotonic() - started
+        self._snapshots.worked(self._last_step_s)
         self._prices.note_passes(sum(request.num_tokens for request in step.passes), time.monotonic() - begun)
         log.debug(
             "step",

@@ -2,8 +2,13 @@
 
 A snapshot is a model's adapter, moments, step and gradient after the operation with some seq_id; it may be taken
 between any two operations. The engine's thread only copies; the files are written behind (`writer`), versions first,
-and then the database is told. One is due after so many optimizer steps or bytes of bodies. Two are kept: a body is
-freed when the older one covers it. A snapshot that cannot be written is tried again later, and the log stands in.
+and then the database is told. Two are kept: a body is freed when the older one covers it. A snapshot that cannot be
+written is tried again later, and the log stands in.
+
+One is due after 16 optimizer steps, if those that were taken so far have been paid for: the engine sets aside a
+hundredth of the time that it trains, and a snapshot costs the processor time that went into it. So short steps have
+fewer of them, and models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due whatever it
+costs.
 
 Models beyond the room for them leave memory, the least recently used first, once a snapshot covers everything; the
 next request brings them back (`recovery`).
@@ -25,7 +30,13 @@ from tinsmith.models import Model, Models
 from tinsmith.storage import Directories
 
 SNAPSHOT_OPTIM_STEPS = 16
-"""Optimizer steps between snapshots: bounds what a restart replays."""
+"""Fewest optimizer steps between snapshots."""
+
+MOST_OPTIM_STEPS = 64
+"""Most optimizer steps between snapshots: bounds what a restart replays."""
+
+SNAPSHOT_SHARE = 0.01
+"""How much of the time that it trains the engine spends on snapshots, as far as it may choose."""
 
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
 """Request bytes between snapshots: bounds what a model's log takes on disk."""
@@ -45,6 +56,7 @@ class _Resident:
     covered_seq_id: int
     steps: int = 0
     body_bytes: int = 0
+    cost_s: float = 0.0  # what its last snapshot took of a processor
     writing: bool = False
     retry_at: float = 0.0
 
@@ -65,6 +77,12 @@ class Snapshots:
         self._writer = Writer()
         self._resident: dict[str, _Resident] = {}  # the least recently used first
         self._resident_bytes = 0
+        self._share = SNAPSHOT_SHARE
+        self._paid_s = 0.0  # never more than nothing: what is not needed is not saved up
+
+    def worked(self, seconds: float) -> None:
+        """So long a step of training was."""
+        self._paid_s = min(0.0, self._paid_s + self._share * seconds)
 
     def entered(self, model_id: str, *, covered_seq_id: int = 0, changed_seq_id: int = 0) -> None:
         """A model is in memory now. One that was only created is covered: it can be created again."""
@@ -92,8 +110,13 @@ class Snapshots:
         self._resident[model_id] = entry  # the most recently used is last
         if changed:
             entry.changed_seq_id = seq_id
-        if entry.steps >= SNAPSHOT_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
+        if self._is_due(entry):
             self._take(model_id, entry)
+
+    def _is_due(self, entry: _Resident) -> bool:
+        if entry.steps >= MOST_OPTIM_STEPS or entry.body_bytes >= SNAPSHOT_BODY_BYTES:
+            return True
+        return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 
     def loaded(self, model_id: str, seq_id: int) -> Callable[[], None] | None:
         """A checkpoint was loaded, which may be deleted as soon as the client knows: write a snapshot now. The result
@@ -124,6 +147,7 @@ class Snapshots:
         if entry.writing or self._writer.is_full or time.monotonic() < entry.retry_at:
             return
         seq_id, steps, body_bytes = entry.changed_seq_id, entry.steps, entry.body_bytes
+        expected_s, began_s = entry.cost_s, time.thread_time()
         try:
             model = self._backend.capture(model_id, optimizer=True, gradient=True)
         except MemoryError as error:
@@ -131,15 +155,23 @@ class Snapshots:
             entry.retry_at = time.monotonic() + RETRY_S
             return
         versions = self._versions.capture(model_id)
+        captured_s = time.thread_time() - began_s
+        cost_s = expected_s
+        self._paid_s -= expected_s  # and the rest when it is known
 
         def work() -> None:
+            nonlocal cost_s
+            begun_s = time.thread_time()
             self._versions.write(versions)
             directory, _ = self._directories.write(model.write)
             self._record(model_id, seq_id, directory)
+            cost_s = captured_s + time.thread_time() - begun_s
 
         def done(error: Exception | None) -> None:
             self._versions.noted(model_id, versions, error)
             entry.writing = False
+            entry.cost_s = cost_s
+            self._paid_s -= cost_s - expected_s
             if error is not None:
                 log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
                 entry.retry_at = time.monotonic() + RETRY_S
