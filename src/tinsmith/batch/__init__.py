@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         read_json,
         read_openai_batch,
         read_parquet,
+        read_sql,
         read_text,
         read_webdataset,
         resume,
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
     from tinsmith.batch.functions import is_remote_function, remote_function
     from tinsmith.batch.job import Job, JobFailedError
     from tinsmith.batch.mapper_runtime import RowError, load, save_results
+    from tinsmith.batch.operations.environments import Retry, Turns
+    from tinsmith.batch.operations.grade import Grade
+    from tinsmith.batch.operations.rollout import Rollout
     from tinsmith.batch.operations.sample import Sample
     from tinsmith.batch.operations.seeds import row_seed
     from tinsmith.batch.protocols import InputReader, JobSpec, OutputWriter
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from tinsmith.batch.readers.lines import JsonReader, TextReader
     from tinsmith.batch.readers.openai import OpenAIBatchReader
     from tinsmith.batch.readers.parquet import ParquetReader
+    from tinsmith.batch.readers.sql import SqlReader
     from tinsmith.batch.readers.webdataset import WebdatasetReader
     from tinsmith.batch.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
     from tinsmith.batch.writers.csv import CsvWriter
@@ -52,15 +57,19 @@ if TYPE_CHECKING:
     from tinsmith.batch.writers.lines import JsonWriter, TextWriter
     from tinsmith.batch.writers.openai import OpenAIBatchWriter
     from tinsmith.batch.writers.parquet import ParquetWriter
+    from tinsmith.batch.writers.sql import SqlWriter
     from tinsmith.batch.writers.webdataset import WebdatasetWriter
 
 WHERE = {
     "client": "Client",
     "dataset": "Dataset from_huggingface from_items read_csv read_images read_json read_openai_batch read_parquet "
-    "read_text read_webdataset resume",
+    "read_sql read_text read_webdataset resume",
     "functions": "is_remote_function remote_function",
     "job": "Job JobFailedError",
     "mapper_runtime": "RowError load save_results",
+    "operations.environments": "Retry Turns",
+    "operations.grade": "Grade",
+    "operations.rollout": "Rollout",
     "operations.sample": "Sample",
     "operations.seeds": "row_seed",
     "protocols": "InputReader JobSpec OutputWriter",
@@ -71,6 +80,7 @@ WHERE = {
     "readers.lines": "JsonReader TextReader",
     "readers.openai": "OpenAIBatchReader",
     "readers.parquet": "ParquetReader",
+    "readers.sql": "SqlReader",
     "readers.webdataset": "WebdatasetReader",
     "registry": "INPUT_READER_REGISTRY OUTPUT_WRITER_REGISTRY",
     "writers.csv": "CsvWriter",
@@ -78,6 +88,7 @@ WHERE = {
     "writers.lines": "JsonWriter TextWriter",
     "writers.openai": "OpenAIBatchWriter",
     "writers.parquet": "ParquetWriter",
+    "writers.sql": "SqlWriter",
     "writers.webdataset": "WebdatasetWriter",
 }
 MODULES = {name: f"tinsmith.batch.{module}" for module, names in WHERE.items() for name in names.split()}
@@ -89,6 +100,7 @@ __all__ = [
     "CsvReader",
     "CsvWriter",
     "Dataset",
+    "Grade",
     "HuggingFaceReader",
     "ImageReader",
     "ImageWriter",
@@ -104,10 +116,15 @@ __all__ = [
     "OutputWriter",
     "ParquetReader",
     "ParquetWriter",
+    "Retry",
+    "Rollout",
     "RowError",
     "Sample",
+    "SqlReader",
+    "SqlWriter",
     "TextReader",
     "TextWriter",
+    "Turns",
     "WebdatasetReader",
     "WebdatasetWriter",
     "from_huggingface",
@@ -119,6 +136,7 @@ __all__ = [
     "read_json",
     "read_openai_batch",
     "read_parquet",
+    "read_sql",
     "read_text",
     "read_webdataset",
     "remote_function",

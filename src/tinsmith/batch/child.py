@@ -150,9 +150,9 @@ def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -
     from tinsmith.batch import reducing
 
     formats = [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
-    for output in formats:
+    for index, output in enumerate(formats):
         for job_id in request["job_ids"]:
-            reducing.delete_staging(output["path"], job_id)
+            reducing.delete_parts(output, index, job_id)
     return {}
 
 

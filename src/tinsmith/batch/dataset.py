@@ -116,6 +116,12 @@ class Dataset:
         batched = options.get("batched", False) or options.get("batch_format") is not None
         return self._mapped(mapper, "batch" if batched else "row", True, options)
 
+    def sample(self, model: str, *, options: MapOptions | None = None, **fields: Any) -> Job | Mapped:  # noqa: ANN401
+        """Maps the rows with `Sample(model, **fields)`; `options` are those of `map`."""
+        from tinsmith.batch.operations.sample import Sample
+
+        return self.map(Sample(model, **fields), **(options or {}))
+
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
         """Maps batches with a function or a class. Results take the place of the rows."""
         return self._mapped(mapper, "batch", False, options)
@@ -172,6 +178,9 @@ class Mapped:
     def write_text(self, path: str, column: str = "text") -> Job:
         return self.write(_writer("text", path=path, column=column))
 
+    def write_sql(self, url: str, table: str = "", *, append: bool = False, password: str = "") -> Job:
+        return self.write(_writer("sql", path=url, table=table, append=append, password=password))
+
     def write_images(self, path: str, column: str = "image") -> Job:
         return self.write(_writer("images", path=path, column=column))
 
@@ -192,10 +201,11 @@ class Mapped:
             if writer.in_store:
                 check_output(writer.path, if_exists)
         resumed = options.get("resume_from")
+        sent = [_sent(writer) for writer in outputs]
         spec = JobSpec(
             batch_serialized_fn=self._payload,
-            batch_input_format=_sent(self._reader),
-            batch_output_formats=[_sent(writer) for writer in outputs],
+            batch_input_format=_sent(self._reader.of_job([str(each["path"]) for each in sent])),
+            batch_output_formats=sent,
             batch_size=options.get("batch_size", 32),
             name=options.get("name", ""),
             batch_pool_name=options.get("pool", DEFAULT_POOL),
@@ -206,6 +216,7 @@ class Mapped:
             max_failed_rows=options.get("max_failed_rows", 0),
             rows=options.get("rows", "one"),
             if_exists=if_exists,
+            directory=os.getcwd(),
             weight=options.get("weight", 1.0),
             priority=options.get("priority", 0),
             resume_from=int(resumed) if resumed is not None else None,
@@ -289,6 +300,13 @@ def read_images(path: str) -> Dataset:
 
 def read_webdataset(path: str) -> Dataset:
     return Dataset(_reader("webdataset", path=path))
+
+
+def read_sql(
+    url: str, table: str = "", *, query: str = "", key: str | list[str] | None = None, password: str = ""
+) -> Dataset:
+    """The rows of a table, by its primary key or another unique one, or of a query."""
+    return Dataset(_reader("sql", path=url, table=table, query=query, key=key, password=password))
 
 
 def read_openai_batch(path: str) -> Dataset:

@@ -1,6 +1,6 @@
 """Rows as JSON, with the values that real rows have: numpy, dates, bytes, very large integers.
 
-Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths and UUIDs text; NaN and infinities,
+Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths, UUIDs and decimals text; NaN and infinities,
 which JSON does not have, null. Anything else is an error that names the column.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import PurePath
 
 import orjson
@@ -57,7 +58,7 @@ def _or_repr(value: object) -> object:
 def _plain(value: object) -> object:
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
-    if isinstance(value, PurePath):
+    if isinstance(value, PurePath | Decimal):
         return str(value)
     if hasattr(value, "tolist"):  # numpy values that orjson does not know, and torch tensors
         return value.tolist()  # type: ignore[attr-defined]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tinsmith.batch import publishing, registry
+from tinsmith.batch import registry
 from tinsmith.batch.protocols import JobSpec, Span
 from tinsmith.errors import UserError
 
@@ -30,7 +30,7 @@ def plan(spec: JobSpec) -> Iterable[Span]:
     """
     reader = registry.reader_from_dict(spec.batch_input_format)
     for output in [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]:
-        publishing.check_output(registry.writer_from_dict(output).path, spec.if_exists)
+        registry.writer_from_dict(output).check_output(spec.if_exists)
     if spec.batch_tokens is None:
         return Even(len(reader), spec.batch_size)
     sizes = reader.row_sizes()

@@ -107,6 +107,10 @@ class InputReader(ABC):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
 
+    def of_job(self, output_paths: Sequence[str]) -> InputReader:
+        """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
+        return self
+
     def row_sizes(self) -> Iterator[int] | None:
         """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
         return None
@@ -138,6 +142,15 @@ class OutputWriter:
     @property
     def is_directory(self) -> bool:
         return self.path.endswith("/")
+
+    def check_output(self, if_exists: str) -> None:
+        """Raises FileExistsError if publishing would, before any work is done."""
+        from tinsmith.batch.publishing import check_output
+
+        check_output(self.path, if_exists)
+
+    def delete_staging(self, staging: str) -> None:
+        """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
 
     def check(self, row: Row) -> None:
         """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
@@ -310,6 +323,10 @@ class JobSpec:
     weight: float = 1.0
     priority: int = 0
     resume_from: int | None = None
+    directory: str = ""
+    """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
+    roots: list[str] | None = None
+    """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -323,10 +340,6 @@ class JobSpec:
     def to_dict(self) -> dict[str, Any]:
         return {
             **asdict(self),
-    directory: str = ""
-    """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
-    roots: list[str] | None = None
-    """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
             "batch_coordinator": True,
             "batch_dataset_path": self.batch_dataset_path,
             "batch_output_path": self.batch_output_path,
@@ -359,6 +372,7 @@ class JobSpec:
         """Raises UserError for the first field that is not what it must be."""
         _check_kind("batch_serialized_fn", self.batch_serialized_fn, str)
         _check_kind("name", self.name, str)
+        _check_kind("directory", self.directory, str)
         _check_kind("batch_pool_name", self.batch_pool_name, str)
         _check_kind("batch_output_formats", self.batch_output_formats, list)
         if not self.batch_output_formats:
@@ -372,7 +386,6 @@ class JobSpec:
         for path in paths:
             if paths.count(path) > 1:
                 raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")
-        _check_kind("directory", self.directory, str)
         for name in ("batch_activate_env", "python"):
             if getattr(self, name) is not None:
                 _check_kind(name, getattr(self, name), str)

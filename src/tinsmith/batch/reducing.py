@@ -32,6 +32,16 @@ def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) ->
     return writer.publish(parts, staging, spec.if_exists)
 
 
+def delete_parts(output: Mapping[str, Any], output_idx: int, job_id: str | int) -> None:
+    """Deletes the parts of one output of a job, wherever its writer has put them."""
+    if "_class_source" not in output:
+        writer = registry.writer_from_dict(output)
+        if not writer.in_store:
+            writer.delete_staging(staging_of(writer.path, job_id, output_idx))
+            return
+    delete_staging(output["path"], job_id)
+
+
 def delete_staging(path: str, job_id: str | int) -> None:
     """Deletes everything that a job left beside one output. Idempotent; nothing of other jobs is touched."""
     store, key = open_store(staging_of(path, job_id, 0).rpartition("/")[0])

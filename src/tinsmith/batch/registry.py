@@ -71,14 +71,14 @@ INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
     _ours(
         "readers",
         "lines:json lines:text csv:csv parquet:parquet images:images webdataset:webdataset items:items "
-        "huggingface:huggingface openai:openai_batch",
+        "huggingface:huggingface openai:openai_batch sql:sql",
     ),
 )
 OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
     "writer",
     _ours(
         "writers",
-        "lines:json lines:text csv:csv parquet:parquet images:images webdataset:webdataset openai:openai_batch",
+        "lines:json lines:text csv:csv parquet:parquet images:images webdataset:webdataset openai:openai_batch sql:sql",
     ),
 )
 

@@ -47,7 +47,7 @@ def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
     for name in ("batch_input_format", "batch_output_formats", "rows"):
         before, after = row.spec.get(name), getattr(spec, name)
         if before != after:
-            raise UserError(f"bulk job {old.job_id} has another {name} ({before!r}) than the one that resumes it")
+            raise UserError(f"bulk job {old.job_id} has another {name} than the one that resumes it")
     return old
 
 

@@ -233,6 +233,7 @@ REQUESTS: Mapping[str, Schema] = {
             "weight": NUMBER,
             "priority": integer(-(2**31)),
             "resume_from": integer(0),
+            "directory": TEXT,
             "limits": ANYTHING,
         },
     ),
