@@ -210,6 +210,10 @@ class OptimStep:
     params: OptimParams
 
 
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+"""Between the parts of JSON that a grammar asks for: bounded, since a model may well find no end of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What an answer must match: `kind` is json_schema, regex or lark, and `text` is written in that."""

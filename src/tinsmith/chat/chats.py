@@ -20,7 +20,7 @@ from tinsmith.chat.plans import (
 )
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.texts import Text
-from tinsmith.chat.tools import ToolUse, read_tools
+from tinsmith.chat.tools import OPEN, ToolUse, read_tools
 from tinsmith.ops import Grammar
 from tinsmith.wire.fields import Fields, show
 
@@ -63,7 +63,7 @@ MAX_MESSAGES = 10_000
 def read_chat(fields: Fields, text: Text) -> Plan:
     refuse_unknown(without_text_modality(fields), KNOWN, REASONS)
     template = text.template.source
-    tools = read_tools(fields, template)
+    tools = read_tools(fields, template, text.has_token(OPEN))
     messages = read_messages(fields, template)
     variables = fields.fields_or("chat_template_kwargs", Fields({})).values
     grammar = one_grammar(read_response_format(fields), tools)

@@ -18,7 +18,7 @@ from tinsmith.wire.fields import Fields, show
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
-MAX_GRAMMAR_CHARACTERS = 64 << 10
+MAX_GRAMMAR_CHARACTERS = 32 << 10
 
 SAMPLING = frozenset(
     [

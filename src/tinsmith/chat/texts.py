@@ -83,6 +83,9 @@ class Text:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def has_token(self, text: str) -> bool:
+        return self.tokenizer.token_to_id(text) is not None
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for; a part of a character, for some."""
         token = self.tokenizer.id_to_token(token_id)

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from typing import cast
 
 from tinsmith.chat.refusals import RequestError, not_supported
-from tinsmith.ops import Grammar
+from tinsmith.ops import JSON_WHITESPACE, Grammar
 from tinsmith.wire.fields import Fields, show
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+NEWLINE = json.dumps("\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class ToolUse:
     named: bool
     parallel: bool
     form: str  # hermes | llama
+    marked: bool = True  # whether OPEN and CLOSE are tokens of their own
 
     def grammar(self) -> Grammar | None:
         """What an answer must match, if not every answer will do."""
@@ -60,19 +62,24 @@ class ToolUse:
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
             return Grammar("lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
-        call = f"{_quoted(OPEN)} {_quoted(chr(10))} call {_quoted(chr(10))} {_quoted(CLOSE)}"
-        several = "" if self.named or not self.parallel else f" ({_quoted(chr(10))} one)*"
+        call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
+        several = "" if self.named or not self.parallel else f" ({NEWLINE} one)*"
         return Grammar("lark", _rules(f"start: one{several}\none: {call}", wanted))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
             raise not_supported("tools[].function.strict", "with this model's form of calls only if tool_choice asks")
         again = "*" if self.parallel else "?"
+        begin = f"begin: TEXT {OPEN}" if self.marked else f"begin[lazy]: TEXT {_quoted(OPEN)}"
         head = (
-            f"start: tagged{again} TEXT\nTEXT: /(.|\\n)*/\nbegin[lazy]: TEXT {_quoted(OPEN)}\n"
-            f"tagged: begin {_quoted(chr(10))} call {_quoted(chr(10))} {_quoted(CLOSE)}"
+            f"start: tagged{again} last\nlast: TEXT\nTEXT: /(.|\\n)*/\n{begin}\n"
+            f"tagged: begin {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
         )
         return Grammar("lark", _rules(head, self.tools))
+
+    def _mark(self, mark: str) -> str:
+        """As grammars write it: a token of its own without quotes."""
+        return mark if self.marked else _quoted(mark)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -112,8 +119,8 @@ class ToolUse:
         return [] if call is None else [call]
 
 
-def read_tools(fields: Fields, template: str) -> ToolUse | None:
-    """The request's tools; None if it has none, or wants none of them used."""
+def read_tools(fields: Fields, template: str, marked: bool) -> ToolUse | None:
+    """The request's tools; None if it has none, or wants none of them used. `marked` as in ToolUse."""
     items = fields.values.get("tools")
     choice = fields.values.get("tool_choice")
     if items is None or items == []:
@@ -132,7 +139,7 @@ def read_tools(fields: Fields, template: str) -> ToolUse | None:
         choice = wanted.fields("function").text("name")
     elif choice not in (None, "none", "auto", "required"):
         raise RequestError("tool_choice", f"tool_choice is {show(choice)}; use none, auto, required or a function")
-    return tool_use(tools, choice or "auto", named, fields.flag_or("parallel_tool_calls", True), template)
+    return tool_use(tools, choice or "auto", named, fields.flag_or("parallel_tool_calls", True), template, marked)
 
 
 def check_names(tools: Sequence[Tool]) -> None:
@@ -144,12 +151,14 @@ def check_names(tools: Sequence[Tool]) -> None:
         raise RequestError("tools", "two tools have the same name")
 
 
-def tool_use(tools: tuple[Tool, ...], choice: str, named: bool, parallel: bool, template: str) -> ToolUse | None:
+def tool_use(
+    tools: tuple[Tool, ...], choice: str, named: bool, parallel: bool, template: str, marked: bool
+) -> ToolUse | None:
     if choice == "none" and not named:
         return None
     if named and choice not in [tool.name for tool in tools]:
         raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is none of the tools")
-    return ToolUse(tools, choice, named, parallel, _form(template))
+    return ToolUse(tools, choice, named, parallel, _form(template), marked)
 
 
 def _form(template: str) -> str:
@@ -185,7 +194,7 @@ def _rules(
     lines = [head, f"call: {calls}"]
     for index, tool in enumerate(tools):
         start = before + json.dumps(tool.name) + between
-        schema = {"type": "object"} | dict(tool.parameters)
+        schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
         lines += [
             f"call_{index}: {_quoted(start)} arguments_{index} {_quoted(after)}",
             f"arguments_{index}: %json {json.dumps(schema)}",

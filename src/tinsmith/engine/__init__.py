@@ -37,7 +37,8 @@ from tinsmith.errors import EngineFailedError, GoneError, LostStateError, Tinsmi
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, log_deletion, unloading
 from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.ops import ModelShape, PassResult, Pending
+from tinsmith.ops import ModelShape, Partial, PassResult, Pending
+from tinsmith.partials import line_of
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
@@ -81,7 +82,7 @@ class Engine:
             backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
         )
         self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
-        self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle)
+        self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle, self._tell)
         self._fairness = Fairness()
         self._prices = Prices()
         self._last_arrival = 0
@@ -291,6 +292,9 @@ class Engine:
             else:
                 self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
         return ready
+
+    def _tell(self, partials: Sequence[Partial]) -> None:
+        self._mailbox.wake(SERVER, map(line_of, partials))
 
     def _prepare_version(self, sampler: SamplingSession) -> str | None:
         return self._versions.prepare(sampler, self._bring_back)

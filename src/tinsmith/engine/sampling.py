@@ -22,7 +22,7 @@ from tinsmith.engine.queues import Queues
 from tinsmith.engine.suspects import Suspects
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
-from tinsmith.ops import Pending, SampleResult
+from tinsmith.ops import Partial, Pending, SampleResult
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -56,12 +56,14 @@ class Sampling:
         prepare_version: Callable[[SamplingSession], str | None],
         suspects: Suspects,
         settle: Settle,
+        tell: Callable[[Sequence[Partial]], None],
     ) -> None:
         self._backend = backend
         self._nouns = nouns
         self._prepare_version = prepare_version
         self._suspects = suspects
         self._settle = settle
+        self._tell = tell
         self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
 
@@ -91,6 +93,8 @@ class Sampling:
                 self._backend.sampler.cancel(request_id)
             self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
             return
+        if partials := self._backend.sampler.partials():
+            self._tell(partials)
         settlements = [_settlement(request_id, outcome, self._inside[request_id]) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)

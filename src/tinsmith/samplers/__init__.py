@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from tinsmith.errors import UserError
-from tinsmith.ops import Sample, SampleResult
+from tinsmith.ops import Partial, Sample, SampleResult
 
 
 class Sampler(Protocol):
@@ -27,4 +27,8 @@ class Sampler(Protocol):
 
     def step(self) -> list[tuple[str, SampleResult | UserError]]:
         """Run one step and return the finished requests as (request_id, outcome)."""
+        ...
+
+    def partials(self) -> list[Partial]:
+        """What was drawn since the last call for requests that stream; nothing, if a sampler cannot tell."""
         ...

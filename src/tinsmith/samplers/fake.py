@@ -15,6 +15,7 @@ from tinsmith.ops import (
     I64,
     AltTokens,
     ModelShape,
+    Partial,
     Sample,
     SampledSequence,
     SampleResult,
@@ -51,6 +52,9 @@ class FakeSampler:
             return []
         sample, weight = self._waiting.popleft()
         return [(sample.request_id, self._answer(sample, weight))]
+
+    def partials(self) -> list[Partial]:
+        return []
 
     def _answer(self, sample: Sample, weight: float) -> SampleResult:
         length = len(sample.prompt_T)

@@ -26,9 +26,11 @@ from torch import Tensor
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.ops import Sample, SampleResult
+from tinsmith.ops import Grammar, Partial, Sample, SampleResult
+from tinsmith.samplers.adjusting import adjust
 from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
+from tinsmith.samplers.grammars import Grammars
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
@@ -77,6 +79,8 @@ class LocalSampler:
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
         self._num_weights = 1
         self._num_requests = 0
+        self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
+        self._partials: list[Partial] = []
 
     @property
     def has_work(self) -> bool:
@@ -85,6 +89,8 @@ class LocalSampler:
     def submit(self, sample: Sample) -> None:
         """Enqueue a request. Raises UserError, and keeps nothing of it, if it can never run."""
         max_new_tokens = self._max_new_tokens(sample)
+        if grammar := _grammar_of(sample):
+            self._grammars.compiled(grammar)
         request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
@@ -105,6 +111,10 @@ class LocalSampler:
             with torch.inference_mode():
                 self._run(step)
         return self._settled
+
+    def partials(self) -> list[Partial]:
+        told, self._partials = self._partials, []
+        return told
 
     def collect(self) -> None:
         """Let go of versions that were replaced or dropped; their owner may call this after either."""
@@ -151,7 +161,9 @@ class LocalSampler:
         return weights
 
     def _sequence(self, request: Request, index: int) -> Sequence:
-        return Sequence(request, index, request.stop_rule(self._decode, self._base.eos_token_ids))
+        stop = request.stop_rule(self._decode, self._base.eos_token_ids)
+        grammar = _grammar_of(request.sample)
+        return Sequence(request, index, stop, self._grammars.constraint(grammar) if grammar else None)
 
     def _decode(self, token_ids: list[int]) -> str:
         # The Rust tokenizer itself: transformers' decode costs ten times as much for a few tokens.
@@ -204,7 +216,7 @@ class LocalSampler:
         if len(sequences) > len(spans):
             sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
             logits_BV = logits_BV.repeat_interleave(sizes, 0)
-        self._append(sequences, choose(logits_BV, _draws(sequences)))
+        self._append(sequences, choose(logits_BV, _draws(sequences), adjust(logits_BV, sequences)))
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The other answers of a request whose prompt was just computed, those that can run at once."""
@@ -226,6 +238,11 @@ class LocalSampler:
                 self._settle(request, UserError(NOT_FINITE))
                 continue
             reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
+            if sequence.constraint and (error := sequence.constraint.error):
+                self._settle(request, error)
+                continue
+            if request.sample.stream:
+                self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
             if reason is None:
                 continue
             self._batcher.remove([sequence])
@@ -247,7 +264,20 @@ def _draws(sequences: Seq[Sequence]) -> Draws:
         top_k_B=np.array([p.top_k for p in params], np.int64),
         top_p_B=np.array([p.top_p for p in params], np.float64),
         uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
+        min_p_B=np.array([p.adjustments.min_p if p.adjustments else 0.0 for p in params], np.float64),
     )
+
+
+def _grammar_of(sample: Sample) -> Grammar | None:
+    adjustments = sample.params.adjustments
+    return adjustments.grammar if adjustments else None
+
+
+def _partial(sequence: Sequence, token: int, logprob: float, top: TopRow | None) -> Partial:
+    """The newest token of a sequence, to be told at once."""
+    topk = () if top is None else ((tuple(top[0].tolist()), tuple(top[1].tolist())),)
+    request_id = sequence.request.sample.request_id
+    return Partial(request_id, sequence.index, sequence.num_generated - 1, (token,), (logprob,), topk)
 
 
 def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, TopRow]:

@@ -46,12 +46,13 @@ def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How to draw each row's token. temperature 0: the likeliest; top_k < 1 and top_p >= 1: no truncation."""
+    """How to draw each row's token. temperature 0: the likeliest; top_k < 1, top_p >= 1 and min_p 0: no truncation."""
 
     temperature_B: npt.NDArray[np.float32]
     top_k_B: npt.NDArray[np.int64]
     top_p_B: npt.NDArray[np.float64]
     uniform_B: npt.NDArray[np.float64]
+    min_p_B: npt.NDArray[np.float64] | None = None
 
 
 class Chosen(NamedTuple):
@@ -62,18 +63,22 @@ class Chosen(NamedTuple):
     logprobs_BV: Tensor  # float32, at the row's temperature
 
 
-def choose(logits_BV: Tensor, draws: Draws) -> Chosen:
+def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -> Chosen:
+    """Draw each row's token, from the adjusted logits if there are any; logprobs are always the model's own."""
     device = logits_BV.device
     greedy_B = draws.temperature_B == 0
-    logprobs_BV = _logprobs_at(logits_BV, np.where(greedy_B, np.float32(1), draws.temperature_B))
+    temperature_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
+    logprobs_BV = _logprobs_at(logits_BV, temperature_B)
+    drawn_BV = logits_BV if adjusted_BV is None else adjusted_BV
 
     if greedy_B.all():
-        token_ids_B = logits_BV.argmax(-1)
+        token_ids_B = drawn_BV.argmax(-1)
     else:
         uniform_B = torch.from_numpy(draws.uniform_B).to(device)
-        token_ids_B = _draw(logprobs_BV, draws, greedy_B, uniform_B)
+        drawn_logprobs_BV = logprobs_BV if adjusted_BV is None else _logprobs_at(adjusted_BV, temperature_B)
+        token_ids_B = _draw(_without_unlikely(drawn_logprobs_BV, draws), draws, greedy_B, uniform_B)
         if greedy_B.any():
-            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(device), logits_BV.argmax(-1), token_ids_B)
+            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(device), drawn_BV.argmax(-1), token_ids_B)
     logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
     # A NaN anywhere in a row makes the whole row NaN, whichever token the garbage chose.
     logprobs_B = torch.where(logprobs_BV[:, 0].isnan(), torch.nan, logprobs_B)
@@ -104,6 +109,18 @@ def _logprobs_at(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> T
         scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
         scaled_BV = scaled_BV / torch.from_numpy(temperature_B).to(logits_BV.device)[:, None]
     return torch.log_softmax(scaled_BV, dim=-1)
+
+
+def _without_unlikely(logprobs_BV: Tensor, draws: Draws) -> Tensor:
+    """min_p: only tokens that are at least that fraction as likely as the likeliest one."""
+    if draws.min_p_B is None or not draws.min_p_B.any():
+        return logprobs_BV
+    cut = np.flatnonzero(draws.min_p_B)  # no other row may change by as much as a rounding
+    rows = torch.from_numpy(cut).to(logprobs_BV.device)
+    least_R = torch.from_numpy(np.log(draws.min_p_B[cut]).astype(np.float32)).to(logprobs_BV.device)
+    kept_RV = logprobs_BV[rows]
+    kept_RV = kept_RV.masked_fill(kept_RV < kept_RV.amax(-1, keepdim=True) + least_R[:, None], -torch.inf)
+    return logprobs_BV.index_copy(0, rows, torch.log_softmax(kept_RV, dim=-1))
 
 
 def _draw(logprobs_BV: Tensor, draws: Draws, greedy_B: npt.NDArray[np.bool_], uniform_B: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.ops import F32, I32, Sample, SampledSequence, SampleResult
+from tinsmith.ops import F32, I32, I64, Sample, SampledSequence, SampleResult
 from tinsmith.samplers.blocks import chain_key, root_key
+from tinsmith.samplers.grammars import Constraint
 from tinsmith.samplers.prompt_scores import PromptScores, empty_topk
 from tinsmith.samplers.stops import Decode, StopRule
 
@@ -49,6 +51,11 @@ class Request:
         self.scores = PromptScores(sample, self.seed)
         self._done: dict[int, SampledSequence] = {}
 
+    @cached_property
+    def prompt_ids(self) -> I64:
+        """Every token that the prompt has, once."""
+        return np.unique(self.sample.prompt_T).astype(np.int64)
+
     @property
     def num_prompt(self) -> int:
         return len(self.sample.prompt_T)
@@ -75,13 +82,17 @@ class Request:
 
 
 class Sequence:
-    """Answer `index` of a request. `order` says who is older; the youngest is preempted first."""
+    """Answer `index` of a request. `order` says who is older; the youngest is preempted first. `counts` is how often it
+    has each token.
+    """
 
-    def __init__(self, request: Request, index: int, stop: StopRule) -> None:
+    def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
         self.request = request
         self.index = index
         self.order = (request.number, index)
         self.stop = stop
+        self.constraint = constraint
+        self.counts: dict[int, int] = {}
         self.length = request.num_prompt
         self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)
         self.tokens_T[: self.length] = request.sample.prompt_T
@@ -121,11 +132,16 @@ class Sequence:
             self.tokens_T = np.concatenate([self.tokens_T, np.empty(self.length, np.int32)])
         self.tokens_T[self.length] = token
         self.length += 1
+        self.counts[token] = self.counts.get(token, 0) + 1
         self._logprobs.append(logprob)
         if topk is not None:
             self._topk.append(topk)
         if self.stop.push(token):
             return "stop"
+        if self.constraint is not None:
+            self.constraint.push(token)
+            if self.constraint.finished:
+                return "stop"
         return "length" if self.num_generated >= self.request.max_new_tokens else None
 
     def answer(self, stop_reason: str) -> SampledSequence:
