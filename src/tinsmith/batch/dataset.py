@@ -33,6 +33,7 @@ FORMAT_OF = {
 }
 
 
+POSITIONAL = ("batch_size", "output", "activate_env", "stream")
 ONLY_OF_FUNCTIONS = {
     "batched", "batch_format", "with_indices", "remove_columns", "fn_kwargs", "fn_constructor_kwargs", "serializer",
     "activate_env", "python",
@@ -100,27 +101,35 @@ class Dataset:
 
     def map(
         self,
-        mapper: Callable[..., object] | Operation | Sequence[Operation],
+        mapper_fn: Callable[..., object] | Operation | Sequence[Operation],
         pool_name: str = "",
+        *positional: Any,  # noqa: ANN401
         **options: Unpack[MapOptions],
     ) -> Job | Mapped:
         """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
         batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
         columns. An operation, or a list of them, is the service's own doing and runs no code of yours.
-        With an `output`, the job is submitted; else the result waits for its `write_...`."""
+        With an `output`, the job is submitted; else the result waits for its `write_...`.
+
+        By position, after the pool: batch_size, output, activate_env, stream."""
+        if len(positional) > len(POSITIONAL) or set(POSITIONAL[: len(positional)]) & set(options):
+            raise TypeError(f"map takes a function, a pool and {list(POSITIONAL)} by position, and each of them once")
+        options.update(zip(POSITIONAL, positional, strict=False))  # type: ignore[typeddict-item]
         pool = options.setdefault("pool", pool_name or DEFAULT_POOL)
         if pool_name and pool != pool_name:
             raise ValueError(f"pool_name {pool_name!r} and pool {pool!r} are two names of one thing")
-        if isinstance(mapper, Operation | Sequence):
-            return self._operated([mapper] if isinstance(mapper, Operation) else list(mapper), options)
+        if isinstance(mapper_fn, Operation | Sequence):
+            return self._operated([mapper_fn] if isinstance(mapper_fn, Operation) else list(mapper_fn), options)
         batched = options.get("batched", False) or options.get("batch_format") is not None
-        return self._mapped(mapper, "batch" if batched else "row", True, options)
+        return self._mapped(mapper_fn, "batch" if batched else "row", True, options)
 
-    def sample(self, model: str, *, options: MapOptions | None = None, **fields: Any) -> Job | Mapped:  # noqa: ANN401
-        """Maps the rows with `Sample(model, **fields)`; `options` are those of `map`."""
+    def sample(self, model: str, **given: Any) -> Job | Mapped:  # noqa: ANN401
+        """Maps the rows with a `Sample` of the model; takes the fields of that and the options of `map`."""
         from tinsmith.batch.operations.sample import Sample
 
-        return self.map(Sample(model, **fields), **(options or {}))
+        options = {name: value for name, value in given.items() if name in MapOptions.__annotations__}
+        fields = {name: value for name, value in given.items() if name not in options}
+        return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
         """Maps batches with a function or a class. Results take the place of the rows."""
@@ -156,13 +165,23 @@ class Mapped:
     def write(self, output: Writers) -> Job:
         """Submits the job. Unless `stream=False`, shows its progress and returns when it has succeeded."""
         options = self._options
-        spec = self._spec([output] if isinstance(output, OutputWriter) else list(output))
+        outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
+        if options.get("if_exists") == "resume":
+            options["if_exists"] = "error"
+            if (last := _last_job(client, outputs)) is not None:
+                if last.status()["status"] not in ("FAILED", "CANCELLED"):
+                    return self._followed(last)
+                options["resume_from"] = last
+        spec = self._spec(outputs)
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
             raise JobRefusedError(str(error)) from error
-        if options.get("stream", True):
+        return self._followed(job)
+
+    def _followed(self, job: Job) -> Job:
+        if self._options.get("stream", True):
             job.wait(progress=True)
         return job
 
@@ -231,6 +250,15 @@ class Mapped:
         except UserError as error:
             raise ValueError(str(error)) from None
         return spec
+
+
+def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
+    """The newest of the last jobs that writes, or wrote, to these very outputs."""
+    wanted = [_sent(writer) for writer in outputs]
+    for job in client.jobs():
+        if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
+            return Job(job["job_id"], client)
+    return None
 
 
 def _sent(one: InputReader | OutputWriter) -> dict[str, Any]:

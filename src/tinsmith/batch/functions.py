@@ -2,7 +2,8 @@
 
 A function travels as its own source text, so that what runs on a worker can be read, and needs neither this module's
 file nor the same Python. Its payload is base64 of a JSON object: {type, source, name, version} and {sha256, python,
-kwargs, is_async, kind, options, provided}. `provided` names what the source takes from tinsmith.batch.
+kwargs, is_async, kind, options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says
+that it may call that by SkyPilot's name (`sky.py`).
 
 What the check accepts runs on a worker without a NameError. Only `load_mapper` runs a source, and only workers call it.
 """
@@ -29,6 +30,7 @@ VERSION = "1.0"
 KINDS = ("loop", "row", "batch", "class")
 SERIALIZERS = ("source", "cloudpickle")
 OURS = "tinsmith.batch"
+SKY = "tinsmith.batch.sky"
 Function = TypeVar("Function", bound=Callable[..., object])
 
 
@@ -109,6 +111,7 @@ def serialize_function(
         "is_async": inspect.iscoroutinefunction(call),
         "kind": kind,
         "options": dict(options or {}),
+        "sky": SKY in sys.modules,
     }
     return base64.b64encode(json.dumps(payload).encode()).decode()
 
@@ -130,6 +133,8 @@ def load_mapper(payload: str) -> Mapper:
     text = data["source"]
     if "sha256" in data and hashlib.sha256(text.encode()).hexdigest() != data["sha256"]:
         raise ValueError(f"the source of {data['name']!r} is not the one that was sent: its sha256 differs")
+    if data.get("sky"):
+        importlib.import_module(SKY)
     call = _run(data) if kind == "source" else _unpickled(data)
     return Mapper(
         call=call,
@@ -212,7 +217,7 @@ def _reference(value: object) -> str | None:
     """`module` or `module:name` if a value is tinsmith.batch or in its `__all__`: workers have that."""
     ours = sys.modules.get(OURS)
     if isinstance(value, ModuleType):
-        return value.__name__ if value.__name__ in ("tinsmith", OURS) else None
+        return value.__name__ if value.__name__ in ("tinsmith", OURS, SKY) else None
     name = getattr(value, "__name__", "")
     if name in getattr(ours, "__all__", ()) and value is getattr(ours, name):
         return f"{OURS}:{name}"
