@@ -6,7 +6,7 @@ and then the database is told. Two are kept: a body is freed when the older one 
 written is tried again later, and the log stands in.
 
 One is due after 16 optimizer steps, if those that were taken so far have been paid for: the engine sets aside a
-hundredth of the time that it trains, and a snapshot costs the processor time that went into it. So short steps have
+two-hundredth of the time that it trains, and a snapshot costs the processor time that went into it. So short steps have
 fewer of them, and models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due whatever it
 costs.
 
@@ -35,7 +35,7 @@ SNAPSHOT_OPTIM_STEPS = 16
 MOST_OPTIM_STEPS = 64
 """Most optimizer steps between snapshots: bounds what a restart replays."""
 
-SNAPSHOT_SHARE = 0.01
+SNAPSHOT_SHARE = 0.005
 """How much of the time that it trains the engine spends on snapshots, as far as it may choose."""
 
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024

@@ -31,6 +31,17 @@ def check_family(optimizer_type: str) -> str:
     return optimizer_type
 
 
+MAX_NORM = 1e19
+"""Of a gradient after clipping: moments hold its square in float32. What is infinite there once stays so, and its
+weight never moves again.
+"""
+
+TOO_LARGE = (
+    "the gradient's norm is {norm:.3g}, whose square is infinite in float32, so the step was not applied and the "
+    "gradient was dropped; look at the pass's weights or advantages, or set grad_clip_norm"
+)
+
+
 def check_params(optimizer_type: str, params: OptimParams) -> None:
     """Raise UserError unless these are good parameters of this family."""
     if params.family != optimizer_type:
@@ -60,6 +71,9 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
         factor = 1.0
         if 0 < params.grad_clip_norm < norm + CLIP_EPSILON:
             factor = params.grad_clip_norm / (norm + CLIP_EPSILON)
+        if norm * factor > MAX_NORM:
+            outcomes.append(NonFiniteGradientError(TOO_LARGE.format(norm=norm)))
+            continue
         number = float(trained.step) + 1
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": number})
         trained.moments_or_zeros(len(MOMENTS[trained.optimizer_type]))
