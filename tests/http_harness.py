@@ -27,6 +27,8 @@ from tinsmith.files import Files
 from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
+from tinsmith.openai_batches.keeper import Keeper, Parts
+from tinsmith.openai_batches.rows import OpenAIBatches
 from tinsmith.ops import LoraSpec, ModelShape, Pending
 from tinsmith.partials import Partials
 from tinsmith.quotas import Limits, Quotas
@@ -162,6 +164,7 @@ def make_harness(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
         Quotas(database, limits), Waiters(),
     )  # fmt: skip
+    files, batches = Files(database, directory / "files"), OpenAIBatches(database)
     services = Services(
         settings=settings,
         bases=Bases(SHAPES),
@@ -182,7 +185,9 @@ def make_harness(
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),
         answers=answers,
-        files=Files(database, directory / "files"),
+        files=files,
+        openai_batches=batches,
+        batch_keeper=Keeper(settings, Parts(batches, files, BatchJobs(database), lambda _job_id: None)),
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),

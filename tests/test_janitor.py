@@ -17,6 +17,7 @@ from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, comp
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
 from tinsmith.db import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS, Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
 from tinsmith.models import Models, NewModel
@@ -43,7 +44,8 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    return SweptParts(*nouns, checkpoints, versions, snapshots, Audit(db), CustomLosses(db), Sequences(db))
+    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, tmp_path / "files"))
+    return SweptParts(*nouns, checkpoints, versions, snapshots, *others)
 
 
 def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:

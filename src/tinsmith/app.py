@@ -9,14 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tinsmith.batch.operations.openai_request import VERB
 from tinsmith.routes import API, problems
 from tinsmith.routes.call import Services, answer
+from tinsmith.routes.openai_batches import answer_request
 from tinsmith.wire.fields import show
 
 __all__ = ["Services", "create_app"]
@@ -46,9 +49,6 @@ class _OwnPages:
                 return
         await self._app(scope, receive, send)
 
-
-def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [Middleware(_OwnPages, services=services)]
     def _refused(self, headers: Headers) -> str:
         """Why a request is not answered, in words; empty if it is."""
         hosts, origins = headers.getlist("host"), headers.getlist("origin")
@@ -65,8 +65,12 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
             )
         return ""
 
+
+def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
+    middleware = [Middleware(_OwnPages, services=services)]
     app = Starlette(routes=API, middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
     # A path with a slash too many is not found. The router would send its client to whatever host it had named.
     app.router.redirect_slashes = False
     app.state.services = services
+    services.answers.register(VERB, partial(answer_request, services))
     return app

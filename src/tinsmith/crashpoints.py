@@ -50,6 +50,11 @@ POINTS = {
     "batch.published": "the outputs are published, and the job has not succeeded",
     "batch.recorded": "the job has succeeded, and its parts are still there",
     "batch.cleaned": "the parts are deleted, and it is not noted",
+    # The keeper of OpenAI's batches.
+    "openai.validated": "a batch's file is read, and there is no bulk job",
+    "openai.submitted": "there is a bulk job, and the batch does not say so",
+    "openai.written": "the files of a batch are written, and no row names them",
+    "openai.ended": "a batch has ended, and its directory is still there",
     # Directories of files, by their root.
     **{f"{root}.writing": "the files are there, and not durable" for root in DIRECTORIES},
     **{f"{root}.sealed": "the files are durable under their hidden name" for root in DIRECTORIES},

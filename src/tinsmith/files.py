@@ -62,6 +62,11 @@ def new_id() -> str:
     return f"file-{uuid.uuid4().hex}"
 
 
+def derived_id(owner: str, name: str) -> str:
+    """The id of a file that the server makes: the same for the same owner and name."""
+    return f"file-{hashlib.sha256(f'{owner}:{name}'.encode()).hexdigest()[:32]}"
+
+
 class Files:
     def __init__(self, db: Database, root: Path) -> None:
         self._db = db
@@ -121,11 +126,6 @@ class Files:
         with self._db.read() as connection:
             rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
         return [File(*row) for row in rows[:limit]], len(rows) > limit
-
-    def stored_bytes(self, tenant_id: str) -> int:
-        total = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.size_bytes), 0))
-        with self._db.read() as connection:
-            return int(connection.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0)
 
     def delete(self, tenant_id: str, file_id: str) -> None:
         """Raises NotFoundError."""

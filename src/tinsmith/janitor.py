@@ -26,6 +26,7 @@ from tinsmith.checkpoints import Checkpoints
 from tinsmith.clocks import WatchedClock
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
+from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.models import Model, Models
 from tinsmith.sampling_sessions import SamplingSessions
@@ -62,6 +63,7 @@ class SweptParts:
     audit: Audit
     custom_losses: CustomLosses
     sequences: Sequences
+    files: Files
 
 
 class Janitor:
@@ -124,10 +126,12 @@ class Janitor:
         for checkpoint in parts.checkpoints.sweep_expired():
             log.info("checkpoint expired", path=checkpoint.ref.path)
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
+        parts.files.sweep_expired()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
             for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):
                 log.info("a checkpoint's directory that no row names was deleted", directory=directory)
+            parts.files.sweep_unnamed(UNNAMED_AGE_S)
             self._sweep_directories(parts.versions, parts.samplers.directories)
             self._sweep_directories(parts.snapshots, parts.models.snapshot_directories)
         parts.audit.sweep(now() - self._settings.audit_retention_days * DAY_S)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import sqlalchemy as sa
 
-from tinsmith.db import CHECKPOINTS, FUTURES, MODELS, TENANTS, Database
+from tinsmith.db import CHECKPOINTS, FUTURES, MODELS, TENANTS, UPLOADS, Database
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 
@@ -36,6 +36,7 @@ class Limits:
     queued_bytes: int = 0
     models: int = 0
     checkpoint_bytes: int = 0
+    file_bytes: int = 0
     tokens_per_minute: int = 0
 
 
@@ -130,6 +131,18 @@ class Quotas:
         if stored is not None and stored >= limit and not (request_id and self._is_stored(request_id)):
             used = f"the checkpoints take {stored} bytes"
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
+
+    def admit_file(self, tenant_id: str, size_bytes: int) -> None:
+        """Raises TooManyRequestsError if the tenant's files, and one more of this size, take more than its space."""
+        limit = self.limits(tenant_id).file_bytes
+        if not limit:
+            return
+        total = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.size_bytes), 0))
+        with self._db.read() as connection:
+            stored = connection.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0
+        if stored + size_bytes > limit:
+            used = f"the files take {stored} bytes and this one has {size_bytes}"
+            raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
 
     def limits(self, tenant_id: str) -> Limits:
         tenant = self._tenant(tenant_id)

@@ -43,6 +43,8 @@ from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
+from tinsmith.openai_batches.keeper import Keeper, Parts
+from tinsmith.openai_batches.rows import OpenAIBatches
 from tinsmith.partials import MARK, Partials
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
@@ -178,10 +180,12 @@ def build(settings: Settings) -> Server:
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         supervisor.start()
         services.coordinator.start()
+        services.batch_keeper.start()
         tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
         try:
             yield
         finally:
+            await services.batch_keeper.stop()
             await services.coordinator.stop()
             await supervisor.stop()
             for task in tasks:
@@ -197,12 +201,15 @@ def build(settings: Settings) -> Server:
 def _services(
     settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
 ) -> Services:
-    batch_jobs = BatchJobs(database)
+    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
+    files = Files(database, settings.resolved_storage_dir / "files")
     sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints"))
     answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters)
+    coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
+    keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
     return Services(
         settings=settings,
         bases=served,
@@ -221,9 +228,11 @@ def _services(
         sampling_sessions=samplers,
         checkpoints=checkpoints,
         batch_jobs=batch_jobs,
-        coordinator=Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers),
+        coordinator=coordinator,
         answers=answers,
-        files=Files(database, settings.resolved_storage_dir / "files"),
+        files=files,
+        openai_batches=batches,
+        batch_keeper=Keeper(settings, keeping),
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),

@@ -77,6 +77,9 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, counted after decompression."""
 
+    max_file_bytes: int = Field(default=512 * MEBIBYTE, gt=0)
+    """Largest file that can be uploaded to /v1/files."""
+
     step_token_budget: int = Field(default=65536, gt=0)
     """Most tokens of training requests that share one step."""
 
@@ -119,6 +122,9 @@ class Settings(BaseSettings):
     quota_checkpoint_bytes: int = Field(default=0, ge=0)
     """A tenant whose checkpoints take this many bytes can save no more; 0 is no limit."""
 
+    quota_file_bytes: int = Field(default=64 * 1024 * MEBIBYTE, ge=0)
+    """A tenant whose uploaded and produced files take this many bytes can upload no more; 0 is no limit."""
+
     quota_tokens_per_minute: int = Field(default=0, ge=0)
     """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
     server counts for itself."""
@@ -147,6 +153,10 @@ class Settings(BaseSettings):
 
     batch_retention_days: float = Field(default=7.0, gt=0)
     """How long the parts of a bulk job that failed or was cancelled are kept, so that it can be resumed."""
+
+    openai_batch_window_s: float = Field(default=86400.0, gt=0)
+    """How long an OpenAI batch has; what is not done by then is named in its error file. Its clients call it 24h,
+    whatever it is."""
 
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""

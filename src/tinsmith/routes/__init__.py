@@ -1,4 +1,4 @@
-"""The HTTP routes, one file per noun, all below /api/v1.
+"""The HTTP routes, one file per noun, all below /api/v1 but those of OpenAI's clients.
 
 Routes know the durable nouns, the wire format and admission; they never meet a device. `call` is what they
 share, `submission` is how a request becomes a future, `problems` is how an error becomes an answer.
@@ -9,6 +9,7 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from tinsmith.routes import (
+    anthropic,
     audit,
     auth,
     batch,
@@ -20,6 +21,8 @@ from tinsmith.routes import (
     losses,
     models,
     openai,
+    openai_batches,
+    openai_files,
     openapi,
     sampling,
     search,
@@ -62,4 +65,5 @@ API = [
         dialect,
     )
     for route in noun.ROUTES
-] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES, *openai.ROOT_ROUTES]
+] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES]
+API += [*openai.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *openai_files.ROOT_ROUTES, *openai_batches.ROOT_ROUTES]

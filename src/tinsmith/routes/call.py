@@ -30,6 +30,8 @@ from tinsmith.files import Files
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
+from tinsmith.openai_batches.keeper import Keeper
+from tinsmith.openai_batches.rows import OpenAIBatches
 from tinsmith.partials import Partials
 from tinsmith.quotas import Quotas
 from tinsmith.sampling_sessions import SamplingSessions
@@ -49,6 +51,7 @@ T = TypeVar("T")
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
 """Where OpenAI's paths are, each of them twice: its clients are pointed at either."""
+ANTHROPIC = "/anthropic/api/v1"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
@@ -82,6 +85,8 @@ class Services:
     coordinator: Coordinator
     answers: ServiceAnswers
     files: Files
+    openai_batches: OpenAIBatches
+    batch_keeper: Keeper
     texts: Texts
     partials: Partials
     standing: StandingSessions
@@ -151,7 +156,7 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if b"%00" in request.scope["query_string"]:
         raise UserError("the query holds a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
-    if credential is None and is_openai(request):
+    if credential is None and (is_openai(request) or is_anthropic(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         credential = given.strip() if scheme.lower() == "bearer" else None
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
@@ -161,6 +166,11 @@ async def authenticate(request: Request) -> tuple[Services, str]:
 def is_openai(request: Request) -> bool:
     """Whether a request is one of OpenAI's clients, by its path: they send their key, and read errors, in their way."""
     return request.url.path.startswith(tuple(f"{prefix}/" for prefix in OPENAI))
+
+
+def is_anthropic(request: Request) -> bool:
+    """The same for Anthropic's."""
+    return request.url.path.startswith(f"{ANTHROPIC}/")
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
