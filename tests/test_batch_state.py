@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -169,6 +169,15 @@ def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jo
     assert statuses(jobs, job) == ["FAILED"]
 
 
+def test_a_batch_that_is_given_back_costs_nothing_however_often(jobs: BatchJobs) -> None:
+    job = owned(jobs, rows=1)
+    for tries in range(MAX_INFRA_RETRIES + 2):
+        (one,) = claim(jobs, job)
+        assert (one.attempt_id, one.retry_count, one.infra_retries) == (tries + 1, 0, 0)
+        jobs.turn(job.job_id, "one", [(one, Lost("GivenBack", "not begun", infra=True, begun=False))], {}, LEASE_S)
+    assert statuses(jobs, job) == ["PENDING"]
+
+
 def test_an_expired_attempt_is_put_back_once_and_a_renewed_one_is_not(jobs: BatchJobs) -> None:
     job = owned(jobs)
     held, kept = jobs.turn(job.job_id, "one", [], {"w": 2}, 0.05).claims["w"]
@@ -286,7 +295,9 @@ def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs
     claim(jobs, job, 3)
     statements: list[str] = []
 
-    def explain(connection: sa.Connection, cursor: Any, statement: str, parameters: Any, *_: object) -> None:
+    def explain(
+        _: object, cursor: sqlite3.Cursor, statement: str, parameters: tuple[object, ...], *more: object
+    ) -> None:
         if statement.startswith("UPDATE batch_state"):
             cursor.execute(f"EXPLAIN {'QUERY PLAN ' if db.is_sqlite else ''}{statement}", parameters)
             statements.append(str(cursor.fetchall()))

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch import functions
+from tinsmith.batch.feeding import Pace
 from tinsmith.batch.pools.local import PoolSpec, pool_from, pool_from_yaml
 from tinsmith.batch.protocols import JobSpec, Limits
 from tinsmith.batch.share import FairShare
@@ -45,16 +46,31 @@ class Worker:
     def post(self, path: str, job_id: int = JOB, **body: object) -> httpx.Response:
         return self.http.post(path, json={"job_id": job_id, **body})
 
-    def feed(self, batch_idx: int = 0, attempt_id: int = 1) -> list[dict[str, Any]]:
+    def assignment(self, batch_idx: int = 0, attempt_id: int = 1) -> dict[str, Any]:
+        start = 2 * batch_idx
         base = str(self.parts / f"attempt-{attempt_id}")
-        assignment = {"batch_idx": batch_idx, "start_idx": 2 * batch_idx, "end_idx": 2 * batch_idx + 1}
-        answer = self.post("/feed_batch", **assignment, attempt_id=attempt_id, part_bases=[base])
+        indices = {"batch_idx": batch_idx, "start_idx": start, "end_idx": start + 1, "attempt_id": attempt_id}
+        return {**indices, "part_bases": [base]}
+
+    def feed(self, *batches: int) -> dict[int, dict[str, Any]]:
+        answer = self.post("/feed_batch", assignments=[self.assignment(batch_idx) for batch_idx in batches])
         assert answer.status_code == 200, answer.text
-        return [json.loads(line) for line in answer.text.splitlines()]
+        return settled_in(answer.text.splitlines())
+
+    def feeding(self, *batches: int) -> Iterator[str]:
+        """The lines of the answer, which has begun."""
+        body = {"job_id": JOB, "assignments": [self.assignment(batch_idx) for batch_idx in batches]}
+        answer = self.http.send(self.http.build_request("POST", "/feed_batch", json=body), stream=True)
+        assert answer.status_code == 200
+        return answer.iter_lines()
+
+
+def settled_in(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
+    return {each["key"][0]: each for line in lines for each in json.loads(line).get("settled", ())}
 
 
 def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
-    (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(6)))
+    (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
     return JobSpec(
         functions.serialize_function(count, kwargs={"seconds": seconds}),
         batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
@@ -82,18 +98,40 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
 
 def test_an_attempt_that_is_fed_twice_runs_once(worker: Worker) -> None:
     assert worker.post("/configure", spec=worker.spec).status_code == 200
-    first, again = worker.feed()[-1], worker.feed()[-1]
+    first, again = worker.feed(0)[0], worker.feed(0)[0]
     assert first == again and first["outcome"]["rows_ok"] == 2
     assert worker.http.get("/metrics").json()["batches"] == 1
     assert Path(first["outcome"]["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
     assert worker.http.get("/health").json() == {"state": "ready"}
 
 
+def test_a_group_is_told_in_few_lines_and_has_a_limit(worker: Worker) -> None:
+    worker.post("/configure", spec=worker.spec)
+    worker.feed(0)
+    lines = list(worker.feeding(*range(32)))
+    settled = settled_in(lines)
+    assert sorted(settled) == list(range(32)) and len(lines) < 32
+    assert all(each["outcome"]["rows_ok"] == 2 for each in settled.values())
+    assert worker.http.get("/metrics").json()["batches"] == 32
+    assert worker.post("/feed_batch", assignments=[]).status_code == 400
+    assert worker.post("/feed_batch", assignments=[worker.assignment(index) for index in range(33)]).status_code == 400
+
+
+def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_path: Path) -> None:
+    worker.post("/configure", spec=spec_of(tmp_path, 1.4))
+    settled = settled_in(worker.feeding(*range(6)))
+    assert sorted(settled) == list(range(6))
+    outcomes = {index for index, each in settled.items() if "outcome" in each}
+    assert outcomes == {0, 1, 2}, "what the child has is not taken from it"
+    assert {each["lost"]["error_class"] for each in settled.values() if "lost" in each} == {"GivenBack"}
+    assert not any(each["lost"]["begun"] for each in settled.values() if "lost" in each)
+
+
 def test_it_serves_its_coordinator_and_its_job_alone(worker: Worker) -> None:
     assert "not configured" in worker.post("/feed_batch").text
     worker.post("/configure", spec=worker.spec)
     assert worker.post("/configure", spec=worker.spec).status_code == 409
-    assert worker.post("/feed_batch", job_id=8, batch_idx=0).status_code == 409
+    assert worker.post("/feed_batch", job_id=8, assignments=[]).status_code == 409
     stale = worker.http.post("/shutdown", json={}, headers={"authorization": "Bearer another"})
     assert stale.status_code == 409 and worker.process.poll() is None
     assert worker.post("/operate", op="format_disk").status_code == 400
@@ -101,29 +139,36 @@ def test_it_serves_its_coordinator_and_its_job_alone(worker: Worker) -> None:
     assert worker.http.post("/feed_batch", json={"job_id": JOB}).status_code == 400
 
 
-def test_it_answers_while_the_mapper_works_and_refuses_a_third_batch(worker: Worker, tmp_path: Path) -> None:
+def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Worker, tmp_path: Path) -> None:
     worker.post("/configure", spec=spec_of(tmp_path, 20))
-    answers = []
-    for index in (0, 1):
-        body = {"batch_idx": index, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(worker.parts)]}
-        request = worker.http.build_request("POST", "/feed_batch", json={"job_id": JOB, **body})
-        answers.append(worker.http.send(request, stream=True))
+    streams = [worker.feeding(0), worker.feeding(1)]
     began = time.monotonic()
-    body = {"batch_idx": 2, "start_idx": 0, "end_idx": 1, "attempt_id": 1, "part_bases": [str(worker.parts)]}
-    assert worker.post("/feed_batch", **body).status_code == 429
+    assert worker.post("/feed_batch", assignments=[worker.assignment(2)]).status_code == 429
     assert worker.http.get("/health").json()["state"] in ("starting", "ready")
     assert time.monotonic() - began < 2
-    streams = [answer.iter_lines() for answer in answers]
     assert json.loads(next(streams[0])) == {"alive": True}
     assert worker.post("/abort", batch_idx=0, attempt_id=1).status_code == 200
-    told = [json.loads(line) for line in streams[0]][-1]
+    told = settled_in(streams[0])[0]
     assert told["lost"]["infra"] and told["lost"]["error_class"] == "Aborted"
     assert worker.post("/shutdown", grace_s=0).status_code == 200
-    assert [json.loads(line) for line in streams[1]][-1]["lost"]["error_class"] == "Shutdown"
+    assert settled_in(streams[1])[1]["lost"]["error_class"] == "Shutdown"
     assert worker.process.wait(5) == 0
 
 
 # Pools.
+
+
+def test_groups_grow_while_batches_are_short_and_are_single_when_they_are_long() -> None:
+    pace, sizes = Pace(), [1]
+    for second in range(8):
+        pace.note(second, second + pace.group / 1024, pace.group)
+        sizes.append(pace.group)
+    assert sizes == [1, 2, 4, 8, 16, 25, 25, 25, 25]
+    pace.note(10, 10.5, pace.group)
+    assert pace.group == 1
+    pace.note(10.4, 10.6, 1)
+    pace.note(10.4, 10.604, 1)
+    assert pace.group == 2, "the time behind another group is not its own"
 
 
 def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:

@@ -42,11 +42,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An attempt that ended without a result. `infra`: its worker is to blame, and not the batch."""
+    """An attempt that ended without a result. `infra`: its worker is to blame, and not the batch; or nobody, if the
+    worker gave it back before it had `begun`."""
 
     error_class: str
     error: str
     infra: bool
+    begun: bool = True
 
 
 Settled = tuple[Claim, Outcome | Lost]
@@ -116,6 +118,8 @@ class Attempts:
     def lose(self, claim: Claim, lost: Lost, counts: dict[str, int]) -> bool:
         """Once more, later; or in halves; or, for a row that failed often enough, as a failed row; or never."""
         told = {"error_class": lost.error_class[:128], "error": lost.error[-20_000:]}
+        if not lost.begun:
+            return self._give(claim, "PENDING")
         if lost.infra:
             tries = claim.infra_retries + 1
             status = "PENDING" if tries <= MAX_INFRA_RETRIES else "FAILED"

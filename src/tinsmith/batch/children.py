@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from typing import Any
 from tinsmith.batch.printed import untagged
 
 TAIL_BYTES = 4000
+AHEAD = 3
+"""Attempts that the child has: one's rows are read, one is mapped, one's results are stored."""
 Message = dict[str, Any]
 
 
@@ -95,39 +98,47 @@ def interpreter(spec: Message) -> str:
 class Attempt:
     """One assignment in a worker, what it asks of the server, and, once it is `settled`, what it came to."""
 
-    def __init__(self, assignment: Message) -> None:
+    def __init__(self, assignment: Message, group: Events) -> None:
         self.assignment = assignment
+        self.group = group
         self.since = time.monotonic()
+        self.begun = False  # whether it is with the child
         self.settled = threading.Event()
         self.result: Message = {}
-        self._asks: list[Message] = []
-        self._changed = threading.Condition()
+        self._followers = [group]
+        self._lock = threading.Lock()
 
     @property
     def key(self) -> tuple[int, int]:
         return self.assignment["batch_idx"], self.assignment["attempt_id"]
 
+    def follow(self, events: Events) -> None:
+        """The attempt's end goes there, as the attempt itself, and what it asks before that: as to its own group."""
+        with self._lock:
+            if self.settled.is_set():
+                events.put(self)
+            else:
+                self._followers.append(events)
+
     def settle(self, result: Message) -> None:
-        self.result = result
-        self.settled.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self.result = result
+            self.settled.set()
+            for events in self._followers:
+                events.put(self)
 
     def ask(self, asks: list[Message]) -> None:
-        with self._changed:
-            self._asks += asks
-            self._changed.notify_all()
-
-    def next_asks(self, timeout_s: float) -> list[Message]:
-        """What it has asked since the last time; nothing once the time is up or it is settled."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._asks or self.settled.is_set(), timeout_s)
-            asks, self._asks = self._asks, []
-        return asks
+        """Of whoever came last: the others may be gone."""
+        with self._lock:
+            for events in self._followers[-1:]:
+                events.put(asks)
 
 
-def lost(error_class: str, error: str, *, infra: bool = False, setup: bool = False) -> Message:
-    return {"lost": {"error_class": error_class, "error": error, "infra": infra, "setup": setup}}
+Events = queue.SimpleQueue[Attempt | list[Message]]
+
+
+def lost(error_class: str, error: str, *, infra: bool = False, setup: bool = False, begun: bool = True) -> Message:
+    return {"lost": {"error_class": error_class, "error": error, "infra": infra, "setup": setup, "begun": begun}}
 
 
 class Mapper:
@@ -156,13 +167,28 @@ class Mapper:
             if self._child is None and not self._closed:
                 self._begin()
 
-    def feed(self, attempt: Attempt) -> None:
+    def feed(self, attempts: list[Attempt]) -> None:
         with self._lock:
-            self._waiting.append(attempt)
+            self._waiting += attempts
             if self._child is None:
-                self._begin()  # gives it everything that waits
+                self._begin()
             else:
+                self._give()
+
+    def _give(self) -> None:
+        """The child never has more than it can do something with: the others can still be taken back."""
+        for attempt in self._waiting[:AHEAD]:
+            if not attempt.begun and self._child is not None:
+                attempt.begun = True
                 self._child.send(attempt.assignment)
+
+    def take_back(self, attempts: list[Attempt]) -> None:
+        """Those that have not begun are not begun here any more."""
+        with self._lock:
+            for attempt in attempts:
+                if attempt in self._waiting and not attempt.begun:
+                    self._waiting.remove(attempt)
+                    attempt.settle(lost("GivenBack", "other batches took too long", infra=True, begun=False))
 
     def _begin(self) -> None:
         try:
@@ -173,8 +199,8 @@ class Mapper:
         self._child, self._answered, self._told_to_die = child, False, None
         now = time.monotonic()
         for attempt in self._waiting:
-            attempt.since = now
-            child.send(attempt.assignment)
+            attempt.since, attempt.begun = now, False
+        self._give()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
 
     def _follow(self, child: Child) -> None:
@@ -216,6 +242,7 @@ class Mapper:
                 self._waiting.remove(attempt)
                 for next_one in self._waiting[:1]:
                     next_one.since = time.monotonic()  # it begins now
+                self._give()
                 attempt.settle(_result(outcome))
                 self._on_settled(attempt)
                 return
@@ -247,10 +274,14 @@ class Mapper:
 
     def abort(self, key: tuple[int, int]) -> None:
         """End one attempt, with the child if it has begun."""
+        result = lost("Aborted", "the attempt was aborted", infra=True)
         with self._lock:
             if any(attempt.key == key for attempt in self._waiting):
                 self._waiting.sort(key=lambda attempt: attempt.key != key)  # it is the one to blame
-                self._kill(lost("Aborted", "the attempt was aborted", infra=True))
+                if self._waiting[0].begun:
+                    self._kill(result)
+                else:
+                    self._blame(result)
 
     def watch(self) -> None:
         """Kill a child that takes too long."""

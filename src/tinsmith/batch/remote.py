@@ -7,7 +7,7 @@ one call, and all that httpx adds to it is time (2 ms).
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpcore
@@ -22,6 +22,9 @@ CALL_S = 10.0
 MAX_SETUP_FAILURES = 2
 """A mapper that did not start so often in one worker is tried in another one."""
 MAX_INFRA_FAILURES = 3
+
+Told = tuple[tuple[int, int], Outcome | Lost]
+"""An attempt by (batch_idx, attempt_id), and what it came to."""
 
 
 class WorkerLostError(Exception):
@@ -77,28 +80,49 @@ class RemoteWorker:
         async for _ in self._stream(path, body):
             pass
 
-    async def feed(self, **assignment: object) -> Outcome | Lost:
-        """What an attempt came to. Raises WorkerLostError, SetupFailedError."""
-        result: dict[str, Any] = {}
+    async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Told]]:
+        """What attempts came to, as it is told. Raises WorkerLostError, SetupFailedError for what was not told."""
+        left = len(assignments)
+        setup_error = ""
+        async for told in self._fed(assignments):
+            left -= len(told)
+            settled: list[Told] = []
+            for each in told:
+                result = self._result(each)
+                if isinstance(result, SetupFailedError):
+                    setup_error = str(result)
+                else:
+                    settled.append(((each["key"][0], each["key"][1]), result))
+            if settled:
+                yield settled
+        if setup_error:
+            self.setup_failures += 1
+            raise SetupFailedError(setup_error)
+        if left:
+            raise self._gone("the answer has no end")
+
+    async def _fed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[dict[str, Any]]]:
+        stream = self._stream("/feed_batch", {"assignments": assignments})
         if self._desk is None:
-            async for message in self._stream("/feed_batch", assignment):
-                result = message  # an answer that is not read to its end would cost its connection
+            async for message in stream:
+                if told := message.get("settled"):
+                    yield told
         else:
             async with self._desk.answering(lambda answers: self.call("/answer", answers=answers)) as take:
-                async for message in self._stream("/feed_batch", assignment):
+                async for message in stream:
                     take(message.get("asks", ()))
-                    result = message
-        if "outcome" in result:
+                    if told := message.get("settled"):
+                        yield told
+
+    def _result(self, told: dict[str, Any]) -> Outcome | Lost | SetupFailedError:
+        if "outcome" in told:
             self.infra_failures = self.setup_failures = 0
-            return Outcome.from_dict(result["outcome"])
-        if "lost" not in result:
-            raise self._gone("the answer has no end")
-        lost = result["lost"]
+            return Outcome.from_dict(told["outcome"])
+        lost = told["lost"]
         if lost["setup"]:
-            self.setup_failures += 1
-            raise SetupFailedError(lost["error"])
-        self.infra_failures += bool(lost["infra"])
-        return Lost(lost["error_class"], lost["error"], lost["infra"])
+            return SetupFailedError(lost["error"])
+        self.infra_failures += bool(lost["infra"] and lost["begun"])
+        return Lost(lost["error_class"], lost["error"], lost["infra"], lost["begun"])
 
     async def operate(self, op: str, **request: object) -> AsyncIterator[dict[str, Any]]:
         """The lines of an operation; the last one is its result, as `end`. Raises OperationError, WorkerLostError."""

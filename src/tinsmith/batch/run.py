@@ -27,15 +27,16 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
 from tinsmith.batch.attempts import Claim, Lost, Settled
+from tinsmith.batch.feeding import Feeder
 from tinsmith.batch.pools.local import LocalPool, WorkerStartError
-from tinsmith.batch.protocols import Outcome, OutputInfo, part_base
+from tinsmith.batch.protocols import OutputInfo
 from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
 from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError
 from tinsmith.crashpoints import reach
 
 IN_FLIGHT = 2
-"""Batches with one worker: it reads the second one's rows while it works on the first."""
+"""Groups of batches with one worker: it works on the second one while the first one is committed."""
 MAX_SETUP_FAILURES = 4
 """A mapper that never started in so many tries, in two workers or more, does not start."""
 MAX_OPERATION_TRIES = 3
@@ -76,7 +77,7 @@ class JobRun:
         self._wants: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
         self._turn_due = asyncio.Event()
         self._nothing_until = 0.0
-        self._in_flight: dict[int, RemoteWorker] = {}
+        self._feeder = Feeder(job.job_id, self._spec, self._reported, self._setup_failed)
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
         self._setup_failures = 0
@@ -112,51 +113,27 @@ class JobRun:
             while True:
                 room = IN_FLIGHT - len(feeding)
                 if room and not worker.useless and not self._ended.is_set() and not should_yield():
-                    for claim in await self._claim(worker.worker_id, room):
-                        feeding.add(asyncio.create_task(self._attempt(worker, claim)))
+                    claims = await self._claim(worker.worker_id, room * self._feeder.group_size(worker))
+                    for group in self._feeder.groups(worker, claims):
+                        feeding.add(asyncio.create_task(self._feeder.attempt(worker, group)))
                 if not feeding:
                     return
                 _, feeding = await asyncio.wait(feeding, return_when=asyncio.FIRST_COMPLETED)
+                self._turn_due.set()  # here, so that a group's end and the next claim share a turn
         finally:
             for task in feeding:
                 task.cancel()
 
-    async def _attempt(self, worker: RemoteWorker, claim: Claim) -> None:
-        """One attempt at one batch; what it comes to is settled in the next turn."""
-        self._in_flight[claim.batch_idx] = worker
-        try:
-            outcome = await self._outcome(worker, claim)
-        except (WorkerLostError, OperationError) as error:
-            worker.infra_failures += 1
-            outcome = Lost(type(error).__name__, str(error), infra=isinstance(error, WorkerLostError))
-        except SetupFailedError as error:
-            outcome = Lost("SetupFailed", str(error), infra=True)
-            self._setup_failed(str(error))
-        else:
+    def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
+        reach("batch.reported")
+        for claim, outcome in settled:
             if not isinstance(outcome, Lost):
                 self._setup_failures = 0
-        finally:
-            self._in_flight.pop(claim.batch_idx, None)
-        reach("batch.reported")
-        if isinstance(outcome, Lost) and self._ended.is_set():
-            return  # it was ended on purpose: whoever goes on with the job finds the batch dispatched
-        self._settled.append((claim, outcome))
-        self._turn_due.set()
-
-    async def _outcome(self, worker: RemoteWorker, claim: Claim) -> Outcome | Lost:
-        outputs = enumerate(self._spec.batch_output_path)
-        bases = [part_base(path, self.job.job_id, index, claim.attempt_id) for index, path in outputs]
-        assignment = {
-            "batch_idx": claim.batch_idx,
-            "start_idx": claim.start_idx,
-            "end_idx": claim.end_idx,
-            "attempt_id": claim.attempt_id,
-            "part_bases": bases,
-        }
-        if claim.retry_count > self._limits.max_retries and claim.span.rows == 1:
-            told = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
-            return Outcome.from_dict(await worker.result_of("give_up", assignment=assignment, **told))
-        return await worker.feed(**assignment)
+            elif self._ended.is_set():
+                continue  # it was ended on purpose: whoever goes on with the job finds the batch dispatched
+            self._settled.append((claim, outcome))
+        if not is_end:
+            self._turn_due.set()
 
     # Workers.
 
@@ -368,7 +345,7 @@ class JobRun:
 
     async def look(self) -> None:
         try:
-            in_flight = list(self._in_flight)
+            in_flight = list(self._feeder.in_flight)
             self.job = await self._db(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s, in_flight)
             self._judge()
         except SupersededError:

@@ -3,11 +3,12 @@
 `python -m tinsmith.batch.worker` reads one line of JSON from standard input (token, where to listen, log) and writes
 one (its address); it ends, with its children, when standard input closes: so does whoever started it, however it ended.
 
-`POST /configure` once, then `POST /feed_batch`, whose answer is a line a second while the batch runs and one line at
-its end. In between come the questions of operations, whose answers are POSTed to `/answer`. The same attempt fed twice
-runs once, and both callers are told. Two attempts are with the mapper at a time: it reads the second one's rows while
-it works on the first. Every request carries the token of one coordinator of one job; another's is refused with 409, so
-that a coordinator that was superseded can no longer use the worker.
+`POST /configure` once, then `POST /feed_batch` with the `assignments` of a group. Its answer is lines: a heartbeat a
+second while nothing ends, what attempts came to, and the questions of operations, whose answers are POSTed to
+`/answer`. The same attempt fed twice runs once, and both callers are told. Two groups are in flight at a time, and few
+attempts of them with the mapper; when none has ended for a second, those that have not begun are given back. Every
+request carries the token of one coordinator of one job; another's is refused with 409, so that a coordinator that was
+superseded can no longer use the worker.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import hmac
 import json
 import os
+import queue
 import resource
 import socket
 import socketserver
@@ -28,13 +30,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tinsmith.batch.children import Attempt, ChildError, Mapper, Message, Utility, lost
+from tinsmith.batch.children import Attempt, ChildError, Events, Mapper, Message, Utility, lost
 
 HEARTBEAT_S = 1.0
 MAX_IN_FLIGHT = 2
-REMEMBERED = 64
+"""Groups."""
+MAX_GROUP = 32
+GATHER_S = 0.02
+"""How long an attempt's end waits for that of others of its group, to be told in one line."""
+REMEMBERED = 128
 """Attempts whose result is kept for a caller that asks again."""
 OPERATIONS = ("plan", "publish", "delete", "give_up")
+
+
+ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases")
 
 
 class RefusedError(Exception):
@@ -76,26 +85,39 @@ class Worker:
                 self._mapper.watch()
 
     def feed(self, request: Message) -> Iterator[Message]:
-        """A heartbeat a second, then the result."""
+        """What the attempts of a group come to, those together that end at about the same time; or a heartbeat."""
         mapper = self._configured(request)[0]
-        names = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases")
-        attempt = Attempt({name: request[name] for name in names})
+        events: Events = queue.SimpleQueue()
+        given = [Attempt({name: each[name] for name in ASSIGNMENT}, events) for each in request["assignments"]]
+        if not 0 < len(given) <= MAX_GROUP:
+            raise RefusedError(400, f"assignments has {len(given)}; it must have from 1 to {MAX_GROUP}")
         with self._lock:
-            known = self._attempts.get(attempt.key)
-            if known is None:
-                if sum(not other.settled.is_set() for other in self._attempts.values()) >= MAX_IN_FLIGHT:
-                    raise RefusedError(429, f"{MAX_IN_FLIGHT} batches are in flight")
-                self._attempts[attempt.key] = attempt
-                self._forget()
-        if known is None:
-            mapper.feed(attempt)
-        return self._follow(known or attempt)
+            new = [attempt for attempt in given if attempt.key not in self._attempts]
+            groups = {id(other.group) for other in self._attempts.values() if not other.settled.is_set()}
+            if new and len(groups) >= MAX_IN_FLIGHT:
+                raise RefusedError(429, f"{MAX_IN_FLIGHT} groups of batches are in flight")
+            known = [self._attempts[attempt.key] for attempt in given if attempt.key in self._attempts]
+            self._attempts.update({attempt.key: attempt for attempt in new})
+            self._forget()
+        for attempt in known:
+            attempt.follow(events)
+        mapper.feed(new)
+        return self._follow(mapper, known + new, events)
 
-    def _follow(self, attempt: Attempt) -> Iterator[Message]:
-        while not attempt.settled.is_set():
-            asks = attempt.next_asks(HEARTBEAT_S)
-            yield {"asks": asks} if asks else {"alive": True}
-        yield attempt.result
+    def _follow(self, mapper: Mapper, attempts: list[Attempt], events: Events) -> Iterator[Message]:
+        left = len(attempts)
+        while left:
+            got = _next_events(events, left)
+            settled = [each for each in got if isinstance(each, Attempt)]
+            asks = [ask for each in got if isinstance(each, list) for ask in each]
+            left -= len(settled)
+            if not got:
+                mapper.take_back(attempts)
+                yield {"alive": True}
+            if asks:
+                yield {"asks": asks}
+            if settled:
+                yield {"settled": [{"key": attempt.key, **attempt.result} for attempt in settled], "last": not left}
 
     def _forget(self) -> None:
         for key, attempt in list(self._attempts.items())[: len(self._attempts) - REMEMBERED]:
@@ -159,6 +181,22 @@ class Worker:
             "rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "children_rss_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
         }
+
+
+def _next_events(events: Events, attempts_left: int) -> list[Attempt | list[Message]]:
+    """Nothing within a heartbeat; or what has come, after a moment in which more ends of attempts may come."""
+    got: list[Attempt | list[Message]] = []
+    wait_s = HEARTBEAT_S
+    gathered_at = time.monotonic() + HEARTBEAT_S + GATHER_S
+    with contextlib.suppress(queue.Empty):
+        while len(got) < attempts_left:
+            got.append(events.get(timeout=wait_s))
+            if len(got) == 1:
+                gathered_at = time.monotonic() + GATHER_S
+            if not isinstance(got[-1], Attempt):
+                break
+            wait_s = max(0.0, gathered_at - time.monotonic())
+    return got
 
 
 def _operation(utility: Utility, request: Message) -> Iterator[Message]:
@@ -256,7 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
         for message in messages:
             line = json.dumps(message).encode() + b"\n"
             self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
-            self.wfile.flush()
+            if not message.get("last"):  # the end is sent with it
+                self.wfile.flush()
         self.wfile.write(b"0\r\n\r\n")
 
     def log_message(self, format: str, *args: object) -> None:
