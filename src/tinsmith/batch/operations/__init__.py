@@ -41,7 +41,9 @@ TYPE = "operations"
 VERSION = "1.0"
 MAX_STEPS = 16
 MODULES = {
+    "grade": "tinsmith.batch.operations.grade",
     "openai_request": "tinsmith.batch.operations.openai_request",
+    "rollout": "tinsmith.batch.operations.rollout",
     "sample": "tinsmith.batch.operations.sample",
 }
 OPERATION_REGISTRY: Registry[Operation] = Registry("operation", MODULES)

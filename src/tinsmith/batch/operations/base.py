@@ -51,6 +51,10 @@ class RowService(Protocol):
         """The tokenizer and chat template of a model's base."""
         ...
 
+    async def context(self, model: str) -> int:
+        """How many tokens a prompt and its answer may have."""
+        ...
+
     async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
         """Any question that the server has a handler for. Raises RefusedError."""
         ...
@@ -67,8 +71,7 @@ class Operation(ABC):
     name: ClassVar[str]
     """As it is registered."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  an operation may have nothing to check
         """Raises UserError naming the field, its value and what it may be."""
 
     @abstractmethod

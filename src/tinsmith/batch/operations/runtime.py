@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.batch.operations.base import Answer, Operation, RefusedError, Sampled
 from tinsmith.batch.protocols import Assignment, Row
+from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
     from tinsmith.batch.mapper_runtime import Feed
     from tinsmith.chat.texts import Text
-    from tinsmith.ops import TopK
+    from tinsmith.ops import ModelShape, TopK
 
 Message = dict[str, Any]
 
@@ -35,7 +37,9 @@ class Channel:
         self._last = 0
         self._closed = False
         self._outgoing: list[Message] = []
+        self._shapes: dict[str, ModelShape] = {}
         self._texts: dict[str, Text] = {}
+        self._reading = threading.Lock()
 
     async def ask(self, assignment: Assignment, question: Message) -> Message:
         """The answer. Raises RefusedError, ClosedError."""
@@ -77,22 +81,30 @@ class Channel:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(_resolve, future, None, ClosedError("the worker is shutting down"))
 
+    async def shape(self, assignment: Assignment, model: str) -> ModelShape:
+        """What a model's base is, asked once. Raises RefusedError."""
+        if model not in self._shapes:
+            from tinsmith.ops import ModelShape
+
+            facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
+            self._shapes[model] = ModelShape(**facts["shape"])
+        return self._shapes[model]
+
     async def text(self, assignment: Assignment, model: str) -> Text:
         """The tokenizer and template of a model's base, read once."""
-        if model not in self._texts:
-            facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
-            if model not in self._texts:
-                self._texts[model] = await asyncio.to_thread(_text_of, facts)
-        return self._texts[model]
+        shape = await self.shape(assignment, model)
+        return self._texts.get(shape.name) or await asyncio.to_thread(self._text_of, shape)
 
+    def _text_of(self, shape: ModelShape) -> Text:
+        from tinsmith.chat.texts import Text
 
-def _text_of(facts: Message) -> Text:
-    from tinsmith.chat.texts import Text
-    from tinsmith.ops import ModelShape
-
-    text = Text(ModelShape(**facts["shape"]))
-    text.tokenizer.get_vocab_size()  # read here, off the event loop
-    return text
+        with self._reading:
+            if shape.name not in self._texts:
+                text = Text(shape)
+                with contextlib.suppress(NotSupportedError):  # told to whoever needs it
+                    text.tokenizer.get_vocab_size()
+                self._texts[shape.name] = text
+            return self._texts[shape.name]
 
 
 def _resolve(future: asyncio.Future[Message], answer: Message | None, error: Exception | None) -> None:
@@ -133,6 +145,9 @@ class RowQuestions:
 
     async def text(self, model: str) -> Text:
         return await self._channel.text(self._assignment, model)
+
+    async def context(self, model: str) -> int:
+        return (await self._channel.shape(self._assignment, model)).max_context_length
 
 
 def sampled_of(body: bytes) -> Sampled:

@@ -4,8 +4,8 @@ The prompt is a column of one of three kinds: text, which is tokenized as it is;
 template makes a prompt of; token ids. Row i is one request of `num_samples` answers with the seed `row_seed(seed, i)`,
 so what it gives is what any client has who sends the same.
 
-The row gets, under the name `output`: the text; `{output}_stop_reason`; with `tokens=True` `{output}_tokens`; with
-`logprobs=True` `{output}_logprobs`; lists of these, one entry for each answer, where `num_samples` was given. With
+The row gets, under the name `into`: the text; `{into}_stop_reason`; with `tokens=True` `{into}_tokens`; with
+`logprobs=True` `{into}_logprobs`; lists of these, one entry for each answer, where `num_samples` was given. With
 `prompt_logprobs=True` `prompt_logprobs` (None for the first token), with `topk_prompt_logprobs=K` that too.
 """
 
@@ -115,7 +115,7 @@ class Sample(Operation):
     logprobs: bool = False
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
-    output: str = "output"
+    into: str = "output"
 
     def check(self) -> None:
         check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
@@ -123,7 +123,7 @@ class Sample(Operation):
         if len(given) != 1:
             raise UserError(f"a Sample has {given or 'no column'} to ask with; give one of {list(PROMPT_COLUMNS)}")
         check_text(given[0], getattr(self, given[0]))
-        check_text("output", self.output)
+        check_text("into", self.into)
         if self.num_samples is not None:
             check_integer("num_samples", self.num_samples, 1, MAX_NUM_SAMPLES)
         for flag in ("tokens", "logprobs", "prompt_logprobs"):
@@ -163,11 +163,11 @@ class Sample(Operation):
 
     def _columns(self, answer: Answer, text: Text) -> dict[str, Any]:
         columns: dict[str, Any] = {
-            self.output: text.decode(answer.tokens),
-            f"{self.output}_stop_reason": answer.stop_reason,
+            self.into: text.decode(answer.tokens),
+            f"{self.into}_stop_reason": answer.stop_reason,
         }
         if self.tokens:
-            columns[f"{self.output}_tokens"] = answer.tokens
+            columns[f"{self.into}_tokens"] = answer.tokens
         if self.logprobs:
-            columns[f"{self.output}_logprobs"] = answer.logprobs
+            columns[f"{self.into}_logprobs"] = answer.logprobs
         return columns

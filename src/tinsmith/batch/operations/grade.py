@@ -1,0 +1,206 @@
+"""`Grade`: a score of what a model answered, by a rule or by another model.
+
+It grades the column `output` (a text, or the list of texts of a Sample with `num_samples`) and gives the row the column
+`score`: a number, or for a list a list, with its mean as `{score}_mean` and, for every k of `pass_at`, the unbiased
+estimate `{score}_pass@k` of how often k answers hold one whose score is at least `passing`.
+
+| by | 1 is |
+|---|---|
+| exact, contains | the reference's text; it is in the text |
+| regex | `pattern` is found in the text |
+| numeric | the last number, or that in a box, is the reference's |
+| choice | the letter chosen is the reference's |
+| json_equal, json_schema | the same JSON; JSON that `schema` allows |
+| f1, rouge_l, edit | common words; common order of words; characters kept |
+| model | whatever `pattern` finds in what `model` answers to `template` |
+
+`extract` is a pattern whose last match is graded in place of the whole text (its first group, if it has one); the
+patterns are RE2's. A reference may be a list, of which the best counts. What the grading model says and `pattern` does
+not find fails the row: a score is never made up.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from json import JSONDecodeError
+from typing import Any, ClassVar
+
+from tinsmith.batch.operations import OPERATION_REGISTRY, graders
+from tinsmith.batch.operations.base import (
+    Operation,
+    RowService,
+    check_choice,
+    check_flag,
+    check_integer,
+    check_number,
+    check_text,
+    column_of,
+)
+from tinsmith.batch.operations.patterns import check_pattern, check_schema, escaped, fits, last_match
+from tinsmith.batch.operations.sample import check_sampling, sampling_request
+from tinsmith.batch.operations.seeds import seed_for
+from tinsmith.batch.operations.templates import check_template, render
+from tinsmith.batch.protocols import Row
+from tinsmith.errors import UserError
+
+WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")
+KINDS = (*WITH_REFERENCE, "regex", "json_schema", "model")
+MAX_LENGTH = 200_000
+"""Characters of a text whose order is compared."""
+NUMBER = r"([-+]?\d+(?:\.\d+)?)"
+
+
+@OPERATION_REGISTRY.type_register(name="grade")
+@dataclass(frozen=True)
+class Grade(Operation):
+    name: ClassVar[str] = "grade"
+
+    by: str
+    reference: str | None = None
+    output: str = "output"
+    score: str = "score"
+    pattern: str | None = None
+    extract: str | None = None
+    ignore_case: bool = False
+    tolerance: float = 0.0
+    schema: dict[str, Any] | None = None
+    pass_at: Sequence[int] = ()
+    passing: float = 1.0
+    model: str | None = None
+    template: str | None = None
+    scores: dict[str, float] | None = None
+    max_tokens: int | None = None
+    temperature: float = 0.0
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pass_at, list):
+            object.__setattr__(self, "pass_at", tuple(self.pass_at))
+
+    def check(self) -> None:
+        check_choice("by", self.by, KINDS)
+        check_text("output", self.output)
+        check_text("score", self.score)
+        check_flag("ignore_case", self.ignore_case)
+        check_number("tolerance", self.tolerance, 0, 1e9)
+        check_number("passing", self.passing, -1e9, 1e9)
+        if not isinstance(self.pass_at, tuple):
+            raise UserError(f"pass_at is {self.pass_at!r}; it must be a list of whole numbers")
+        for k in self.pass_at:
+            check_integer("pass_at", k, 1, 1024)
+        for name in ("pattern", "extract"):
+            if (pattern := getattr(self, name)) is not None:
+                check_pattern(name, pattern)
+        self._check_kind()
+
+    def _check_kind(self) -> None:
+        """Every field that a kind needs, and none that it would pass over."""
+        needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
+        wanted = needed.get(self.by, {"reference"})
+        taken = wanted | ({"pattern", "scores", "max_tokens", "reference"} if self.by == "model" else set())
+        for name in ("reference", "pattern", "schema", "model", "template", "scores", "max_tokens"):
+            given = getattr(self, name) is not None
+            if name in wanted and not given:
+                raise UserError(f"a Grade by {self.by!r} lacks {name!r}")
+            if given and name not in taken:
+                raise UserError(f"a Grade by {self.by!r} has no use for {name!r}; leave it out")
+        if self.reference is not None:
+            check_text("reference", self.reference)
+        if self.by == "json_schema":
+            check_schema("schema", self.schema)
+        if self.by == "model":
+            check_template("template", self.template)
+            check_sampling(self.model, self.max_tokens, self.temperature, 1.0, -1, None, self.seed)
+            if self.scores is not None and not _are_scores(self.scores):
+                raise UserError(f"scores is {self.scores!r}; it must be an object of texts and their numbers")
+
+    async def answer(self, row: Row, service: RowService) -> Row:
+        given = column_of(row, self.output)
+        if isinstance(given, str):
+            return {**row, self.score: await self.score_of(given, row, service)}
+        if not (isinstance(given, list) and given and all(isinstance(each, str) for each in given)):
+            raise ValueError(f"column {self.output!r} must hold a text or a list of texts")
+        scores = [await self.score_of(each, row, service, f"{index}") for index, each in enumerate(given)]
+        passed = sum(score >= self.passing for score in scores)
+        made: Row = {**row, self.score: scores, f"{self.score}_mean": statistics.fmean(scores)}
+        for k in self.pass_at:
+            if k > len(scores):
+                raise ValueError(f"pass_at has {k}, and the row has {len(scores)} answers")
+            made[f"{self.score}_pass@{k}"] = graders.pass_at_k(len(scores), passed, k)
+        return made
+
+    async def score_of(self, text: str, row: Row, service: RowService, key: str = "0") -> float:
+        """The score of one text for this row; `key` tells it from the row's other ones."""
+        if self.extract is not None:
+            found = last_match(self.extract, text)
+            if found is None:
+                return 0.0
+            text = found
+        if self.by == "model":
+            return await self._judged(text, row, service, key)
+        if self.by == "regex":
+            assert self.pattern is not None
+            return float(last_match(self.pattern, text, self.ignore_case) is not None)
+        if self.by == "json_schema":
+            assert self.schema is not None
+            try:
+                return float(fits(graders.json_in(text), self.schema))
+            except JSONDecodeError:
+                return 0.0
+        assert self.reference is not None
+        reference = column_of(row, self.reference)
+        many = isinstance(reference, list) and self.by != "json_equal"
+        if many and not reference:
+            raise ValueError(f"column {self.reference!r} holds no reference")
+        return max(self._compared(text, each) for each in (reference if many else [reference]))
+
+    def _compared(self, text: str, reference: object) -> float:
+        if self.by == "numeric":
+            return graders.numeric(text, reference, self.tolerance)
+        if self.by == "choice":
+            return graders.choice(text, reference)
+        if self.by == "json_equal":
+            return graders.json_equal(text, reference)
+        wanted = reference if isinstance(reference, str) else str(reference)
+        if self.by in ("exact", "contains"):
+            return getattr(graders, self.by)(text, wanted, self.ignore_case)
+        if self.by == "f1":
+            return graders.f1(text, wanted)
+        if max(len(text), len(wanted)) > MAX_LENGTH:
+            raise ValueError(f"{self.by} compares texts of at most {MAX_LENGTH} characters; one is longer")
+        return graders.rouge_l(text, wanted) if self.by == "rouge_l" else graders.edit_similarity(text, wanted)
+
+    async def _judged(self, text: str, row: Row, service: RowService, key: str) -> float:
+        assert self.model is not None and self.template is not None
+        tokenizer = await service.text(self.model)
+        question = render(self.template, {**row, self.output: text})
+        prompt = tokenizer.chat([{"role": "user", "content": question}])
+        seed = seed_for(self.seed, service.row_idx, key)
+        request = sampling_request(prompt, self.max_tokens, self.temperature, 1.0, -1, None, seed)
+        sampled = await service.sample(self.model, request, key)
+        said = tokenizer.decode(sampled.sequences[0].tokens)
+        pattern = self.pattern or (NUMBER if self.scores is None else "|".join(map(escaped, self.scores)))
+        found = last_match(pattern, said, self.scores is not None)
+        if found is not None and self.scores is not None:
+            named: Mapping[str, float] = {name.casefold(): score for name, score in self.scores.items()}
+            if found.casefold() in named:
+                return float(named[found.casefold()])
+        elif found is not None:
+            try:
+                return float(found)
+            except ValueError:
+                pass
+        raise ValueError(f"the grading model's answer holds no score that {pattern!r} finds: {said[:500]!r}")
+
+
+def _are_scores(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(
+            isinstance(name, str) and name and isinstance(score, int | float) and not isinstance(score, bool)
+            for name, score in value.items()
+        )
+    )

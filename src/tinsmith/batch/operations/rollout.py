@@ -1,0 +1,139 @@
+"""`Rollout`: conversations of a model with an environment, as trajectories that a trainer can use.
+
+Each of a row's `num_rollouts` begins with the messages of a column and is rendered with the base's chat template before
+every answer, so answer t of rollout r is what any client samples for that prompt with `row_seed(seed, i, r, t)`. It
+ends when the environment has nothing more to say, after `max_turns` answers, with an answer that was cut at
+`max_tokens`, or before a prompt that leaves no room for one; `ended` says which (done, turns, length, context).
+
+A trajectory is `{turns, datums, reward, ended}`:
+- `turns`: for each answer `{prompt_tokens, tokens, logprobs, text, stop_reason, reward}`; the next prompt may tokenize
+  it otherwise, so the tokens here are those that were sampled;
+- `datums`: the same as training takes it, `{model_input, loss_fn_inputs: {target_tokens, logprobs, mask}}`, shifted by
+  one; mask is 1 where the model answered, logprobs are 0 elsewhere. Answers whose prompt begins with all tokens before
+  them share a datum; where the template takes something out again (what was thought, say) the next one begins;
+- `reward`: the sum of the answers' rewards, None if there was none. With `grade`, the last answer's score is added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tinsmith.batch.operations import OPERATION_REGISTRY
+from tinsmith.batch.operations.base import Operation, RowService, check_integer, check_text, column_of
+from tinsmith.batch.operations.environments import Environment, check_grade, environment_of, made_of
+from tinsmith.batch.operations.grade import Grade
+from tinsmith.batch.operations.sample import Stop, check_sampling, messages_of, sampling_request
+from tinsmith.batch.operations.seeds import seed_for
+from tinsmith.batch.protocols import Row
+
+MAX_ROLLOUTS = 1024
+MAX_TURNS = 1000
+
+
+@dataclass
+class _Trajectory:
+    turns: list[Row] = field(default_factory=list)
+    ended: str = "turns"
+
+    @property
+    def reward(self) -> float | None:
+        rewards = [turn["reward"] for turn in self.turns if turn["reward"] is not None]
+        return sum(rewards) if rewards else None
+
+    def to_dict(self) -> Row:
+        return {"turns": self.turns, "datums": datums_of(self.turns), "reward": self.reward, "ended": self.ended}
+
+
+def datums_of(turns: list[Row]) -> list[Row]:
+    """One datum for each run of answers whose prompts continue what was before them."""
+    made: list[tuple[list[int], list[float], list[float]]] = []
+    for turn in turns:
+        prompt, tokens = turn["prompt_tokens"], turn["tokens"]
+        before = made[-1][0] if made else None
+        if before is None or prompt[: len(before)] != before:
+            made.append(([], [], []))
+        all_tokens, logprobs, mask = made[-1]
+        new = prompt[len(all_tokens) :] + tokens
+        all_tokens += new
+        logprobs += [0.0] * (len(new) - len(tokens)) + turn["logprobs"]
+        mask += [0.0] * (len(new) - len(tokens)) + [1.0] * len(tokens)
+    return [
+        {
+            "model_input": tokens[:-1],
+            "loss_fn_inputs": {"target_tokens": tokens[1:], "logprobs": logprobs[1:], "mask": mask[1:]},
+        }
+        for tokens, logprobs, mask in made
+    ]
+
+
+@OPERATION_REGISTRY.type_register(name="rollout")
+@dataclass(frozen=True)
+class Rollout(Operation):
+    """`environment` is `Turns(...)` or `Retry(...)`."""
+
+    name: ClassVar[str] = "rollout"
+
+    model: str
+    messages: str
+    environment: Environment
+    grade: Grade | None = None
+    num_rollouts: int = 1
+    max_turns: int = 8
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop: Stop | None = None
+    seed: int | None = 0
+    into: str = "rollouts"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "environment", environment_of(self.environment))
+        if isinstance(self.grade, Mapping):  # as it travelled
+            object.__setattr__(self, "grade", made_of(Grade, self.grade, "grade"))
+
+    def check(self) -> None:
+        check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
+        check_text("messages", self.messages)
+        check_text("into", self.into)
+        check_integer("num_rollouts", self.num_rollouts, 1, MAX_ROLLOUTS)
+        check_integer("max_turns", self.max_turns, 1, MAX_TURNS)
+        self.environment.check()
+        if self.grade is not None:
+            check_grade("grade", self.grade)
+
+    async def answer(self, row: Row, service: RowService) -> Row:
+        made = await asyncio.gather(*(self._rollout(row, service, index) for index in range(self.num_rollouts)))
+        return {**row, self.into: [each.to_dict() for each in made]}
+
+    async def _rollout(self, row: Row, service: RowService, index: int) -> _Trajectory:
+        text, context = await service.text(self.model), await service.context(self.model)
+        messages: list[dict[str, Any]] = list(messages_of(column_of(row, self.messages), self.messages))
+        made = _Trajectory()
+        for turn in range(self.max_turns):
+            prompt = text.chat(messages)
+            if turn and len(prompt) + (self.max_tokens or 1) > context:
+                made.ended = "context"
+                break
+            seed = seed_for(self.seed, service.row_idx, index, turn)
+            request = sampling_request(
+                prompt, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, seed
+            )
+            key = f"{index}.{turn}"
+            (answer,) = (await service.sample(self.model, request, key)).sequences
+            said = text.decode(answer.tokens)
+            reward, message = await self.environment.reply(said, turn, row, service, f"{key}.g")
+            found = {"prompt_tokens": prompt, "tokens": answer.tokens, "logprobs": answer.logprobs, "text": said}
+            made.turns.append({**found, "stop_reason": answer.stop_reason, "reward": reward})
+            if message is None or answer.stop_reason == "length":
+                made.ended = "done" if message is None else "length"
+                break
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": message}]
+        if self.grade is not None:
+            last = made.turns[-1]
+            score = await self.grade.score_of(last["text"], row, service, f"{index}.end")
+            last["reward"] = score + (last["reward"] or 0.0)
+        return made
