@@ -279,17 +279,17 @@ def _dispatch(
     return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
 
 
-class _Options(TypedDict):
+class AttentionOptions(TypedDict):
     scale: float
     window: int | None
     softcap: float | None
     sinks_H: Tensor | None
 
 
-def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> _Options:
+def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> AttentionOptions:
     scale = kwargs.pop("scaling", None)
     options = cast(
-        _Options,
+        AttentionOptions,
         {
             "scale": query.shape[-1] ** -0.5 if scale is None else scale,
             "window": kwargs.pop("sliding_window", None),

@@ -33,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 
 ONEDNN_ROWS = 16
 """From here on a float32 product on a CPU goes to oneDNN: torch's own choice, MKL, is 1.6 (32 rows) to 2.5 times
-(2,048 rows) slower on processors that are not Intel's.
+(2,048 rows) slower on processors that are not Intel's. That holds for an adapter's narrow products too.
 """
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -81,11 +81,12 @@ class Adapter:
     """One adapter's weights. Published versions are never written to again; see `clone`.
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
-    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `gradients` is
-    None but during a training step, when it maps a name to the float32 buffers that backward adds to.
+    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `fused` keeps what
+    others derive from `compute`, until then. `gradients` is None but during a training step, when it maps a name
+    to the float32 buffers that backward adds to.
     """
 
-    __slots__ = ("compute", "compute_P", "flat_P", "gradients", "layout", "scale", "spec", "weights")
+    __slots__ = ("compute", "compute_P", "flat_P", "fused", "gradients", "layout", "scale", "spec", "weights")
 
     def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -95,10 +96,12 @@ class Adapter:
         self.weights = layout.views(flat_P)
         self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
         self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
+        self.fused: dict[str, Pair | None] = {}
         self.gradients: Mapping[str, Pair] | None = None
 
     def refresh(self) -> None:
         """Bring `compute` up to date with `flat_P`."""
+        self.fused.clear()
         if self.compute_P is not self.flat_P:
             self.compute_P.copy_(self.flat_P)
 
@@ -227,16 +230,16 @@ class MultiLoRALinear(nn.Module):
         self, x_TI: Tensor, work: Sequence[Segment], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """y [T, O], and each segment's x A^T [n, r], which backward needs again."""
-        y_TO = _mm(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
+        y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
         if self.bias is not None:
             y_TO += self.bias
         inner = []
         for start, stop, adapter in work:
             assert adapter is not None
             a_rI, b_Or = adapter.compute[self.name]
-            u_nr = x_TI[start:stop] @ a_rI.t()
+            u_nr = product(x_TI[start:stop], a_rI.t(), x_TI.dtype)
             inner.append(u_nr)
-            _addmm_(y_TO[start:stop], u_nr, b_Or.t(), adapter.scale)
+            add_product_(y_TO[start:stop], u_nr, b_Or.t(), adapter.scale)
         return y_TO, inner
 
     def backward_rows(
@@ -251,18 +254,18 @@ class MultiLoRALinear(nn.Module):
         """The gradient of x, if needed; adds those of A and B to their adapters' buffers where these
         exist.
         """
-        grad_TI = _mm(grad_TO, self.weight, grad_TO.dtype) if need_input else None
+        grad_TI = product(grad_TO, self.weight, grad_TO.dtype) if need_input else None
         for (start, stop, adapter), u_nr in zip(work, inner, strict=True):
             assert adapter is not None
             a_rI, b_Or = adapter.compute[self.name]
             grad_nO = grad_TO[start:stop]
-            grad_nr = grad_nO @ b_Or
+            grad_nr = product(grad_nO, b_Or, grad_nO.dtype)
             if adapter.gradients is not None:
                 grad_a_rI, grad_b_Or = adapter.gradients[self.name]
-                _addmm_(grad_a_rI, grad_nr.t(), x_TI[start:stop], adapter.scale)
-                _addmm_(grad_b_Or, grad_nO.t(), u_nr, adapter.scale)
+                add_product_(grad_a_rI, grad_nr.t(), x_TI[start:stop], adapter.scale)
+                add_product_(grad_b_Or.t(), u_nr.t(), grad_nO, adapter.scale)
             if grad_TI is not None:
-                _addmm_(grad_TI[start:stop], grad_nr, a_rI, adapter.scale)
+                add_product_(grad_TI[start:stop], grad_nr, a_rI, adapter.scale)
         return grad_TI
 
     def _grad_anchor(self, x: Tensor) -> Tensor:
@@ -296,25 +299,34 @@ class _LoRALinearFunction(torch.autograd.Function):
         return None if grad_x is None else grad_x.view(x.shape), None, None, None
 
 
-def _mm(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a @ b in `out_dtype`, without rounding the result to the operands' dtype where the device can."""
     if out_dtype == a.dtype:
-        if a.dtype == torch.float32 and len(a) >= ONEDNN_ROWS and a.device.type == "cpu" and HAS_ONEDNN:
-            return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-        return a @ b
+        return _onednn(a, b) if _suits_onednn(a) else a @ b
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=out_dtype)
     return (a @ b).to(out_dtype)
 
 
-def _addmm_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
     """out += scale * a @ b, where `out` may be of a wider dtype than the operands."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b, alpha=scale)
+        if _suits_onednn(a):
+            out.add_(_onednn(a, b), alpha=scale)
+        else:
+            out.addmm_(a, b, alpha=scale)
     elif a.is_cuda:
         out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
     else:
         out.addmm_(a.to(out.dtype), b.to(out.dtype), alpha=scale)
+
+
+def _suits_onednn(a: Tensor) -> bool:
+    return HAS_ONEDNN and a.dtype == torch.float32 and len(a) >= ONEDNN_ROWS and a.device.type == "cpu"
+
+
+def _onednn(a: Tensor, b: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
 def _aligned(offset: int) -> int:

@@ -1,0 +1,139 @@
+"""The layers that are written out give what the modules give, adapters included, and refuse what they do not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
+
+import tiny_models
+from tinsmith.backends.torch import decoder as decoder_module
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
+from tinsmith.ops import LoraSpec, ModelShape
+
+LENGTHS = [3, 17, 1, 20, 2]
+
+
+def other(config: PreTrainedConfig, directory: Path) -> ModelShape:
+    """A model that tests/tiny_models.py has no name for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(directory)
+    tiny_models.tokenizer().save_pretrained(directory)
+    return ModelShape("tiny/other", str(directory), tiny_models.VOCAB, 256, type(model).__name__)
+
+
+def loaded(directory: Path, arch: str, dtype: str = "float32") -> BaseModel:
+    if arch == "mistral":
+        shape = other(MistralConfig(**tiny_models._COMMON, sliding_window=6), directory)
+    elif arch == "qwen2":
+        shape = other(Qwen2Config(**tiny_models._COMMON, tie_word_embeddings=False), directory)
+    else:
+        shape = tiny_models.make(directory, arch)
+    return BaseModel.load(shape, device="cpu", dtype=dtype)
+
+
+def adapter(base: BaseModel, seed: int, rank: int, *, attn: bool = True, mlp: bool = True) -> Adapter:
+    spec = LoraSpec(rank=rank, seed=seed, train_attn=attn, train_mlp=mlp, train_unembed=False)
+    layout = layout_for(spec, base.adaptable())
+    flat_P = initialise(layout, seed, base.device)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b_Or in layout.views(flat_P).values():
+        b_Or.normal_(0, 0.1, generator=generator)
+    return Adapter(spec, layout, flat_P, base.dtype)
+
+
+def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states by way of the modules, and of the layers written out."""
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
+    given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
+    with torch.no_grad():
+        modules = base._through_modules(*given)
+        assert base._written_out is not None
+        ours = base.hidden(*given)
+        assert base._written_out is not None and base._written_out.ready, "the two were compared, and it is in use"
+    return modules, ours
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral", "qwen2"])
+def test_hidden_states_are_the_modules_own(tmp_path: Path, arch: str) -> None:
+    base = loaded(tmp_path, arch)
+    some = adapter(base, 1, 8)
+    mixed = [some, None, adapter(base, 2, 4, mlp=False), adapter(base, 3, 16, attn=False), some]
+    modules, ours = both(base, mixed)
+    torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    plain, _ = both(base, [None] * len(LENGTHS))
+    assert float((plain - modules).abs().max()) > 0.1, "the adapters matter"
+
+
+def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "llama", "bfloat16")
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    modules, ours = both(base, [adapter(base, seed, 8) for seed in range(5)])
+    assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+
+
+def test_an_adapter_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    changing = adapter(base, 1, 8)
+    _, before = both(base, [changing] * len(LENGTHS))
+    changing.flat_P.mul_(1.5)
+    changing.refresh()
+    modules, after = both(base, [changing] * len(LENGTHS))
+    torch.testing.assert_close(after, modules, rtol=2e-5, atol=2e-5)
+    assert float((after - before).abs().max()) > 0.1
+
+
+def test_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    broken, sound = adapter(base, 1, 8), adapter(base, 2, 8)
+    _, alone = both(base, [sound, broken, sound, sound, sound])
+    broken.flat_P.fill_(float("nan"))
+    broken.refresh()
+    _, beside = both(base, [sound, broken, sound, sound, sound])
+    assert beside[3:20].isnan().all()
+    assert torch.equal(beside[:3], alone[:3]) and torch.equal(beside[20:], alone[20:])
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
+def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
+    assert loaded(tmp_path, arch)._written_out is None
+
+
+def test_gradients_go_through_the_modules(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    hidden = base.hidden(
+        torch.zeros(2, dtype=torch.int64),
+        torch.arange(2),
+        PackedCausal([2]),
+        Routing.of([adapter(base, 1, 4)], [2]),
+    )
+    assert hidden.requires_grad and base._written_out is not None and not base._written_out.ready
+
+
+def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = loaded(tmp_path, "qwen3")
+    monkeypatch.setattr(decoder_module, "SPARE_SHARE", 0.0)
+    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    with torch.no_grad():
+        hidden = base.hidden(*given)
+        assert base._written_out is None
+        assert torch.equal(hidden, base._through_modules(*given))
+
+
+def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = loaded(tmp_path, "qwen3")
+    monkeypatch.setattr(decoder_module, "silu", torch.relu)
+    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    with torch.no_grad():
+        assert torch.equal(base.hidden(*given), base._through_modules(*given))
+    assert base._written_out is None
