@@ -293,15 +293,15 @@ def alive(pid: int) -> bool:
     return False
 
 
-STEPS = [
+SLOW_STEPS = [
     "batch.claimed:3",
     "batch.reported:3",
-    "batch.committed:2",
     "batch.winding",
     "batch.published",
     "batch.recorded",
     "batch.cleaned",
 ]
+STEPS = ["batch.committed:2", *(pytest.param(step, marks=pytest.mark.slow) for step in SLOW_STEPS)]
 
 
 @pytest.mark.parametrize("step", STEPS)

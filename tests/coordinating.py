@@ -1,0 +1,106 @@
+"""A coordinator of bulk jobs without the rest of a server: in this process, or in one of its own that can be killed.
+
+`python coordinating.py` reads one line of JSON from standard input (`Place`, and a crash point) and runs until the
+job is over and its parts are deleted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.functions import serialize_function
+from tinsmith.batch.protocols import JobSpec, Limits
+from tinsmith.batch.state import TERMINAL, BatchJobs
+from tinsmith.crashpoints import arm
+from tinsmith.db import BATCH, Database
+from tinsmith.settings import Settings
+
+PATIENCE_S = 90.0  # with a slow machine
+LIMITS = Limits(backoff_s=0.01, grace_s=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A database with one job, and whose coordinator it is."""
+
+    database_url: str
+    data_dir: str
+    job_id: int
+    holder: str = "here"
+
+
+def text_rows(count: int) -> list[dict[str, str]]:
+    return [{"text": f"t{index}"} for index in range(count)]
+
+
+def submit(
+    jobs: BatchJobs,
+    directory: Path,
+    function: Callable[..., object],
+    limits: Limits = LIMITS,
+    **options: Any,  # noqa: ANN401
+) -> int:
+    """Twenty rows in ten batches, to `out.jsonl`, unless `options` say otherwise."""
+    kwargs = options.pop("fn_kwargs", None)
+    rows = options.pop("rows", 20)
+    spec = JobSpec(
+        batch_serialized_fn=serialize_function(function, kwargs=kwargs, kind="loop"),
+        batch_input_format={"format": "items", "path": "items", "items": text_rows(rows)},
+        batch_output_formats=[{"format": "json", "path": str(directory / "out.jsonl"), "column": None}],
+        **{"batch_size": 2, "limits": limits, **options},
+    )
+    return jobs.create("local", spec)
+
+
+def is_over(jobs: BatchJobs, job_id: int) -> bool:
+    """Ended, and nothing is left to be done for it."""
+    query = sa.select(BATCH.jobs.c.status, BATCH.jobs.c.cleaned).where(BATCH.jobs.c.job_id == job_id)
+    with jobs._db.read() as connection:
+        status, cleaned = connection.execute(query).one()
+    return status in TERMINAL and (cleaned or status != "SUCCEEDED")
+
+
+async def coordinate(place: Place, jobs: BatchJobs, workers: int = 1) -> None:
+    settings = Settings(data_dir=Path(place.data_dir), backend="fake", batch_workers=workers)
+    coordinator = Coordinator(settings, jobs, place.holder)
+    coordinator.start()
+    try:
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_over(jobs, place.job_id):
+            assert time.monotonic() < deadline, jobs.find("local", place.job_id)
+            await asyncio.sleep(0.05)
+    finally:
+        await coordinator.stop()
+
+
+def start_process(place: Place, crash_point: str = "") -> subprocess.Popen[bytes]:
+    with (Path(place.data_dir) / f"{place.holder}.log").open("ab") as log:
+        process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=log, stderr=log)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({**asdict(place), "crash_point": crash_point}).encode() + b"\n")
+    process.stdin.close()
+    return process
+
+
+def main() -> None:
+    given = json.loads(sys.stdin.readline())
+    arm(given.pop("crash_point"), "server", Path(given["data_dir"]), list)
+    place = Place(**given)
+    database = Database(place.database_url)
+    asyncio.run(coordinate(place, BatchJobs(database)))
+    database.close()
+
+
+if __name__ == "__main__":
+    main()
