@@ -10,6 +10,7 @@ their sha256 before they are read.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from tinsmith.batch import publishing
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
-from tinsmith.batch.store import join, open_store
+from tinsmith.batch.store import LocalStore, join, open_store
 from tinsmith.errors import UserError
 
 STAGED_JOB = "job"
@@ -44,6 +45,8 @@ class LegacyWriter(OutputWriter):
         staged = join(staging, f"staged/{name}") + ("/" if self.is_directory else "")
         store, key = open_store(staged)
         store.delete_below(open_store(join(staging, "staged"))[1])  # what a publication that was cut short made
+        if isinstance(store, LocalStore):  # what the path is below is there, as it is for any file that one writes
+            os.makedirs(key if self.is_directory else os.path.dirname(key), exist_ok=True)
         writer = replace(self.inner, path=staged)
         for part in parts:
             (start, end), rows = pickle.loads(publishing.read_verified(part))
