@@ -18,6 +18,8 @@ from starlette.routing import Route
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
 from tinsmith.routes import API, PREFIX
+from tinsmith.routes.call import ANTHROPIC, OPENAI
+from tinsmith.routes.openapi import ELSEWHERE
 from tinsmith.wire.bodies import PROTO_TYPE
 
 
@@ -31,9 +33,12 @@ class Things:
     weights: str  # a path
     export: str
     job_id: str  # of a bulk job that failed
+    file_id: str = ""
+    batch_id: str = ""  # of OpenAI's
 
     def fill(self, path: str) -> str:
-        return path.format(
+        return path.replace(":path", "").format(
+            model=self.weights,
             session_id=self.session_id,
             run_id=self.model_id,
             kind="external_weights" if path.endswith("external_weights_urls") else "weights",
@@ -41,6 +46,8 @@ class Things:
             sampling_session_id=self.sampler_id,
             request_id=f"{self.model_id}:0",
             job_id=self.job_id,
+            file_id=self.file_id,
+            batch_id=self.batch_id,
         )
 
 
@@ -107,11 +114,27 @@ BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
     "/batch/jobs": resumed_job,
 }
 
+def openai_batch(file_id: str) -> dict[str, object]:
+    return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+
+
+CHAT_MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
+BODIES |= {
+    path: lambda things, more=more: {"model": things.weights, **more}
+    for path, more in {
+        **{prefix + "/chat/completions": CHAT_MESSAGES for prefix in OPENAI},
+        **{prefix + "/completions": {"prompt": "hi"} for prefix in OPENAI},
+        ANTHROPIC + "/messages": CHAT_MESSAGES | {"max_tokens": 1},
+        ANTHROPIC + "/messages/count_tokens": CHAT_MESSAGES,
+    }.items()
+}
+
 # The same for ids in the query.
 QUERIES = {"/get_tokenizer": "?model_id={run_id}"}
 
 # Routes that take no id: they speak of the server, or of everything of whoever asks.
 WITHOUT_IDS = {
+    *(prefix + "/embeddings" for prefix in OPENAI),
     "/healthz",
     "/openapi.json",
     "/health",
@@ -126,6 +149,9 @@ WITHOUT_IDS = {
 }
 # Of these: what lists or counts the tenant's own things.
 LISTINGS = {
+    **{prefix + "/models": "" for prefix in OPENAI},
+    **{prefix + "/files": "" for prefix in OPENAI},
+    **{prefix + "/batches": "" for prefix in OPENAI},
     "/sessions": "",
     "/list_sessions": "",
     "/cleanup_futures": "",
@@ -147,7 +173,7 @@ def is_link(path: str) -> bool:
 
 
 # The same path with another method takes ids.
-ALSO_WITH_IDS = {("POST", "/batch/jobs")}
+ALSO_WITH_IDS = {("POST", "/batch/jobs"), *(("POST", prefix + "/batches") for prefix in OPENAI)}
 
 
 def id_routes() -> list[tuple[str, str]]:
@@ -179,7 +205,16 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         harness.saved(model_id),
         harness.saved(model_id, "external_weights"),
         failed_job(harness, session_id, key),
+        *uploaded(harness, key),
     )
+
+
+def uploaded(harness: Harness, key: str) -> tuple[str, str]:
+    """A file and a batch of it."""
+    headers, file = {"X-API-Key": key}, {"file": ("in.jsonl", b"x")}
+    made = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()
+    batch = harness.client.post("/v1/batches", headers=headers, json=openai_batch(made["id"])).json()
+    return made["id"], batch["id"]
 
 
 def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
@@ -191,10 +226,14 @@ def failed_job(harness: Harness, name: str, key: str = ALICE) -> str:
     return str(job_id)
 
 
+def url_of(path: str) -> str:
+    return path if path.startswith(ELSEWHERE) else PREFIX + path
+
+
 def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> Response:
     body = BODIES.get(path, lambda _things: {})(things)
     headers = {"X-API-Key": key}
-    url = PREFIX + things.fill(path + QUERIES.get(path, ""))
+    url = url_of(things.fill(path + QUERIES.get(path, "")))
     if isinstance(body, bytes):
         return harness.client.request(method, url, content=body, headers=headers | {"Content-Type": PROTO_TYPE})  # type: ignore[return-value]
     return harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)  # type: ignore[return-value]
@@ -223,10 +262,11 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
 @pytest.mark.parametrize("path", LISTINGS)
 def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, path: str) -> None:
     things = things_of(harness)
-    routes = [route for route in API if route.path == PREFIX + path]
+    routes = [route for route in API if route.path == url_of(path)]
     methods = {method for route in routes for method in route.methods or ()} - {"HEAD"}
     method = max(method for method in methods if (method, path) not in ALSO_WITH_IDS)
-    answer = harness.send(method, path.removeprefix("/") + LISTINGS[path], {} if method == "POST" else None, BOB)
+    body = {} if method == "POST" else None
+    answer = harness.client.request(method, url_of(path) + LISTINGS[path], json=body, headers={"X-API-Key": BOB})
     assert things.session_id not in answer.text
     assert "alice" not in answer.text
 
@@ -295,10 +335,12 @@ def nothing_like(things: Things) -> Things:
     """Ids and paths of the same form, which nobody has."""
     session_id = str(uuid.uuid4())
     changed = [text.replace(things.session_id, session_id) for text in astuple(things)]
-    return replace(Things(*changed), job_id=str(int(things.job_id) + 7))
+    others = {"file_id": f"file-{uuid.uuid4().hex}", "batch_id": f"batch_{uuid.uuid4().hex}"}
+    return replace(Things(*changed), job_id=str(int(things.job_id) + 7), **others)
 
 
 def without_ids(text: str, things: Things) -> str:
+    text = text.replace(things.file_id, "FILE").replace(things.batch_id, "BATCH")
     return text.replace(things.session_id, "SESSION").replace(f" {things.job_id}", " JOB")
 
 
@@ -315,7 +357,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
     assert answers[0] == answers[1]
 
 
-PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id")
+PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id", "file_id", "batch_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",

@@ -13,15 +13,17 @@ from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.audit import PREFIXES
 from tinsmith.routes.batch import EVENT_STREAM
-from tinsmith.routes.call import MAX_PAGE, PREFIX, answer
+from tinsmith.routes.call import ANTHROPIC, MAX_PAGE, OPENAI, PREFIX
 from tinsmith.routes.checkpoints import CHECKPOINT, RUN
 from tinsmith.routes.downloads import DOWNLOAD
+from tinsmith.routes.openai_files import FORM_TYPE, JSONL_TYPE
 from tinsmith.routes.requests import ANYTHING, FLAG, NUMBER, REQUESTS, SHARED, Schema, fields, integer, one_of, ref
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 
@@ -36,6 +38,8 @@ TAR_TYPE, FILE_TYPE = "application/x-tar", "application/octet-stream"
 
 ANSWERS: Mapping[str, Schema] = {
     "Error": fields({"detail": TEXT | {"minLength": 1}}),
+    "OpenAIError": fields({"error": fields({"message": TEXT, "type": TEXT}, {"param": TEXT, "code": TEXT})}),
+    "AnthropicError": fields({"type": one_of("error"), "error": fields({"type": TEXT, "message": TEXT})}),
     "Future": fields({"request_id": TEXT}, {"model_id": TEXT, "sample_sequence_ids": TEXTS}),
     "Failure": fields({"error": TEXT, "category": one_of("user", "server", "unknown")}),
     "TryAgain": fields(
@@ -69,15 +73,35 @@ ANSWERS: Mapping[str, Schema] = {
             "user_metadata": ANYTHING,
         },
     ),
+    "File": fields(
+        {"id": TEXT, "bytes": COUNT, "created_at": COUNT, "filename": TEXT, "purpose": one_of("batch", "batch_output")},
+        {"expires_at": COUNT},
+    ),
+    "Batch": fields(
+        {"id": TEXT, "endpoint": TEXT, "input_file_id": TEXT, "status": TEXT, "request_counts": ANYTHING},
+        {"output_file_id": TEXT, "error_file_id": TEXT, "errors": fields({"data": LIST}), "usage": ANYTHING},
+    ),
 }
 CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 SESSION_IDS = fields({"sessions": TEXTS})
+ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
+MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
+ELSEWHERE = tuple(f"{prefix}/" for prefix in (*OPENAI, ANTHROPIC))
 HEALTH = fields({"status": one_of("healthy"), "version": TEXT, "timestamp": TEXT})
 BY_PATH = fields(
     {"request_id": TEXT, "status": one_of("pending", "completed", "failed")},
     {"result": ANYTHING, "error": TEXT, "category": TEXT},
 )
 
+FILES = fields({"data": {"type": "array", "items": ref("File")}, "has_more": FLAG})
+BATCHES = fields({"data": {"type": "array", "items": ref("Batch")}, "has_more": FLAG})
+BATCHES_QUERY: Mapping[str, Schema] = {"limit": integer(1, 100), "after": TEXT}
+FILES_QUERY: Mapping[str, Schema] = {
+    "limit": integer(1, 10_000),
+    "after": TEXT,
+    "order": one_of("asc", "desc"),
+    "purpose": one_of("batch", "batch_output"),
+}
 PAGE: Mapping[str, Schema] = {"limit": integer(0, MAX_PAGE), "offset": integer(0)}
 SCOPE: Mapping[str, Schema] = {"access_scope": one_of("owned", "accessible")}
 PROJECT: Mapping[str, Schema] = {"project_id": TEXT}
@@ -108,7 +132,12 @@ class Operation:
 
     @property
     def path(self) -> str:
+        """Below PREFIX, or whole where other services' clients expect it."""
         return self.name.partition(" ")[2]
+
+    @property
+    def url(self) -> str:
+        return self.path if self.path.startswith(ELSEWHERE) else PREFIX + self.path
 
 
 OPERATIONS = (
@@ -269,6 +298,37 @@ OPERATIONS = (
     Operation("GET /retrieve_future/{request_id}", "A result as JSON", BY_PATH, (404, 410)),
     Operation("POST /retrieve_future/{request_id}", "A result as JSON", BY_PATH, (404, 410)),
     Operation("POST /cleanup_futures", "Forget old results", fields({"futures_cleaned": NUMBER})),
+    # Other services' clients.
+    *(
+        Operation(f"{method} {prefix}{path}", summary, answers, errors)
+        for prefix in OPENAI
+        for method, path, summary, answers, errors in (
+            ("POST", "/chat/completions", "An answer to a chat, or its pieces", ANSWER, (404, 429, 503)),
+            ("POST", "/completions", "A text continued, or its pieces", ANSWER, (404, 429, 503)),
+            ("POST", "/embeddings", "Refused: there are none", ANYTHING, ()),
+            ("GET", "/models", "What can be sampled", fields({"object": one_of("list"), "data": LIST}), ()),
+            ("GET", "/models/{model}", "Whether it can", fields({"id": TEXT}), (404, 410)),
+        )
+    ),
+    *(
+        Operation(f"{method} {prefix}{path}", summary, answers, errors, query)
+        for prefix in OPENAI
+        for method, path, summary, answers, errors, query in (
+            ("POST", "/files", "Upload a file", ref("File"), (429,), None),
+            ("GET", "/files", "Files, newest first", FILES, (404,), FILES_QUERY),
+            ("GET", "/files/{file_id}", "A file", ref("File"), (404,), None),
+            ("DELETE", "/files/{file_id}", "Delete it", fields({"id": TEXT, "deleted": FLAG}), (404,), None),
+            ("GET", "/files/{file_id}/content", "Its bytes", JSONL_TYPE, (206, 404, 416), None),
+            ("POST", "/batches", "Have the requests of a file answered", ref("Batch"), (404,), None),
+            ("GET", "/batches", "Batches, newest first", BATCHES, (404,), BATCHES_QUERY),
+            ("GET", "/batches/{batch_id}", "A batch", ref("Batch"), (404,), None),
+            ("POST", "/batches/{batch_id}/cancel", "End it", ref("Batch"), (404,), None),
+        )
+    ),
+    Operation(f"POST {ANTHROPIC}/messages", "An answer to a chat, or its pieces", MESSAGE, (404, 429, 503)),
+    Operation(
+        f"POST {ANTHROPIC}/messages/count_tokens", "Its prompt's tokens", fields({"input_tokens": COUNT}), (404,)
+    ),
 )
 
 
@@ -276,7 +336,7 @@ OPERATIONS = (
 def document() -> Schema:
     paths: dict[str, dict[str, object]] = {}
     for operation in OPERATIONS:
-        paths.setdefault(PREFIX + operation.path, {})[operation.method.lower()] = _described(operation)
+        paths.setdefault(operation.url, {})[operation.method.lower()] = _described(operation)
     key = {"type": "apiKey", "in": "header", "name": "X-API-Key"}
     return {
         "openapi": "3.1.0",
@@ -325,6 +385,8 @@ def _parameters(operation: Operation) -> list[Schema]:
 
 
 def _contents(path: str) -> Schema:
+    if path.endswith("/files"):
+        return {FORM_TYPE: {"schema": REQUESTS[path]}}
     contents: Schema = {JSON_TYPE: {"schema": REQUESTS[path]}}
     if path in ("/forward_backward", "/forward"):
         contents[PROTO_TYPE] = {"schema": {"description": PROTO_PASS}}
@@ -335,7 +397,7 @@ def _answered(operation: Operation, status: int) -> Schema:
     if status == HTTPStatus.REQUEST_TIMEOUT:
         return _content("Not yet: ask again", ref("TryAgain"))
     if status >= HTTPStatus.BAD_REQUEST:
-        return _content(HTTPStatus(status).phrase, ref("Error"))
+        return _content(HTTPStatus(status).phrase, ref(_error_of(operation)))
     if status == HTTPStatus.FOUND:
         return {"description": "Where it is", "headers": {"location": {"schema": TEXT}}}
     if isinstance(operation.answers, str):
@@ -346,12 +408,24 @@ def _answered(operation: Operation, status: int) -> Schema:
     return described
 
 
+def _error_of(operation: Operation) -> str:
+    if operation.path.startswith(f"{ANTHROPIC}/"):
+        return "AnthropicError"
+    return "OpenAIError" if operation.path.startswith(ELSEWHERE) else "Error"
+
+
 def _content(description: str, schema: Schema) -> Schema:
     return {"description": description, "content": {JSON_TYPE: {"schema": schema}}}
 
 
 async def openapi(_request: Request) -> Response:
-    return answer(document())
+    return Response(_bytes(), media_type=JSON_TYPE)
+
+
+@cache
+def _bytes() -> bytes:
+    """Made once: nobody needs a key to ask for it."""
+    return orjson.dumps(document())
 
 
 ROUTES = [Route("/openapi.json", openapi, methods=["GET"])]

@@ -1,9 +1,9 @@
 """Errors -> HTTP answers: the one place where it is decided.
 
-The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI, and never empty (the SDK takes an
-empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a database that does
-not answer is a 503; anything else is a 500 with an id under which the log has the rest. Nothing of a request's body or
-headers reaches the log.
+The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty (the
+SDK takes an empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a
+database that does not answer is a 503; anything else is a 500 with an id under which the log has the rest. Nothing of a
+request's body or headers reaches the log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from starlette.types import HTTPExceptionHandler
 
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
-from tinsmith.routes.call import JsonObject, answer, is_openai
+from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_openai
 
 log = structlog.get_logger()
 
@@ -36,10 +36,12 @@ def told(
     headers: Mapping[str, str] | None = None,
     error: TinsmithError | None = None,
 ) -> Response:
-    if not is_openai(request):
+    if not (is_openai(request) or is_anthropic(request)):
         return answer({"detail": text}, status, headers)
-    if status == HTTPStatus.NOT_IMPLEMENTED:  # which OpenAI's clients would send again
+    if status == HTTPStatus.NOT_IMPLEMENTED:  # which these clients would send again
         status = HTTPStatus.BAD_REQUEST
+    if is_anthropic(request):
+        return answer(anthropic_error(text, status), status, headers)
     return answer({"error": openai_error(text, status, error)}, status, headers)
 
 
@@ -52,6 +54,21 @@ def openai_error(text: str, status: int, error: TinsmithError | None = None) -> 
     if status == HTTPStatus.UNAUTHORIZED:
         code = "invalid_api_key"
     return {"message": text, "type": kind, "param": param, "code": code}
+
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+def anthropic_error(text: str, status: int) -> JsonObject:
+    """An error as Anthropic's clients know it."""
+    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, usual), "message": text}}
 
 
 def on_tinsmith_error(request: Request, error: Exception) -> Response:

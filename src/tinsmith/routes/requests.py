@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tinsmith.admission import MAX_NUM_SAMPLES, MAX_RANK, MAX_STOP_LENGTH, MAX_STOPS, MAX_TTL_S, MIN_RANK, MIN_TTL_S
+from tinsmith.openai_batches import ENDPOINTS, WINDOW
+from tinsmith.routes.call import ANTHROPIC, OPENAI
 from tinsmith.sessions import FINISH_TYPES
 from tinsmith.wire.fields import MAX_TEXT
 from tinsmith.wire.weights import MAX_RECIPIENTS, OPTIMIZERS
@@ -130,7 +132,78 @@ STATUS_QUERY = fields(
     {"reasons": listed(one_of(*FINISH_TYPES), 16)},
 )
 
+TEXTS: Schema = {"type": "array", "items": {"type": "string"}}
+# What these clients send and this server honours; docs/openai.md says what it makes of it.
+GENERATION: Mapping[str, Schema] = {
+    "max_tokens": integer(0),
+    "temperature": {"type": "number", "minimum": 0},
+    "top_p": NUMBER,
+    "top_k": integer(-1),
+    "stream": FLAG,
+}
+OPENAI_GENERATION: Mapping[str, Schema] = {
+    **GENERATION,
+    "n": integer(1, 128),
+    "seed": {"type": "integer"},
+    "stop": {"anyOf": [{"type": "string"}, TEXTS]},
+    "frequency_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "min_p": NUMBER,
+    "logit_bias": {"type": "object", "additionalProperties": NUMBER},
+    "response_format": ANYTHING,
+    "stream_options": ANYTHING,
+}
+MESSAGES = {"type": "array", "items": ANYTHING, "minItems": 1}
+CHAT = fields(
+    {"model": TEXT, "messages": MESSAGES},
+    {
+        **OPENAI_GENERATION,
+        "max_completion_tokens": integer(1),
+        "logprobs": FLAG,
+        "top_logprobs": integer(0, 20),
+        "tools": {"type": "array", "items": ANYTHING},
+        "tool_choice": {"type": ["string", "object"]},
+        "parallel_tool_calls": FLAG,
+    },
+)
+COMPLETION = fields(
+    {"model": TEXT, "prompt": {"type": ["string", "array"]}},
+    {**OPENAI_GENERATION, "logprobs": integer(0, 20), "echo": FLAG},
+)
+COUNTED: Mapping[str, Schema] = {
+    "system": {"type": ["string", "array"]},
+    "tools": {"type": "array", "items": ANYTHING},
+    "tool_choice": ANYTHING,
+}
+CHATS: Mapping[str, Schema] = {
+    **{prefix + "/chat/completions": CHAT for prefix in OPENAI},
+    **{prefix + "/completions": COMPLETION for prefix in OPENAI},
+    **{prefix + "/embeddings": ANYTHING for prefix in OPENAI},
+    ANTHROPIC + "/messages": fields(
+        {"model": TEXT, "messages": MESSAGES, "max_tokens": integer(1)},
+        {**COUNTED, **GENERATION, "stop_sequences": TEXTS},
+    ),
+    ANTHROPIC + "/messages/count_tokens": fields({"model": TEXT, "messages": MESSAGES}, COUNTED),
+}
+
+KEPT = fields({"anchor": one_of("created_at"), "seconds": integer(3600, 30 * 86400)})
+UPLOAD = fields(
+    {"file": {"type": "string", "format": "binary"}, "purpose": one_of("batch")},
+    {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": integer(3600, 30 * 86400)},
+)
+BATCH = fields(
+    {"input_file_id": TEXT, "endpoint": one_of(*ENDPOINTS), "completion_window": one_of(WINDOW)},
+    {
+        "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
+        "output_expires_after": KEPT,
+    },
+)
+
 REQUESTS: Mapping[str, Schema] = {
+    **{prefix + "/files": UPLOAD for prefix in OPENAI},
+    **{prefix + "/batches": BATCH for prefix in OPENAI},
+    **CHATS,
     "/retrieve_future": fields({"request_id": TEXT}, {"allow_metadata_only": FLAG}),
     "/retrieve_futures": fields(
         {
@@ -312,4 +385,4 @@ REQUESTS: Mapping[str, Schema] = {
     ),
     "/cleanup_futures": fields({}, {"max_age_hours": {"type": "number", "minimum": 0, "maximum": 24 * 3650}}),
 }
-"""Every path that takes JSON. The dialect's `list_sessions` and the two that publish take no body."""
+"""Every path that takes JSON, or a form. The dialect's `list_sessions` and the two that publish take no body."""
