@@ -161,13 +161,13 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Wor
 def test_groups_grow_while_batches_are_short_and_are_single_when_they_are_long() -> None:
     pace, sizes = Pace(), [1]
     for second in range(8):
-        pace.note(second, second + pace.group / 1024, pace.group)
+        pace.note(second, second + pace.group / 512, pace.group)
         sizes.append(pace.group)
     assert sizes == [1, 2, 4, 8, 16, 25, 25, 25, 25]
-    pace.note(10, 10.5, pace.group)
+    pace.note(10, 15, pace.group)
     assert pace.group == 1
-    pace.note(10.4, 10.6, 1)
-    pace.note(10.4, 10.604, 1)
+    pace.note(14, 15.2, 1)
+    pace.note(14, 15.204, 1)
     assert pace.group == 2, "the time behind another group is not its own"
 
 

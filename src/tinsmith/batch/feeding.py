@@ -15,7 +15,7 @@ from tinsmith.batch.attempts import Claim, Lost
 from tinsmith.batch.protocols import JobSpec, Outcome, part_base
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, Told, WorkerLostError
 
-GROUP_S = 0.025
+GROUP_S = 0.05
 MAX_GROUP = 32
 """As many as a worker takes in one request."""
 
@@ -47,9 +47,8 @@ class Feeder:
         self._setup_failed = setup_failed
         self._paces: dict[str, Pace] = {}
 
-    def groups(self, worker: RemoteWorker, claims: Sequence[Claim]) -> list[list[Claim]]:
-        """The claims as they are to be given to a worker."""
-        size = self.group_size(worker)
+    def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
+        """The claims as they are to be given to a worker: rows that are only to be recorded as failed each alone."""
         together = [claim for claim in claims if not self._gives_up(claim)]
         made = [together[first : first + size] for first in range(0, len(together), size)]
         return made + [[claim] for claim in claims if self._gives_up(claim)]

@@ -112,9 +112,9 @@ class JobRun:
         try:
             while True:
                 room = IN_FLIGHT - len(feeding)
-                if room and not worker.useless and not self._ended.is_set() and not should_yield():
-                    claims = await self._claim(worker.worker_id, room * self._feeder.group_size(worker))
-                    for group in self._feeder.groups(worker, claims):
+                if room > 0 and not worker.useless and not self._ended.is_set() and not should_yield():
+                    size = self._feeder.group_size(worker)
+                    for group in self._feeder.groups(await self._claim(worker.worker_id, room * size), size):
                         feeding.add(asyncio.create_task(self._feeder.attempt(worker, group)))
                 if not feeding:
                     return

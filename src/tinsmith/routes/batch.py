@@ -118,13 +118,14 @@ async def events(request: Request) -> Response:
 async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
     told: Job | None = None
     silent_s = 0.0
-    while told is None or told.status not in TERMINAL:
+    while True:
         found = await run(services.batch_jobs.find, tenant_id, job_id)
         if told is None or replace(found, updated_at=told.updated_at) != told:
             told, silent_s = found, 0.0
             yield b"event: status\ndata: " + orjson.dumps(await run(_whole, services, found)) + b"\n\n"
-            continue
-        await asyncio.sleep(EVENTS_POLL_S)
+        if told.status in TERMINAL:
+            return
+        await asyncio.sleep(EVENTS_POLL_S)  # a job that runs is never the same twice
         silent_s += EVENTS_POLL_S
         if silent_s >= KEEP_ALIVE_S:
             silent_s = 0.0
