@@ -114,10 +114,12 @@ BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
     "/batch/jobs": resumed_job,
 }
 
+
 def openai_batch(file_id: str) -> dict[str, object]:
     return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
 
 
+BODIES |= {prefix + "/batches": lambda things: openai_batch(things.file_id) for prefix in OPENAI}
 CHAT_MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
 BODIES |= {
     path: lambda things, more=more: {"model": things.weights, **more}
@@ -264,11 +266,12 @@ def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, path: str) 
     things = things_of(harness)
     routes = [route for route in API if route.path == url_of(path)]
     methods = {method for route in routes for method in route.methods or ()} - {"HEAD"}
-    method = max(method for method in methods if (method, path) not in ALSO_WITH_IDS)
+    methods = {method for method in methods if (method, path) not in ALSO_WITH_IDS}
+    method = "GET" if path.startswith(ELSEWHERE) else max(methods)
     body = {} if method == "POST" else None
     answer = harness.client.request(method, url_of(path) + LISTINGS[path], json=body, headers={"X-API-Key": BOB})
-    assert things.session_id not in answer.text
-    assert "alice" not in answer.text
+    assert answer.status_code == 200 or not path.startswith(ELSEWHERE)
+    assert not [name for name in (things.session_id, things.file_id, things.batch_id, "alice") if name in answer.text]
 
 
 def test_a_pool_shows_the_jobs_of_whoever_asks_only(harness: Harness) -> None:
@@ -386,7 +389,7 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
         for part in (part for part in PARTS if f"{{{part}}}" in path):
             rest = path.format_map(dict.fromkeys(PARTS, "weights") | {part: "NAME"})
             body = BODIES.get(path, lambda _things: {})(Things("", "", "", "", "", ""))
-            url = f"{PREFIX}{rest.replace('NAME', name)}"
+            url = url_of(rest).replace("NAME", name)
             answer = harness.client.request(
                 method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
             )
@@ -400,11 +403,11 @@ def test_a_strange_name_in_a_body_is_found_nowhere(harness: Harness, strange: st
     alice = things_of(harness)
     name = unquote(STRANGE_IDS[strange])[:4000]
     path = f"tinker://{name}/weights/{name}"
-    things = Things(name, name, name, path, path, name)
+    things = Things(name, name, name, path, path, name, name, name)
     for path, body in BODIES.items():
         if "{" in path or isinstance(filled := body(things), bytes):
             continue
-        answer = harness.post(path.removeprefix("/"), filled)
+        answer = harness.client.post(url_of(path), json=filled, headers={"X-API-Key": ALICE})
         assert answer.status_code in (400, 404, 410), (path, answer.text[:300])
     named = harness.post("save_weights", {"model_id": alice.model_id, "seq_id": 1, "path": name})
     assert harness.result(named.json()["request_id"])["category"] == "user"

@@ -109,7 +109,7 @@ class Files:
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         if row is None:
-            raise NotFoundError(f"there is no file {file_id!a}; it may have been deleted, or have expired")
+            raise NotFoundError(f"there is no file {file_id[:80]!a}; it may have been deleted, or have expired")
         return File(*row)
 
     def listing(

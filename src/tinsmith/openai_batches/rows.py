@@ -103,7 +103,7 @@ class OpenAIBatches:
         with self._db.read() as connection:
             row = connection.execute(mine).one_or_none()
         if row is None:
-            raise NotFoundError(f"there is no batch {batch_id!a}")
+            raise NotFoundError(f"there is no batch {batch_id[:80]!a}")
         return Batch(*row)
 
     def listing(self, tenant_id: str, limit: int, after: str | None) -> tuple[list[Batch], bool]:
