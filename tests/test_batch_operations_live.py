@@ -38,10 +38,8 @@ def adapter(service: tinker.ServiceClient) -> str:
     """The path of an adapter that has moved the model away from its base."""
     client = service.create_lora_training_client(NANO, rank=8).result()
     tokens = list(range(100, 125))
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
-    )
+    arrays: Any = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=arrays)
     client.forward_backward([datum], "cross_entropy").result()
     client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     return client.save_weights_for_sampler("operations").result().path
@@ -226,10 +224,8 @@ def check_datums(trajectory: dict[str, Any]) -> None:
     found = []
     for datum in trajectory["datums"]:
         inputs = datum["loss_fn_inputs"]
-        types.Datum(
-            model_input=types.ModelInput.from_ints(datum["model_input"]),
-            loss_fn_inputs={name: np.array(values) for name, values in inputs.items()},
-        )
+        arrays: Any = {name: np.array(values) for name, values in inputs.items()}
+        types.Datum(model_input=types.ModelInput.from_ints(datum["model_input"]), loss_fn_inputs=arrays)
         assert datum["model_input"][1:] == inputs["target_tokens"][:-1]
         rows = zip(inputs["target_tokens"], inputs["logprobs"], inputs["mask"], strict=True)
         found += [(token, logprob) for token, logprob, mask in rows if mask]

@@ -117,12 +117,13 @@ class ServiceAnswers:
     async def _sample(self, question: Question) -> Message:
         job = self._jobs.setdefault(question.job_id, _JobSession())
         while True:
+            session_id = job.session_id
             try:
                 session_id = await self._session_of(job, question)
                 request_id = await _run(self._submit, session_id, question)
-                body = await self._outcome(job, question, request_id)
+                body = await self._outcome(job, question, session_id, request_id)
             except GoneError:
-                job.session_id = None  # it expired; the next one takes its place
+                await self._leave(job, session_id)
             else:
                 return {"result": base64.b64encode(body).decode()}
 
@@ -134,6 +135,12 @@ class ServiceAnswers:
             return self._bases.get(model), None
         checkpoint = self._checkpoints.get(tenant_id, parse_path(model))
         return self._bases.get(checkpoint.base_model), model
+
+    async def _leave(self, job: _JobSession, session_id: str | None) -> None:
+        """It has expired; the next one takes its place."""
+        async with job.lock:
+            if job.session_id == session_id:
+                job.session_id = None
 
     async def _session_of(self, job: _JobSession, question: Question) -> str:
         """The job's session, alive."""
@@ -202,17 +209,27 @@ class ServiceAnswers:
             else:
                 number += 1
 
-    async def _outcome(self, job: _JobSession, question: Question, request_id: str) -> bytes:
+    async def _outcome(self, job: _JobSession, question: Question, session_id: str, request_id: str) -> bytes:
         """Waits for a sample's end. Raises UserError with what it failed of, and GoneError if the session did."""
         with self._waiters.watch(request_id) as woken:
-            while (found := await _run(self._futures.outcome, question.tenant_id, request_id)) is None:
+            while (found := await _run(self._found, question.tenant_id, session_id, request_id)) is None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), HEARTBEAT_S)
                 woken.clear()
                 await self._session_of(job, question)
-        if found.error is not None or found.body is None:
-            raise TinsmithError(found.error)
-        return found.body
+        return found
+
+    def _found(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
+        try:
+            found = self._futures.outcome(tenant_id, request_id)
+            error = None if found is None else found.error
+        except GoneError as gone:
+            found, error = None, str(gone)
+        if error is None:
+            return None if found is None else found.body
+        # What was cancelled with its session is asked again in the next one.
+        self._sessions.require_active(tenant_id, session_id)
+        raise TinsmithError(error)
 
 
 class _JobSession:
