@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from live import API_KEY, LiveServer, serving
-from tinsmith import batch
+from tinsmith import batch, batch_cli
 from tinsmith.batch.client import Client
 from tinsmith.batch.printed import JobLogs, Tagged, untagged
 from tinsmith.batch.protocols import Assignment
@@ -189,25 +190,106 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
     ("arguments", "says"),
     [
         (("submit", "nowhere.py", "-i", "in.jsonl", "-o", "o.jsonl"), "no Python file 'nowhere.py'"),
-        (("submit", "mappers.py:triple", "-i", "in.jsonl", "-o", "o.jsonl"), "has no function 'triple'"),
+        (
+            ("submit", "mappers.py:triple", "-i", "in.jsonl", "-o", "o.jsonl"),
+            "has no function and no operations 'triple'",
+        ),
         (("submit", "mappers.py", "-i", "in.what", "-o", "o.jsonl"), "format of 'in.what'"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "o.jsonl", "--fn-kwargs", "[1]"), "must be a JSON object"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "in.jsonl"), "pass --yes"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "o.jsonl", "--pool", "moon"), "there is no pool 'moon'"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "o.jsonl", "--batch-size", 0), "batch_size is 0"),
+        (("submit", "-i", "in.jsonl", "-o", "o.jsonl"), "FILE.py:NAME or --sample MODEL"),
+        (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m", "--sample-options", '{"x": 1}'), "'x'"),
+        (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m"), "no column to ask with"),
         (("show", 999_999), "there is no bulk job 999999"),
         (("logs", 999_999), "there is no bulk job 999999"),
     ],
 )
-def test_what_is_refused_is_said_in_a_line(run: Any, arguments: tuple[object, ...], says: str) -> None:  # noqa: ANN401
-    code, _, err = run(*arguments)
-    assert code == 2 and says in err and "Traceback" not in err
+def test_what_is_refused_is_said_in_a_line(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[object, ...], says: str
+) -> None:
+    """In this process: what a command is told does not depend on whose it is."""
+    (tmp_path / "mappers.py").write_text(MAPPERS)
+    (tmp_path / "in.jsonl").write_text('{"text": "t0"}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("TINKER_BASE_URL", server.url)
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    done = CliRunner().invoke(batch_cli.app, [str(argument) for argument in arguments])
+    assert done.exit_code == 2 and says in done.output and "Traceback" not in done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
 
 
 def test_a_server_that_is_not_there_is_named(server: LiveServer, tmp_path: Path) -> None:
     elsewhere = LiveServer("http://127.0.0.1:9", tmp_path, server.process)
     _, err = (asked := command(elsewhere, tmp_path, "list")).communicate(timeout=30)
     assert asked.returncode == 2 and "no connection to http://127.0.0.1:9" in err
+
+
+def test_a_model_is_asked_and_a_file_may_hold_operations(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    options = '{"tokens_column": "text", "max_tokens": 3, "into": "said", "tokens": true}'
+    (tmp_path / "in.jsonl").write_text('{"text": [1, 2]}\n{"text": [3]}\n')
+    (tmp_path / "steps.py").write_text(
+        "from tinsmith import batch\n"
+        'ask = [batch.Sample("tinsmith/nano", tokens_column="text", max_tokens=3, into="said", tokens=True)]\n'
+    )
+    flags = ("-i", "in.jsonl", "-o")
+    code, _, err = run("submit", *flags, "o.jsonl", "--sample", "tinsmith/nano", "--sample-options", options)
+    assert code == 0, err
+    code, _, err = run("submit", "steps.py:ask", *flags, "p.jsonl")
+    assert code == 0, err
+    assert lines(tmp_path / "o.jsonl") == lines(tmp_path / "p.jsonl")
+    assert [len(row["said_tokens"]) for row in lines(tmp_path / "o.jsonl")] == [3, 3]
+
+
+@batch.remote_function
+def blocked(blocker: str) -> None:
+    """Makes publishing fail once everything is done."""
+    from pathlib import Path
+
+    import numpy as np
+
+    for rows in batch.load():
+        if blocker:
+            Path(blocker).write_text("in the way")
+        batch.save_results([{"n": row["n"], "image": np.full((2, 2, 3), row["n"], np.uint8)} for row in rows])
+
+
+def test_an_export_has_the_bytes_that_publishing_makes(server: LiveServer, tmp_path: Path) -> None:
+    def outputs(name: str) -> list[batch.OutputWriter]:
+        base = f"{tmp_path}/{name}"
+        return [
+            batch.JsonWriter(f"{base}/o.jsonl.gz", column="n"),
+            batch.ParquetWriter(f"{base}/o.parquet", column="n"),
+            batch.ParquetWriter(f"{base}/parts/", column="n"),
+            batch.CsvWriter(f"{base}/o.csv", column=["n"]),
+            batch.ImageWriter(f"{base}/images/"),
+        ]
+
+    def submit(name: str, blocker: str) -> batch.Job:
+        (tmp_path / name).mkdir()
+        job = batch.from_items([{"n": index} for index in range(10)]).map(
+            blocked, fn_kwargs={"blocker": blocker}, output=outputs(name), batch_size=3, stream=False,
+            client=Client(server.url, API_KEY),
+        )  # fmt: skip
+        assert isinstance(job, batch.Job)
+        return job
+
+    def files(name: str) -> dict[str, bytes]:
+        found = (path for path in (tmp_path / name).rglob("*") if path.is_file())
+        return {str(path.relative_to(tmp_path / name)): path.read_bytes() for path in found}
+
+    whole = submit("whole", "")
+    stopped = submit("stopped", f"{tmp_path}/stopped/o.jsonl.gz")
+    assert whole.wait()["status"] == "SUCCEEDED" and stopped.wait(check=False)["status"] == "FAILED"
+    assert "exists already" in stopped.status()["error"]
+    for job, name in ((whole, "of_whole"), (stopped, "of_stopped")):
+        infos = [job.export(writer.path, index) for index, writer in enumerate(outputs(name))]
+        assert [info.rows for info in infos] == [10] * 5
+        assert files(name) == files("whole")
+        with pytest.raises(FileExistsError):
+            job.export(outputs(name)[2].path, 2)
 
 
 def test_pools_are_listed(run: Any) -> None:  # noqa: ANN401

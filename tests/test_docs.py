@@ -32,6 +32,7 @@ FLAGS = {
     "doctor": {"--model", "-m", "--data-dir"},
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
+        *("--sample", "--sample-options"),
         *("--batched", "--rows", "--max-failed-rows", "--name", "--weight", "--priority", "--resume-from"),
         *("--if-exists", "--detach", "-d", "--yes", "-y", "--json"),
     },

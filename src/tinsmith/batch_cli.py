@@ -45,11 +45,17 @@ IfExists = Annotated[str, typer.Option(help="What to do with an output that exis
 
 @app.command()
 def submit(  # noqa: PLR0913  each is a flag
-    function: Annotated[str, typer.Argument(metavar="FILE.py[:FUNCTION]", help="What to run over the rows.")],
     source: Annotated[str, typer.Option("--input", "-i", metavar="[FORMAT:]PATH", help="The rows.")],
     outputs: Annotated[
         list[str], typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Where results go; repeat it.")
     ],
+    function: Annotated[
+        str, typer.Argument(metavar="[FILE.py[:NAME]]", help="The function, or operations, to run over the rows.")
+    ] = "",
+    sample: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a file: ask this model.")] = "",
+    sample_options: Annotated[
+        str, typer.Option(metavar="JSON", help="What to ask with: the fields of tinsmith.batch.Sample.")
+    ] = "{}",
     errors: Annotated[str, typer.Option(metavar="[FORMAT:]PATH", help="Where failed rows go.")] = "",
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 32,
     pool: Annotated[str, typer.Option(help="The pool of workers.")] = "local",
@@ -75,8 +81,8 @@ def submit(  # noqa: PLR0913  each is a flag
         failed = _writer(errors) if errors else None
         options: dict[str, Any] = {
             "batch_size": batch_size,
-            "batched": batched,
-            "fn_kwargs": _object("--fn-kwargs", fn_kwargs),
+            "batched": batched or None,
+            "fn_kwargs": _object("--fn-kwargs", fn_kwargs) or None,
             "rows": rows,
             "max_failed_rows": max_failed_rows,
             "name": name,
@@ -87,9 +93,8 @@ def submit(  # noqa: PLR0913  each is a flag
             "errors": failed,
         }
         given = {name: value for name, value in options.items() if value is not None}
-        job = Dataset(_reader(source)).map(
-            _loaded(function), pool, output=writers, stream=False, client=client, **given
-        )
+        mapper = _mapper(function, sample, _object("--sample-options", sample_options))
+        job = Dataset(_reader(source)).map(mapper, pool, output=writers, stream=False, client=client, **given)
         assert isinstance(job, Job)
         _follow(client, job.job_id, detach, as_json)
 
@@ -284,11 +289,28 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         output.print(escape(_said(each)))
 
 
+def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
+    """What the rows are mapped with: of a file, or a Sample of the model. Raises UserError unless it is one of them."""
+    if bool(reference) == bool(model):
+        raise UserError("say what to do with the rows: FILE.py:NAME or --sample MODEL, one of the two")
+    if reference:
+        if fields:
+            raise UserError("--sample-options belong to --sample; a file's operations have their own")
+        return _loaded(reference)
+    from tinsmith.batch.operations.sample import Sample
+
+    try:
+        return Sample(model, **fields)
+    except TypeError as error:
+        raise UserError(f"--sample-options: {error}") from None
+
+
 def _loaded(reference: str) -> Any:  # noqa: ANN401
-    """The function that a file holds, by its name or because there is one that can be meant."""
+    """What a file holds under a name, or the one function that can be meant: a function, a class, operations."""
     import importlib.util
 
     from tinsmith.batch.functions import is_remote_function
+    from tinsmith.batch.operations.base import Operation
 
     file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
     path = Path(file)
@@ -303,9 +325,10 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     except Exception as error:
         raise UserError(f"{file} cannot be loaded: {type(error).__name__}: {error}") from error
     if name:
-        if not callable(getattr(module, name, None)):
-            raise UserError(f"{file} has no function {name!r}")
-        return getattr(module, name)
+        found = getattr(module, name, None)
+        if not (callable(found) or isinstance(found, Operation | list)):
+            raise UserError(f"{file} has no function and no operations {name!r}")
+        return found
     own = {
         name: each
         for name, each in vars(module).items()
