@@ -55,12 +55,19 @@ class LiveServer:
 
 @contextlib.contextmanager
 def serving(
-    data_dir: Path, *arguments: str, port: int | None = None, settings: Mapping[str, str] | None = None
+    data_dir: Path,
+    *arguments: str,
+    port: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    before: str = "",
 ) -> Iterator[LiveServer]:
-    """`tinsmith serve` on a free port, until the end of the block. `settings` are TINSMITH_* variables."""
+    """`tinsmith serve` on a free port, until the end of the block. `settings` are TINSMITH_* variables; `before` is
+    code that its process runs first.
+    """
     port = port or free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    module = ["-c", f"{before}\nfrom tinsmith.cli import main\nmain()"] if before else ["-m", "tinsmith.cli"]
+    command = [sys.executable, *module, "serve", "--port", str(port), "--data-dir", str(data_dir)]
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
         process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment(data_dir, settings))
