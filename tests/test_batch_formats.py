@@ -7,6 +7,7 @@ import gzip
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -466,3 +467,31 @@ print(json.dumps([info.rows, info.bytes, resource.getrusage(resource.RUSAGE_SELF
     rows, size, kibibytes = json.loads(ran.stdout)
     assert rows == 102_400 and size == (tmp_path / "o.jsonl").stat().st_size > 100_000_000
     assert kibibytes < 64 * 1024
+
+
+def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    parts = [[PartInfo(f"/parts/{output}/{index}", index, 7, "a" * 64) for output in (0, 1)] for index in range(500)]
+    lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
+    (tmp_path / "winners").write_text(lines)
+    winners = reducing.Winners(str(tmp_path / "winners"), 1)
+    wanted = [second for _, second in parts]
+    assert len(winners) == 500 and list(winners) == wanted == list(winners)
+    assert winners[0] == wanted[0] and winners[-1] == wanted[-1] and winners[7:9] == wanted[7:9]
+    with pytest.raises(IndexError):
+        winners[500]
+    (tmp_path / "winners").write_text("")
+    assert list(reducing.Winners(str(tmp_path / "winners"), 0)) == []
+
+
+def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
+    writer = batch.JsonWriter(str(tmp_path / "out.jsonl"))
+    part = writer.write_part([{"n": 1}], Span(0, 0), str(tmp_path / "attempt-1"))
+    (tmp_path / "winners").write_text((json.dumps([part.to_dict()]) + "\n") * 20_000)
+    spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
+    tracemalloc.start()
+    try:
+        published = reducing.publish_output(spec, 0, 1, reducing.Winners(str(tmp_path / "winners"), 0))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert published.rows == 20_000 and most < 4 * 2**20

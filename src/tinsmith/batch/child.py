@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, PartInfo, RowFailure
+from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, RowFailure
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
@@ -139,11 +139,7 @@ def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -
             published = reducing.publish_errors(spec, job_id, [json.loads(line) for line in lines])
         assert published is not None
         return published.to_dict()
-    parts: list[PartInfo] = []
-    with open(request["path"], encoding="utf-8") as lines:
-        for line in lines:
-            parts.append(PartInfo.from_dict(json.loads(line)[index]))
-    return reducing.publish_output(spec, index, job_id, parts).to_dict()
+    return reducing.publish_output(spec, index, job_id, reducing.Winners(request["path"], index)).to_dict()
 
 
 def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:

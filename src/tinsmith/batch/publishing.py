@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import orjson
@@ -56,12 +57,15 @@ def publish_file(
 ) -> OutputInfo:
     """The parts one after the other, each without its first `skip` bytes, after `head`."""
     store, key = open_store(path)
-    made = [source_of(part, skip) for part, skip in zip(parts, skips or [0] * len(parts), strict=True)]
+
+    def sources() -> Iterator[Source]:
+        return (source_of(part, skip) for part, skip in zip(parts, skips or repeat(0, len(parts)), strict=True))
+
     rows = sum(part.rows for part in parts)
     try:
-        size, digest = store.concat(made, key, head=head, staging=_local(staging), exclusive=if_exists == "error")
+        size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
     except FileExistsError:
-        size, digest = _measure(head, made)
+        size, digest = _measure(head, sources())
         if digest_of(store, key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)

@@ -4,20 +4,62 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, overload
+
+import orjson
 
 from tinsmith.batch import registry
 from tinsmith.batch.protocols import JobSpec, OutputInfo, PartInfo, Row, Span, staging_of
 from tinsmith.batch.store import LocalStore, open_store
 
 
+class Winners(Sequence[PartInfo]):
+    """The parts of one output in a file that has a batch a line. They are read when they are asked for: of a million,
+    only where each begins is in memory."""
+
+    def __init__(self, path: str, output_idx: int) -> None:
+        self._path = path
+        self._output_idx = output_idx
+        self._offsets = array("q", [0])
+        with open(path, "rb") as lines:
+            for line in lines:
+                self._offsets.append(self._offsets[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __iter__(self) -> Iterator[PartInfo]:
+        return self._after(0)
+
+    @overload
+    def __getitem__(self, index: int) -> PartInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PartInfo]: ...
+    def __getitem__(self, index: int | slice) -> PartInfo | list[PartInfo]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return next(self._after(range(len(self))[index]))
+
+    def _after(self, first: int) -> Iterator[PartInfo]:
+        with open(self._path, "rb") as lines:
+            lines.seek(self._offsets[first])
+            for line in islice(lines, len(self) - first):
+                yield PartInfo.from_dict(orjson.loads(line)[self._output_idx])
+
+
 def publish_output(
-    spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo | Mapping[str, Any]]
+    spec: JobSpec, output_idx: int, job_id: str | int, parts: Winners | Sequence[PartInfo | Mapping[str, Any]]
 ) -> OutputInfo:
     """Publishes one output of a job from the parts of its batches, in the order of their rows."""
     writer = registry.writer_from_dict(spec.batch_output_formats[output_idx])
-    winners = [part if isinstance(part, PartInfo) else PartInfo.from_dict(part) for part in parts]
+    winners: Sequence[PartInfo] = (
+        parts
+        if isinstance(parts, Winners)
+        else [part if isinstance(part, PartInfo) else PartInfo.from_dict(part) for part in parts]
+    )
     return writer.publish(winners, staging_of(writer.path, job_id, output_idx), spec.if_exists)
 
 
