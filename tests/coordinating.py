@@ -54,12 +54,13 @@ def submit(
     """Twenty rows in ten batches, to `out.jsonl`, unless `options` say otherwise."""
     kwargs = options.pop("fn_kwargs", None)
     rows = options.pop("rows", 20)
-    spec = JobSpec(
-        batch_serialized_fn=serialize_function(function, kwargs=kwargs, kind="loop"),
-        batch_input_format={"format": "items", "path": "items", "items": text_rows(rows)},
-        batch_output_formats=[{"format": "json", "path": str(directory / "out.jsonl"), "column": None}],
-        **{"batch_size": 2, "limits": limits, **options},
-    )
+    given: dict[str, Any] = {
+        "batch_input_format": {"format": "items", "path": "items", "items": text_rows(rows)},
+        "batch_output_formats": [{"format": "json", "path": str(directory / "out.jsonl")}],
+        "batch_size": 2,
+        "limits": limits,
+    }
+    spec = JobSpec(batch_serialized_fn=serialize_function(function, kwargs=kwargs, kind="loop"), **{**given, **options})
     return jobs.create("local", spec)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from coordinating import Place, coordinate, submit
+from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer, serving
 from tinsmith import batch
@@ -20,6 +23,8 @@ from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.protocols import InputReader, JobSpec
+from tinsmith.batch.state import BatchJobs
+from tinsmith.db import Database
 from tinsmith.errors import ForbiddenError
 
 MARKER = "a text that only the code of this job holds"
@@ -285,3 +290,40 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
         with pytest.raises(ForbiddenError):
             store.open_store(path)
     assert os.listdir(other) == ["in.jsonl"]
+
+
+@batch.remote_function
+def keep() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results(rows)
+
+
+def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "in.jsonl").write_text("".join(f'{{"text": "t{index}"}}\n' for index in range(5)))
+    (own / "way-out").symlink_to(other)
+    places = {"in.jsonl": "out.jsonl", "way-out/in.jsonl": "two.jsonl", "*/in.jsonl": "three.jsonl"}
+    places |= {"in.jsonl ": "way-out/four.jsonl"}
+    (own / "in.jsonl ").write_bytes((own / "in.jsonl").read_bytes())
+    url = fresh_url(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        jobs = BatchJobs(database)
+        for given, made in places.items():
+            source = {"format": "json", "path": f"{own}/{given}"}
+            outputs = [{"format": "json", "path": f"{own}/{made}"}, {"format": "text", "path": f"{own}/texts/{made}"}]
+            errors = {"format": "json", "path": f"{own}/errors/{made}"}
+            confined = {"batch_input_format": source, "batch_output_formats": outputs, "batch_error_format": errors}
+            job_id = submit(jobs, own, keep, roots=[str(own)], **confined)
+            asyncio.run(coordinate(Place(url, str(tmp_path), job_id), jobs))
+            found = jobs.find("local", job_id)
+            if given == "in.jsonl":
+                assert (found.status, found.rows_ok) == ("SUCCEEDED", 5), found.error
+                assert len((own / "texts" / made).read_text().splitlines()) == 5
+            else:
+                assert found.status == "FAILED", given
+                assert "may read and write" in str(found.error) or "no file is named" in str(found.error), found.error
+        assert [path.name for path in other.iterdir()] == ["in.jsonl"]
