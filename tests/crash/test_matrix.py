@@ -39,7 +39,7 @@ BEFORE = {"model.replaying": "engine.ran:25,"}
 FIRST_START = "migration.uncommitted"
 
 POINTS_HERE = [point for point in POINTS if not point.startswith(("batch.", "openai."))]
-"""Training and sampling never come to those of bulk jobs; test_batch_jobs, test_batch_kill and test_openai_batches do."""
+"""Training and sampling never come to those of bulk jobs, which test_batch_jobs, _kill and test_openai_batches do."""
 
 Seen = tuple[dict[str, Record], Books]
 
