@@ -1,0 +1,256 @@
+"""Answers without HTTP, partials that are lost or wrong, and the sessions that stand behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from http_harness import Harness, close, make_harness
+from tinsmith import nano
+from tinsmith.bases import Bases, read_shape
+from tinsmith.chat.chats import read_chat
+from tinsmith.errors import EngineFailedError, UserError
+from tinsmith.futures import Settlement
+from tinsmith.ops import Partial, SampledSequence, SampleResult
+from tinsmith.partials import Partials, line_of
+from tinsmith.quotas import Limits
+from tinsmith.routes.call import Services
+from tinsmith.routes.generation import CHAT, COMPLETIONS, answer, prepare, seated
+from tinsmith.routes.streams import News, follow
+from tinsmith.sessions import Sessions
+from tinsmith.standing import REPLACED_EVERY_S, StandingSessions
+from tinsmith.wire.fields import Fields
+from tinsmith.wire.sampling import write_sample_result
+
+SHAPE = read_shape(nano.MODEL_NAME, nano.path())
+BODY = {"model": nano.MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield replace(made, services=replace(made.services, bases=Bases((SHAPE,))))
+    close(made)
+
+
+def words(text: str) -> list[int]:
+    from tinsmith.chat.texts import Text
+
+    return Text(SHAPE).encode(text, special=False)
+
+
+def result(*texts: str) -> SampleResult:
+    sequences = [np.array(words(text), np.int32) for text in texts]
+    return SampleResult(
+        "r", tuple(SampledSequence(ids, np.full(len(ids), -0.5, np.float32), "length") for ids in sequences)
+    )
+
+
+async def pending(harness: Harness, count: int = 1) -> list[str]:
+    """The samples that an engine would find, as soon as there are so many."""
+    for _ in range(200):
+        rows = [row for row in harness.services.futures.incoming(nano.MODEL_NAME, 0) if row.state == "pending"]
+        if len(rows) >= count:
+            return [row.request_id for row in rows]
+        await asyncio.sleep(0.01)
+    raise AssertionError("nothing was submitted")
+
+
+def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
+    harness.services.futures.settle([Settlement(request_id, write_sample_result(found), "proto")], {})
+    harness.services.waiters.settled([request_id])
+
+
+def test_an_answer_needs_no_http(harness: Harness) -> None:
+    async def scenario() -> None:
+        asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "n": 2, "max_tokens": 4}
+        answering = asyncio.create_task(answer(harness.services, "alice", COMPLETIONS, asked))
+        first, second = await pending(harness, 2)
+        settle(harness, second, result("three", "four"))
+        settle(harness, first, result("one", "two"))
+        status, body = await answering
+        assert status == 200
+        choices = body["choices"]
+        assert isinstance(choices, list)
+        assert [(one["index"], one["text"]) for one in choices] == list(enumerate(["one", "two", "three", "four"]))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status", "code"),
+    [
+        (CHAT, BODY | {"model": "nobody"}, 404, "model_not_found"),
+        (CHAT, BODY | {"stream": True}, 400, "unsupported_parameter"),
+        (CHAT, {}, 400, None),
+        (CHAT, BODY | {"max_tokens": 10**6}, 400, "context_length_exceeded"),
+        ("/v1/other", BODY, 404, None),
+    ],
+)
+def test_an_error_is_an_answer(
+    harness: Harness, endpoint: str, body: dict[str, object], status: int, code: str | None
+) -> None:
+    found, told = asyncio.run(answer(harness.services, "alice", endpoint, body))
+    assert found == status
+    error = told["error"]
+    assert isinstance(error, dict) and error["message"] and error["code"] == code
+
+
+def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_path: Path) -> None:
+    made = make_harness(tmp_path, limits=Limits(queued_requests=1))
+    services = replace(made.services, bases=Bases((SHAPE,)))
+    asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
+    status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
+    assert status == 429
+    kinds = [row.kind for row in services.futures.incoming(nano.MODEL_NAME, 0)]
+    assert kinds == ["sample", "cancel"]
+    close(made)
+
+
+def test_whoever_stops_waiting_cancels_the_samples(harness: Harness) -> None:
+    async def scenario() -> None:
+        answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+        (request_id,) = await pending(harness)
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        assert f"{request_id}:cancel" in await pending(harness, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_sample_is_its_error(harness: Harness) -> None:
+    async def scenario() -> list[int]:
+        statuses: list[int] = []
+        for error in (UserError("no"), EngineFailedError("no")):
+            answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+            request_id = (await pending(harness))[-1]
+            harness.services.futures.settle([Settlement(request_id, error=error)], {})
+            harness.services.waiters.settled([request_id])
+            statuses.append((await answering)[0])
+        return statuses
+
+    assert asyncio.run(scenario()) == [400, 500]
+
+
+# Partials.
+
+
+def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
+    return [Partial(request_id, index, at, (token,), (-0.5,)) for at, token in enumerate(words(text))]
+
+
+def stream(
+    harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
+) -> list[News]:
+    """The news of a stream whose engine tells these partials and settles with this result."""
+
+    async def collect(services: Services) -> list[News]:
+        prepared = prepare(services, "alice", Fields(BODY | {"stream": True} | more), read_chat)
+        results: list[SampleResult] = []
+        async with seated(services, "alice", prepared, stream=True) as seats:
+            news: list[News] = []
+            source: AsyncIterator[News] = follow(services, prepared, seats, results)
+
+            async def engine() -> None:
+                await asyncio.sleep(0.05)
+                for partial in told(seats[0].request_id):
+                    services.partials.arrived([line_of(partial)])
+                await asyncio.sleep(0.05)
+                settle(harness, seats[0].request_id, found)
+
+            working = asyncio.create_task(engine())
+            async for one in source:
+                news.append(one)
+            await working
+            assert [len(one.sequences) for one in results] == [len(found.sequences)]
+            return news
+
+    return asyncio.run(collect(harness.services))
+
+
+def text_of(news: Sequence[News], index: int = 0) -> str:
+    return "".join(one.piece.text for one in news if one.choice and one.choice.index == index and one.piece)
+
+
+def test_partials_are_shown_as_they_come(harness: Harness) -> None:
+    news = stream(harness, lambda name: partials_of(name, "hello there"), result("hello there"))
+    assert text_of(news) == "hello there" and len(news) > 3
+    assert [one.reason for one in news if one.reason] == ["length"]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_is_lost_comes_with_the_result(harness: Harness, lost: int) -> None:
+    def told(name: str) -> list[Partial]:
+        partials = partials_of(name, "hello there")
+        return partials[:lost] + partials[lost + 1 :]
+
+    news = stream(harness, told, result("hello there"))
+    assert text_of(news) == "hello there" and len(news) <= lost + 1
+
+
+def test_several_choices_are_kept_apart(harness: Harness) -> None:
+    def told(name: str) -> list[Partial]:
+        pairs = zip(partials_of(name, "one two"), partials_of(name, "six ten", 1), strict=True)
+        return [partial for pair in pairs for partial in pair]
+
+    news = stream(harness, told, result("one two", "six ten"), n=2)
+    assert (text_of(news), text_of(news, 1)) == ("one two", "six ten")
+
+
+def test_a_result_that_contradicts_what_was_shown_is_an_error(harness: Harness) -> None:
+    with pytest.raises(EngineFailedError, match="drew another one"):
+        stream(harness, lambda name: partials_of(name, "hello"), result("goodbye"))
+
+
+def test_lines_that_are_none_of_ours_are_passed_over() -> None:
+    async def scenario() -> None:
+        partials = Partials()
+        with partials.listen(["a"]) as queue:
+            partials.arrived(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
+            assert queue.get_nowait().tokens == (2,) and queue.empty()
+        partials.arrived([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
+        assert queue.empty()
+
+    asyncio.run(scenario())
+
+
+# Standing sessions.
+
+
+def test_a_tenant_has_one_standing_session_until_it_is_old_or_over(harness: Harness) -> None:
+    moment = [1000.0]
+    services = harness.services
+    standing = StandingSessions(
+        services.sessions, services.sampling_sessions, services.audit, 300.0, clock=lambda: moment[0]
+    )
+    seats = [standing.seat("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
+    assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
+    assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
+    assert standing.seat("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
+    moment[0] += REPLACED_EVERY_S
+    replaced = standing.seat("alice", nano.MODEL_NAME, None)
+    assert replaced.session_id != seats[0].session_id
+    assert services.sessions.get("alice", seats[0].session_id).state == "finished"
+    assert services.sessions.get("alice", replaced.session_id).tags == ["standing"]
+    services.sessions.close(replaced.session_id, "silent")
+    moment[0] += 30
+    assert standing.seat("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
+
+
+def test_whoever_waits_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[str] = []
+    monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
+    moment = [0.0]
+    services = harness.services
+    standing = StandingSessions(services.sessions, services.sampling_sessions, services.audit, 40.0, lambda: moment[0])
+    seat = standing.seat("alice", nano.MODEL_NAME, None)
+    for _ in range(10):
+        moment[0] += 3
+        standing.keep("alice", seat.session_id)
+    assert beats == [seat.session_id] * 2  # every ten seconds of thirty, and not the first ones
