@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,3 +189,25 @@ def test_a_span_of_one_assignment_is_inclusive() -> None:
     assert {"json", "text", "csv", "parquet", "images", "webdataset", "items", "huggingface", "openai_batch"} <= set(
         registry.INPUT_READER_REGISTRY.names()
     )
+
+
+def test_what_is_stored_on_a_disk_is_in_directories_that_are_on_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store, key = open_store(str(tmp_path / "a" / "b" / "part"))
+    store.put_create(key, b"rows")
+    *made, unfinished, at_last = synced
+    assert made == [str(tmp_path), str(tmp_path / "a")]
+    assert unfinished.startswith(f"{tmp_path}/a/b/.part.") and at_last == str(tmp_path / "a" / "b")
+    synced.clear()
+    store.put_create(key, b"rows")
+    assert synced == [str(tmp_path / "a" / "b")], "whoever stored it first may have died in between"
+    assert os.listdir(tmp_path / "a" / "b") == ["part"]

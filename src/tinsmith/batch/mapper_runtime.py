@@ -76,6 +76,7 @@ class Feed:
     def __init__(self, spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
         self._spec = spec
         self._report = report
+        self._cache = str(cache_directory())
         self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
         self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
         self._read: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
@@ -210,14 +211,13 @@ class Feed:
         """The rows of an assignment. Where they cannot be read together, each alone."""
         batch = _Batch(assignment)
         start, end = assignment.span
-        cache = str(cache_directory())
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            batch.rows = list(self._reader.download_batch(start, end, cache))
+            batch.rows = list(self._reader.download_batch(start, end, self._cache))
             batch.indices = list(range(start, end + 1))
         if not batch.rows:
             for index in range(start, end + 1):
                 try:
-                    batch.rows += self._reader.download_batch(index, index, cache)
+                    batch.rows += self._reader.download_batch(index, index, self._cache)
                     batch.indices.append(index)
                 except (ValueError, TypeError, KeyError) as error:
                     batch.failures.append(_failure(index, None, error))

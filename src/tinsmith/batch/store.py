@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import shutil
 import uuid
@@ -159,6 +160,7 @@ class LocalStore(Store):
         except FileExistsError:
             if Path(key).read_bytes() != data:
                 raise
+            _fsync_directory(os.path.dirname(key))  # whoever stored it may have died before it did that
         return None
 
     def put(self, key: str, data: bytes) -> str | None:
@@ -201,11 +203,11 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
-        target = Path(key)
-        unfinished = Path(staging or target.parent) / f".{target.name}.{uuid.uuid4().hex}.unfinished"
-        for directory in (target.parent, unfinished.parent):
-            directory.mkdir(parents=True, exist_ok=True)
-        if exclusive and target.exists():
+        directory, name = os.path.split(key)
+        unfinished = f"{staging or directory}/.{name}.{_PROCESS}-{os.getpid()}-{next(_numbers)}.unfinished"
+        for needed in {directory, os.path.dirname(unfinished)}:
+            _make_directory(needed)
+        if exclusive and os.path.exists(key):
             raise FileExistsError(f"{key} exists already")
         try:
             with open(unfinished, "wb") as file:
@@ -213,13 +215,13 @@ class LocalStore(Store):
                 file.flush()
                 os.fsync(file.fileno())
             if exclusive:
-                os.link(unfinished, target)
+                os.link(unfinished, key)
             else:
-                os.replace(unfinished, target)
+                os.replace(unfinished, key)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)
-        _fsync_directory(target.parent)
+        _fsync_directory(directory)
 
     def copy(self, source: str, target: str) -> None:
         with open(source, "rb") as file, self.open_writer(target) as writer:
@@ -434,7 +436,23 @@ def _bucket_store(scheme: str, bucket: str) -> BucketStore:
     return BucketStore(obstores.GCSStore(bucket, retry_config=retries, **options))
 
 
-def _fsync_directory(directory: Path) -> None:
+# Random once: a system call for each file of a short batch would be a part of its time that shows.
+_PROCESS = uuid.uuid4().hex
+_numbers = itertools.count()
+
+
+def _make_directory(directory: str) -> None:
+    """A new one is durable itself: it is in its parent."""
+    if os.path.isdir(directory):
+        return
+    parent = os.path.dirname(directory)
+    _make_directory(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory)
+    _fsync_directory(parent)
+
+
+def _fsync_directory(directory: str) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
