@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import pytest
 
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
+from tinsmith.batch import permissions
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import JobRefusedError, Mapped
 from tinsmith.batch.functions import load_mapper
 from tinsmith.batch.job import JobFailedError, progress_of
-from tinsmith.errors import NotSupportedError, TinsmithError, UserError
+from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, UserError
+from tinsmith.settings import Settings
 
 Rows = list[dict[str, Any]]
 
@@ -266,3 +269,22 @@ def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch
     with pytest.raises(TinsmithError, match="no connection"):
         client.submit({})
     assert calls == ["POST"]
+
+
+def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(data_dir=tmp_path / "data")
+    sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
+    assert isinstance(sent, Mapped)
+    spec = sent._spec([batch.JsonWriter("o.jsonl")])
+    assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
+    trusted = permissions.admitted(spec, settings, "alice", keyless=True)
+    assert trusted.batch_dataset_path == spec.batch_dataset_path
+    confined = permissions.admitted(spec, settings, "alice", keyless=False)
+    own = settings.resolved_data_dir / "batch" / "alice"
+    assert confined.batch_dataset_path == f"{own}/in/a.jsonl" and confined.batch_output_path == [f"{own}/o.jsonl"]
+    away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
+    with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
+        permissions.admitted(away, settings, "alice", keyless=False)
