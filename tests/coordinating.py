@@ -32,12 +32,13 @@ LIMITS = Limits(backoff_s=0.01, grace_s=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A database with one job, and whose coordinator it is."""
+    """A database with one job, and whose coordinator it is; `linger_s` is how long it goes on when the job is over."""
 
     database_url: str
     data_dir: str
     job_id: int
     holder: str = "here"
+    linger_s: float = 0.0
 
 
 def text_rows(count: int) -> list[dict[str, str]]:
@@ -81,6 +82,7 @@ async def coordinate(place: Place, jobs: BatchJobs, workers: int = 1) -> None:
         while not is_over(jobs, place.job_id):
             assert time.monotonic() < deadline, jobs.find("local", place.job_id)
             await asyncio.sleep(0.05)
+        await asyncio.sleep(place.linger_s)
     finally:
         await coordinator.stop()
 

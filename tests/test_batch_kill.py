@@ -195,7 +195,7 @@ def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path
         marker, gate = tmp_path / "marker", tmp_path / "gate"
         options = {"marker": str(marker), "gate": str(gate)}
         job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
-        first = start_process(Place(url, str(directory), job_id, "first"))
+        first = start_process(Place(url, str(directory), job_id, "first", linger_s=2.0))
         try:
             until(marker.exists, first)
             # From now on its lease is no longer than the job says.
