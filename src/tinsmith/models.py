@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from tinsmith.db import BODIES, FUTURES, MODELS, SESSIONS, Database, now
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.ops import LoraSpec
 
 
@@ -60,6 +60,13 @@ class Model:
     @property
     def lora(self) -> LoraSpec:
         return LoraSpec(self.lora_rank, self.lora_seed, self.train_attn, self.train_mlp, self.train_unembed)
+
+    def require_usable(self) -> None:
+        """Raise the reason why it takes no more requests, if there is one."""
+        if self.state == "failed":
+            raise UserError(f"model {self.model_id!r} could not be created: {self.reason}")
+        if self.state == "unloaded":
+            raise GoneError(f"model {self.model_id!r} was unloaded: {self.reason}")
 
 
 _BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))  # built once: every request asks

@@ -23,7 +23,7 @@ from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.engine.operations import Operations, require_usable
+from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
 from tinsmith.engine.queues import Lane, Queues
@@ -307,7 +307,7 @@ class Engine:
         if model is None:
             return UserError(f"model_id {model_id!r} is unknown")
         try:
-            require_usable(model)
+            model.require_usable()
             self._recovery.restore(model, between)
         except TinsmithError as error:
             return error

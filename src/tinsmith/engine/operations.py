@@ -25,7 +25,7 @@ from tinsmith.checkpoints import (
 )
 from tinsmith.crashpoints import reach
 from tinsmith.engine.versions import Versions, inflight_version
-from tinsmith.errors import GoneError, TinsmithError, UserError
+from tinsmith.errors import TinsmithError, UserError
 from tinsmith.futures import Settlement
 from tinsmith.models import Model, set_state
 from tinsmith.ops import Pending
@@ -199,14 +199,6 @@ def _published(model: Model, save: SaveWeights) -> tuple[str, str]:
 
 def _created(model: Model) -> sa.Executable:
     return entry(model.tenant_id, "model_created", {"model_id": model.model_id, "base_model": model.base_model})
-
-
-def require_usable(model: Model) -> None:
-    """Raise the reason why a model takes no more requests."""
-    if model.state == "failed":
-        raise UserError(f"model {model.model_id!r} could not be created: {model.reason}")
-    if model.state == "unloaded":
-        raise GoneError(f"model {model.model_id!r} was unloaded: {model.reason}")
 
 
 def _answer(

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tinsmith.admission import check_seq_id
-from tinsmith.errors import GoneError, NotFoundError, TooManyRequestsError, UserError
+from tinsmith.errors import NotFoundError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject
@@ -37,7 +37,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
     request_id = f"{model.model_id}:{seq_id}"
     num_tokens, refusal = 0, None
     try:
-        require_usable(model)
+        model.require_usable()
         num_tokens = judge(model, request_id)
     except TooManyRequestsError:
         raise  # nothing is stored, and the client sends it again
@@ -100,8 +100,3 @@ def owned_model(call: Call, model_id: str) -> Model:
         )
     call.services.sessions.require_active(call.tenant_id, model.session_id)
     return model
-
-
-def require_usable(model: Model) -> None:
-    if model.state in ("failed", "unloaded"):
-        raise GoneError(f"model {model.model_id!r} is {model.state}" + (f": {model.reason}" if model.reason else ""))
