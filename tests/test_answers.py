@@ -12,7 +12,11 @@ import pytest
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith.answers import ServiceAnswers
-from tinsmith.batch.questions import Question
+from tinsmith.batch.functions import serialize_function
+from tinsmith.batch.operations import steps_of
+from tinsmith.batch.operations.runtime import Channel, ClosedError
+from tinsmith.batch.protocols import Assignment
+from tinsmith.batch.questions import Desk, Question
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
 from tinsmith.futures import Settlement
 from tinsmith.quotas import Limits
@@ -189,3 +193,75 @@ def test_a_quota_is_waited_for(tmp_path: Path) -> None:
 
     asyncio.run(work())
     close(harness)
+
+
+def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
+    """Or its rows would wait for as long as a batch may take."""
+
+    async def lost(_answers: list[dict[str, Any]]) -> None:
+        raise ConnectionError("the worker has gone")
+
+    async def work() -> None:
+        desk = Desk(harness.services.answers, 5, "alice", "")
+        with pytest.raises(ConnectionError):
+            async with desk.answering(lost) as take:
+                take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
+                for _ in range(100):
+                    await asyncio.sleep(0.01)
+                    take(())  # as a heartbeat does
+
+    asyncio.run(work())
+
+
+def test_a_desk_tells_of_every_question(harness: Harness) -> None:
+    told: list[dict[str, Any]] = []
+
+    async def send(answers: list[dict[str, Any]]) -> None:
+        told.extend(answers)
+
+    async def work() -> None:
+        desk = Desk(harness.services.answers, 5, "alice", "")
+        async with desk.answering(send) as take:
+            good = {"verb": "model", "payload": {"model": BASE}}
+            take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
+            take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])
+            while len(told) < 4:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(work())
+    answers = {each["number"]: each for each in told}
+    assert answers[1]["answer"]["shape"]["name"] == BASE
+    assert "'no' is not served here" in answers[2]["refused"]
+    assert "not as it must be" in answers[3]["refused"]
+    assert "not as it must be" in answers[4]["refused"]
+
+
+def test_a_channel_that_closes_gives_up_what_is_open() -> None:
+    sent: list[dict[str, Any]] = []
+    channel = Channel(sent.append)
+    assignment = Assignment(0, 0, 1, 1, ())
+
+    async def work() -> None:
+        asked = [asyncio.create_task(channel.ask(assignment, {"verb": "x"})) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        assert [len(each["asks"]) for each in sent] == [3], "questions of one moment share a line"
+        channel.answered([{"number": 2, "answer": {"a": 1}}, {"number": 99, "answer": {}}])
+        assert await asked[1] == {"a": 1}
+        channel.close()
+        for task in (asked[0], asked[2]):
+            with pytest.raises(ClosedError):
+                await task
+        with pytest.raises(ClosedError):
+            await channel.ask(assignment, {"verb": "x"})
+
+    asyncio.run(work())
+
+
+def test_a_function_is_no_operation() -> None:
+    """So whatever its process says, it is not answered."""
+
+    def shout(row: dict[str, Any]) -> dict[str, Any]:
+        return {"text": row["text"].upper()}
+
+    assert steps_of(serialize_function(shout, kind="row")) is None
+    assert steps_of("no payload at all") is None

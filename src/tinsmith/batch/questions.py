@@ -60,7 +60,10 @@ class Desk:
     async def answering(
         self, send: Callable[[list[Message]], Awaitable[None]]
     ) -> AsyncIterator[Callable[[Sequence[Message]], None]]:
-        """Takes the questions of one attempt until the end of the block; `send` gives answers to its worker."""
+        """Takes the questions of some attempts until the end of the block; `send` gives answers to their worker.
+
+        What that raises, the next `take` raises; a heartbeat without questions is enough.
+        """
         ready: asyncio.Queue[Message] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_ANSWERED)
         tasks: set[asyncio.Task[None]] = set()
@@ -70,6 +73,8 @@ class Desk:
                 ready.put_nowait({"number": ask["number"], **await self._answer(ask)})
 
         def take(asks: Sequence[Message]) -> None:
+            if delivering.done():
+                delivering.result()
             for ask in asks:
                 task = asyncio.create_task(answer(ask))
                 tasks.add(task)
@@ -89,7 +94,6 @@ class Desk:
             all_tasks = [delivering, *tasks]
             for task in all_tasks:
                 task.cancel()
-            # A worker that cannot be told has gone, which its stream says, too.
             await asyncio.gather(*all_tasks, return_exceptions=True)
 
     async def _answer(self, ask: Message) -> Message:

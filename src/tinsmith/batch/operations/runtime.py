@@ -196,6 +196,8 @@ async def _row(
         service = RowQuestions(channel, assignment, index, number)
         try:
             made = await step.answer(made, service)
+        except ClosedError:
+            raise  # nobody is to blame, least of all the row
         except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
             made = error
         tokens_in += service.tokens_in
