@@ -12,12 +12,15 @@ from pathlib import Path
 import openai
 import pytest
 
+from databases import database_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer, free_port, serving
+from tinsmith.db import Database
 from tinsmith.openai_batches import checking, rows
 from tinsmith.openai_batches.checking import check
 from tinsmith.openai_batches.keeper import Keeper, in_turns
 from tinsmith.openai_batches.rows import Batch
+from tinsmith.tenants.keys import Keys
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "tinsmith/nano"
@@ -39,8 +42,8 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     close(made)
 
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="tml-test", max_retries=2)
+def client_of(url: str, key: str = "tml-test") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=2)
 
 
 def chat(name: str, **body: object) -> dict[str, object]:
@@ -203,15 +206,27 @@ def assert_whole(client: openai.OpenAI, ended: openai.types.Batch, total: int, c
     assert counts and (counts.total, counts.completed, counts.failed) == (total, len(done), len(rest))
 
 
-def test_a_batch_whose_window_is_over_expires_with_what_was_done(tmp_path: Path) -> None:
-    settings = {"BATCH_WORKERS": "1", "OPENAI_BATCH_WINDOW_S": "6"}
-    with serving(tmp_path / "data", "--backend", "fake", settings=settings) as server, client_of(server.url) as client:
-        made = submit(client, [chat(str(number)) for number in range(5000)])
-        assert made.expires_at == made.created_at + 6
-        ended = wait(client, made.id)
-        assert (ended.status, ended.cancelled_at) == ("expired", None)
-        assert ended.expired_at and ended.expires_at and ended.expired_at >= ended.expires_at
-        assert_whole(client, ended, 5000, "batch_expired")
+def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_was_done(tmp_path: Path) -> None:
+    """On a server with keys, whose tenants may not run code."""
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database.migrate()
+    alice, bob = (Keys(database).create(name)[1] for name in ("alice", "bob"))
+    database.close()
+    with serving(data_dir, "--backend", "fake", settings={"OPENAI_BATCH_WINDOW_S": "6"}) as server:
+        with client_of(server.url, alice) as client, client_of(server.url, bob) as other:
+            made = submit(client, [chat(str(number)) for number in range(5000)])
+            assert made.expires_at == made.created_at + 6
+            with pytest.raises(openai.NotFoundError):
+                other.batches.cancel(made.id)
+            ended = wait(client, made.id)
+            assert (ended.status, ended.cancelled_at) == ("expired", None)
+            assert ended.expired_at and ended.expires_at and ended.expired_at >= ended.expires_at
+            assert_whole(client, ended, 5000, "batch_expired")
+            with pytest.raises(openai.NotFoundError):
+                other.files.content(ended.output_file_id or "")
+            assert other.batches.list().data == other.files.list().data == []
 
 
 @pytest.mark.parametrize("point", ["openai.submitted", "batch.committed:3", "openai.written"])

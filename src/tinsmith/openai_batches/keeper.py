@@ -44,6 +44,8 @@ SWEEP_S = 3600.0
 KEPT_S = 30 * 86400
 MAX_TOGETHER = 32
 """Requests of one batch of the bulk job: what is done again if its worker dies."""
+GRACE_S = 0.5
+"""What a worker of a cancelled job gets to end by itself: an operation has nothing to tidy up."""
 MIN_BATCHES = 8
 """So many at least, where there are enough requests, that all workers have some."""
 
@@ -202,7 +204,7 @@ class Keeper:
             max_failed_rows=MAX_REQUESTS,
             if_exists="overwrite",
             roots=[str(directory)],
-            limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600),
+            limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600, grace_s=GRACE_S),
         )
         spec.check()
         return spec
