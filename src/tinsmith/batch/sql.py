@@ -75,7 +75,10 @@ def _engine(url: str, password: str) -> Engine:
         event.listen(engine, "begin", _begin)
         return engine
     made = made.set(drivername="postgresql+psycopg", password=password or None)
-    return sa.create_engine(made, hide_parameters=True, poolclass=NullPool)
+    try:
+        return sa.create_engine(made, hide_parameters=True, poolclass=NullPool)
+    except ModuleNotFoundError:
+        raise UserError("Postgres needs the package psycopg on workers: pip install 'tinsmith[postgres]'") from None
 
 
 def _no_transactions_of_the_driver(connection: object, _record: object) -> None:

@@ -57,6 +57,7 @@ class SqlReader(InputReader):
     password: str = field(default="", repr=False)
     snapshot: str = ""
     _counted: _Count | None = field(default=None, init=False, repr=False, compare=False)
+    _rows: tuple[Any, list[Any]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         address = split_url(self.path)
@@ -88,7 +89,7 @@ class SqlReader(InputReader):
             if not 0 <= start_idx <= end_idx < counted.rows:
                 raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {counted.rows}")
             first, after = start_idx // STRIDE, end_idx // STRIDE + 1
-            source, keys = self._source(connection)
+            source, keys = self._rows = self._rows or self._source(connection)
             low, high = _tuple(keys), _literals(counted.firsts[first])
             wanted = source.where(low >= high)
             if after < len(counted.firsts):
