@@ -197,6 +197,11 @@ def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directo
     assert spec.batch_input_format["path"] == f"{own}/in.jsonl"
     assert spec.batch_output_path == [f"{own}/out.jsonl"]
     assert spec.batch_error_format == {"format": "json", "path": f"{own}/a/err.jsonl"}
+    sent = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/a/in.jsonl"})
+    moved = harness.services.batch_jobs.spec(harness.ok("batch/jobs", sent, BOB)["job_id"])
+    assert moved.batch_dataset_path == f"{own}/a/in.jsonl", "where his client put its own directory in front"
+    upwards = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/../alice/in.jsonl"})
+    assert harness.post("batch/jobs", upwards, BOB).status_code == 403
     trusted = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(), ALICE)["job_id"])
     assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
 
