@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
+from tinsmith import batch
 from tinsmith.answers import ServiceAnswers
 from tinsmith.batch.functions import serialize_function
 from tinsmith.batch.operations import steps_of
-from tinsmith.batch.operations.runtime import Channel, ClosedError
+from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
 from tinsmith.batch.protocols import Assignment
 from tinsmith.batch.questions import Desk, Question
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
@@ -265,3 +266,13 @@ def test_a_function_is_no_operation() -> None:
 
     assert steps_of(serialize_function(shout, kind="row")) is None
     assert steps_of("no payload at all") is None
+
+
+def test_no_row_is_blamed_for_the_end_of_its_worker() -> None:
+    channel = Channel(lambda _message: None)
+    channel.close()
+    assignment = Assignment(0, 0, 0, 1, ())
+    with pytest.raises(ClosedError):
+        asyncio.run(_row([batch.Sample("m", prompt="q")], {"q": "x"}, 0, assignment, channel))
+    failed, _ = asyncio.run(_row([batch.Grade(by="exact", reference="r")], {"output": "x"}, 0, assignment, channel))
+    assert isinstance(failed, KeyError)
