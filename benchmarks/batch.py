@@ -1,28 +1,50 @@
 """What bulk jobs cost beside the mapper: a live server, its client and a mapper that does nothing.
 
-`python benchmarks/batch.py [--batches N]` prints a table; the other systems' figures are those that were published or
-measured elsewhere (docs/benchmarks), and were not run here.
+`python benchmarks/batch.py [--batches N] [--ray PYTHON]` prints a table. Ray Data runs beside it where an interpreter
+that has `ray[data]` is named; the other figures of the others are those that were published or measured elsewhere
+(docs/benchmarks), and were not run here. `--rows-in-database` is the size of the job whose bookkeeping is timed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
+import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import httpx
+import sqlalchemy as sa
+
 from live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.protocols import JobSpec, Outcome, PartInfo
+from tinsmith.batch.protocols import JobSpec, Outcome, PartInfo, Span
 from tinsmith.batch.state import BatchJobs
 from tinsmith.db import Database
+
+RAY = """
+import sys, time
+began = time.time()
+import ray
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.data.DataContext.get_current().enable_progress_bars = False
+started = time.time()
+rows, source, target = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+data = ray.data.read_json(source, override_num_blocks=1)
+data.map_batches(lambda rows: rows, batch_size=int(sys.argv[4])).write_json(target)
+print(f"{started - began} {time.time() - started}")
+"""
 
 
 @batch.remote_function
@@ -54,9 +76,104 @@ def run(client: Client, directory: Path, name: str, rows: int, batch_size: int) 
     }
 
 
-def set_workers(server: LiveServer, workers: int) -> None:
-    import httpx
+def ray_data(python: str, directory: Path, rows: int, batch_size: int) -> tuple[float, float]:
+    """Seconds to start Ray, and from then to the last output."""
+    source = directory / f"ray-{rows}.jsonl"
+    source.write_text("".join(json.dumps({"text": f"row {index}"}) + "\n" for index in range(rows)))
+    command = [python, "-c", RAY, str(rows), str(source), f"{source}.out", str(batch_size)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    start_s, run_s = done.stdout.split()[-2:]
+    return float(start_s), float(run_s)
 
+
+def promptness(server: LiveServer, client: Client, directory: Path) -> dict[str, float]:
+    """Of one long job: how soon a new worker, a dead one and a cancellation show."""
+    source = directory / "long.jsonl"
+    source.write_text('{"n": 1}\n' * 20_000)
+    job = Dataset(batch.JsonReader(str(source))).map(
+        slowly, batch_size=1, output=batch.JsonWriter(f"{source}.out"), stream=False, client=client
+    )
+
+    def workers() -> set[str]:
+        return {worker["worker_id"] for worker in job.status()["workers"] if worker["state"] == "ready"}
+
+    until(lambda: job.status()["batch_completed_batches"] > 0)
+    set_workers(server, 2)
+    added = until(lambda: len(workers()) == 2)
+    before = workers()
+    os.kill(_process_of(min(before), server), signal.SIGKILL)
+    replaced = until(lambda: len(workers() - before) == 1)
+    began = time.monotonic()
+    job.cancel()
+    job.wait(check=False)
+    cancelled = time.monotonic() - began
+    set_workers(server, 1)
+    return {"added": added, "replaced": replaced, "cancelled": cancelled}
+
+
+@batch.remote_function
+def slowly() -> None:
+    import time
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        time.sleep(0.05)
+        batch.save_results(rows)
+
+
+def _process_of(worker_id: str, server: LiveServer) -> int:
+    db = Database(f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+    try:
+        with db.read() as connection:
+            query = sa.text("SELECT pid_or_actor FROM batch_worker WHERE worker_id = :worker")
+            return int(connection.scalar(query, {"worker": worker_id}) or 0)
+    finally:
+        db.close()
+
+
+def until(condition: Any) -> float:  # noqa: ANN401
+    began = time.monotonic()
+    while not condition():
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+def random_batches(directory: Path, rows: int) -> float:
+    """Seconds for a batch of 32 rows anywhere in a file whose rows have been found."""
+    source = directory / "large.jsonl"
+    source.write_text("".join(f'{{"n":{index}}}\n' for index in range(rows)))
+    reader = batch.JsonReader(str(source))
+    assert len(reader) == rows
+    starts = [random.randrange(rows - 32) for _ in range(200)]
+    began = time.perf_counter()
+    for start in starts:
+        assert reader.download_batch(start, start + 31, str(directory))[0]["n"] == start
+    return (time.perf_counter() - began) / len(starts)
+
+
+def publishing(directory: Path) -> tuple[float, int]:
+    """Seconds and the most bytes of memory for 1,000 parts of 100 KB, in a process like that of a worker."""
+    parts = directory / "parts"
+    writer = batch.JsonWriter(str(directory / "published.jsonl"))
+    with (directory / "winners").open("w") as winners:
+        for index in range(1000):
+            part = writer.write_part([{"text": "x" * 100_000}], Span(index, index), str(parts / str(index)))
+            winners.write(json.dumps([part.to_dict()]) + "\n")
+    code = """
+import re, sys, time
+from tinsmith.batch import registry, reducing
+began = time.perf_counter()
+winners = reducing.Winners(sys.argv[1], 0)
+registry.writer_from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")
+print(time.perf_counter() - began, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+    command = [sys.executable, "-c", code, str(directory / "winners"), writer.path, str(parts)]
+    seconds, kib = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(seconds), int(kib) * 1024
+
+
+def set_workers(server: LiveServer, workers: int) -> None:
     headers = {"X-API-Key": "tml-bench"}
     httpx.put(f"{server.url}/api/v1/batch/pools/local", json={"workers": workers}, headers=headers).raise_for_status()
 
@@ -70,9 +187,23 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     spec = JobSpec("", formats, [{**formats, "path": "/y"}], 1)
     job_id = jobs.create("a", spec)
     jobs.acquire_batch_coordinator(job_id, "t", "here", 60)
-    began = time.perf_counter()
+    other_id = jobs.create("b", spec)
+    waits: list[float] = []
+    ended = threading.Event()
+
+    def write_beside() -> None:
+        while not ended.wait(0.005):
+            began = time.perf_counter()
+            jobs.cancel("b", other_id)
+            waits.append(time.perf_counter() - began)
+
+    beside = threading.Thread(target=write_beside)
+    beside.start()
+    began, cpu_before = time.perf_counter(), time.process_time()
     jobs.save_batch_states(job_id, "t", range(batches), batches)
-    inserted = time.perf_counter() - began
+    inserted, cpu = time.perf_counter() - began, time.process_time() - cpu_before
+    ended.set()
+    beside.join()
     claims = jobs.turn(job_id, "t", [], {"w": 1}, 60).claims["w"]
     turns = 200
     began = time.perf_counter()
@@ -85,36 +216,54 @@ def bookkeeping(directory: Path, batches: int) -> dict[str, float]:
     jobs.find("a", job_id)
     found = time.perf_counter() - began
     db.close()
-    return {"insert": inserted, "turn": turned, "progress": found}
+    return {"insert": inserted, "cpu": cpu, "wait": max(waits), "turn": turned, "progress": found}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--batches", type=int, default=400)
+    parser.add_argument("--batches", type=int, default=1000)
     parser.add_argument("--rows-in-database", type=int, default=1_000_000)
+    parser.add_argument("--ray", help="an interpreter that has ray[data]")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with serving(directory / "data", "--backend", "fake") as server:
             client = Client(server.url, "tml-bench")
             set_workers(server, 1)
-            run(client, directory, "warm", 2, 1)
+            cold = run(client, directory, "cold", 12, 2)
             small = run(client, directory, "small", 12, 2)
             short = run(client, directory, "short", 10, 1)
             one = run(client, directory, "one", given.batches, 1)
+            prompt = promptness(server, client, directory)
             client.close()
         rows = bookkeeping(directory, given.rows_in_database)
+        at_random = random_batches(directory, 1_000_000)
+        published_s, published_bytes = publishing(directory)
+        beside = "not run: no --ray", "not run: no --ray"
+        if given.ray:
+            start_s, few_s = ray_data(given.ray, directory, 12, 2)
+            ray_each = (ray_data(given.ray, directory, given.batches, 1)[1] - few_s) / (given.batches - 6)
+            beside = f"{1000 * ray_each:.1f} ms", f"{start_s + few_s:.1f} s ({few_s:.1f} s without its start)"
     # The difference of two lengths, so that what a job costs once is in neither.
     each = (one["running"] - short["running"]) / (one["batches"] - short["batches"])
     table = [
-        ("", "Sky Batch 0.14.1", "Ray 2.60", "Tinsmith"),
-        ("per batch, one worker, trivial mapper", "5.02 s", "4.1 ms (Ray Data, 32 rows)", f"{1000 * each:.1f} ms"),
-        ("batches a second and worker", "0.2", "3,134 (2 actors, not durable)", f"{1 / each:.0f}"),
-        ("submit to first batch committed", "17.5 s", "5.5 s", f"{small['first']:.2f} s"),
-        ("12 rows in 6 batches, end to end", "55.6 s", "5.5 s", f"{small['total']:.2f} s"),
-        (f"rows of {given.rows_in_database:,} batches", "-", "-", f"{rows['insert']:.1f} s"),
+        ("", "Sky Batch 0.14.1", "Ray Data, here", "Tinsmith"),
+        ("per batch, one worker, trivial mapper", "5.02 s", beside[0], f"{1000 * each:.1f} ms"),
+        ("batches a second and worker", "0.2", "-", f"{1 / each:.0f}"),
+        ("submit to first batch committed, first job", "17.5 s", "-", f"{cold['first']:.2f} s"),
+        ("submit to first batch committed, later job", "17.5 s", "-", f"{small['first']:.2f} s"),
+        ("12 rows in 6 batches, end to end", "55.6 s", beside[1], f"{small['total']:.2f} s"),
+        ("a worker more, until it is ready", "10 s", "-", f"{prompt['added']:.2f} s"),
+        ("a worker killed, until another is ready", "60 s", "-", f"{prompt['replaced']:.2f} s"),
+        ("cancelled, until the job has ended", "5 s", "-", f"{prompt['cancelled']:.2f} s"),
+        (f"rows of {given.rows_in_database:,} batches", "-", "-", f"{rows['insert']:.1f} s ({rows['cpu']:.1f} s CPU)"),
+        ("longest wait of another writer meanwhile", "-", "-", f"{1000 * rows['wait']:.0f} ms"),
         ("commit a batch and claim the next, in the database", "-", "-", f"{1000 * rows['turn']:.2f} ms"),
         ("progress of that job", "-", "-", f"{1000 * rows['progress']:.1f} ms"),
+        ("32 rows anywhere in a file of a million", "53 ms", "-", f"{1000 * at_random:.2f} ms"),
+        ("100 MB in 1,000 parts made an output", "5.4 s", "-", f"{published_s:.2f} s"),
+        ("... and the most memory of the process", "559 MB", "-", f"{published_bytes / 1e6:.0f} MB"),
+        ("load average", "", "", f"{os.getloadavg()[0]:.1f}"),
     ]
     for index, line in enumerate(table):
         print("| " + " | ".join(line) + " |")
