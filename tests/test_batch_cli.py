@@ -313,6 +313,7 @@ def test_lines_are_tagged_and_what_goes_past_is_kept(tmp_path: Path) -> None:
     assert told == [(4, 2, "one"), (4, 2, "two"), (None, None, "from a library"), (4, 2, '{"json": 1}')]
     assert logs.read(7, "7-ab", end) == ([], end) and logs.workers(7) == [("7-ab", end)]
     assert untagged(logs.path("7-ab").read_text()) == 'one\ntwo\nfrom a library\n{"json": 1}\n'
+    logs.path("77-ab").write_text("of another job\n")
     for worker_id in ("../7-ab", "77-ab", "7-ab/../7-ab", "7-", "7-zz", "7-ab.log"):
         with pytest.raises(NotFoundError):
             logs.read(7, worker_id, 0)
