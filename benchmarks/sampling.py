@@ -33,7 +33,7 @@ from tinker import types
 from training import RANK, VOCAB, timed
 
 if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+    from transformers import GenerationMixin
 
 PROMPT, NEW = 64, 64
 NUMBERS = itertools.count()
@@ -82,7 +82,7 @@ def baseline(directory: str, at_once: int, runs: int) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = cast("Qwen3ForCausalLM", AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    model = cast("GenerationMixin", AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert model.generation_config is not None
     model.generation_config.eos_token_id = None
 
