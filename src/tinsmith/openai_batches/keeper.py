@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -234,8 +234,9 @@ class Keeper:
     def _end(self, batch: Batch, job: Job | None) -> None:
         status = ending(batch, job)
         if status == "completed" and batch.status == "in_progress":
-            self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now())
-            return
+            if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
+                return  # it was cancelled at this moment
+            batch = replace(batch, status="finalizing")
         values: dict[str, object] = {"status": status}
         if status == "failed" and job is not None:
             values["errors"] = [{"code": "batch_failed", "line": None, "message": job.error, "param": None}]

@@ -1,7 +1,7 @@
 """`OpenAIRequest`: answers rows that are lines of OpenAI's batch files, `{custom_id, method, url, body}`.
 
-A row becomes `{custom_id, response: {status_code, request_id, body}}`, whatever the status: a request that is refused is a
-result, too. `OpenAIBatchWriter` takes such rows.
+A row becomes `{custom_id, response: {status_code, request_id, body}}`, whatever the status: a request that is refused
+is a result, too. `OpenAIBatchWriter` takes such rows.
 """
 
 from __future__ import annotations
