@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
@@ -31,9 +30,6 @@ from latency import API_KEY, own_server
 from models import SIZES, make
 from tinker import types
 from training import RANK, VOCAB, timed
-
-if TYPE_CHECKING:
-    from transformers import GenerationMixin
 
 PROMPT, NEW = 64, 64
 NUMBERS = itertools.count()
@@ -82,13 +78,13 @@ def baseline(directory: str, at_once: int, runs: int) -> list[float]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = cast("GenerationMixin", AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    assert model.generation_config is not None
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.generation_config.eos_token_id = None
 
     def run() -> None:
         ids = torch.tensor([prompt() for _ in range(at_once)])
-        model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, max_new_tokens=NEW, pad_token_id=0)
+        options = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     return timed(run, runs)
 
