@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def until(condition: Any, timeout_s: float = 20) -> Any:  # noqa: ANN401
     return found
 
 
+def used(server: LiveServer, session_id: str) -> tuple[int, int]:
+    """The tokens of a session's prompts and answers, as the tenant is told of them."""
+    hour = int(time.time()) // 3600 * 3600
+    start, end = (time.strftime("%Y-%m-%dT%H:00:00Z", time.gmtime(each)) for each in (hour - 3600, hour + 3600))
+    events = server.get(f"billing/usage/events?starting_on={start}&ending_before={end}").json()["data"]
+    infos = [event["event_info"] for event in events if event.get("session_id") == session_id]
+    counts: Counter[str] = Counter()
+    for info in infos:
+        counts[info["type"]] += info["token_count"]
+    return counts["sampling_prefill"], counts["sampling_sample"]
+
+
 def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -71,6 +84,7 @@ def test_rows_are_answered_by_the_service(client: Client, server: LiveServer, tm
     assert status["rows_ok"] == 7
     assert status["tokens_out"] == sum(len(row["output_tokens"]) for row in made)
     assert status["tokens_in"] > 0
+    assert used(server, f"bulk-job-{int(job)}-1") == (status["tokens_in"], status["tokens_out"])
     session = f"session_id = 'bulk-job-{int(job)}-1'"
     assert server.count(f"futures WHERE {session} AND kind = 'sample' AND state = 'done'") == 7
     until(lambda: server.count(f"sessions WHERE {session} AND closed_at IS NOT NULL AND finish_type = 'success'"))
