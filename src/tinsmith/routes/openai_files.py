@@ -46,7 +46,10 @@ async def upload(request: Request) -> Response:
         raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; this path takes {FORM_TYPE!r}")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMediaError("the form has a Content-Encoding; send it plain")
-    check_length(request.headers.get("content-length"), limit_bytes + OVERHEAD_BYTES)
+    try:
+        check_length(request.headers.get("content-length"), limit_bytes + OVERHEAD_BYTES)
+    except TooLargeError:
+        raise _too_large(limit_bytes) from None
     parser = MultiPartParser(
         request.headers,
         _limited(request, limit_bytes + OVERHEAD_BYTES),
