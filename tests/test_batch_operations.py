@@ -106,8 +106,16 @@ def test_a_row_that_the_service_refuses_fails_alone(client: Client, tmp_path: Pa
 
 def test_a_model_that_is_not_there_is_named(client: Client, tmp_path: Path) -> None:
     errors = batch.JsonWriter(str(tmp_path / "err.jsonl"))
-    sample = batch.Sample(model="no/such", prompt="q")
-    job = run(client, [{"q": "x"}], sample, tmp_path / "out.jsonl", errors=errors, max_failed_rows=1)
+    out = batch.JsonWriter(str(tmp_path / "out.jsonl"))
+    options: dict[str, Any] = {
+        "errors": errors,
+        "max_failed_rows": 1,
+        "client": client,
+        "stream": False,
+        "limits": QUICK,
+    }
+    job = batch.Dataset([{"q": "x"}]).sample("no/such", prompt="q", output=out, **options)
+    assert isinstance(job, Job)
     job.wait()
     assert "'no/such' is not served here" in lines(tmp_path / "err.jsonl")[0]["message"]
 
