@@ -1,7 +1,7 @@
 """Rows as JSON, with the values that real rows have: numpy, dates, bytes, very large integers.
 
-Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths, UUIDs and decimals text; NaN and infinities,
-which JSON does not have, null. Anything else is an error that names the column.
+Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths, UUIDs and decimals text; NaN and
+infinities, which JSON does not have, null. Anything else is an error that names the column.
 """
 
 from __future__ import annotations
