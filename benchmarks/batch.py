@@ -242,7 +242,9 @@ def main() -> None:
         beside = "not run: no --ray", "not run: no --ray"
         if given.ray:
             start_s, few_s = ray_data(given.ray, directory, 12, 2)
-            ray_each = (ray_data(given.ray, directory, given.batches, 1)[1] - few_s) / (given.batches - 6)
+            # Its own start of a job varies by more than some hundred batches take.
+            less_s, more_s = (ray_data(given.ray, directory, times * given.batches, 1)[1] for times in (2, 10))
+            ray_each = (more_s - less_s) / (8 * given.batches)
             beside = f"{1000 * ray_each:.1f} ms", f"{start_s + few_s:.1f} s ({few_s:.1f} s without its start)"
     # The difference of two lengths, so that what a job costs once is in neither.
     each = (one["running"] - short["running"]) / (one["batches"] - short["batches"])
