@@ -268,3 +268,9 @@ def test_files_and_functions_stay_readable(path: Path) -> None:
 @pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_every_module_says_what_it_is_for(path: Path) -> None:
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_whoever_is_cancelled_hears_of_it(path: Path) -> None:
+    # Until Python 3.12, wait_for drops a cancellation that comes in the moment in which what it waits for is there.
+    assert "asyncio.wait_for(" not in path.read_text(), "use `async with asyncio.timeout(...)`"

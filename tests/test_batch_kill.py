@@ -27,9 +27,11 @@ import tinsmith.batch.run
 from coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
 from databases import fresh_url
 from tinsmith import batch
+from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
 from tinsmith.batch.state import BatchJobs
 from tinsmith.db import BATCH, Database
+from tinsmith.settings import Settings
 
 STEPS = {
     "batch.claimed": 3,
@@ -245,3 +247,24 @@ def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, da
         cost = cost_of(jobs, job_id, directory, killed=True)
         assert (cost.output, cost.status, cost.leftovers, cost.retries) == (EXPECTED, "SUCCEEDED", [], 0)
         assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"
+
+
+def test_a_coordinator_that_is_told_to_stop_stops_whatever_it_has_just_heard(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, backend="fake", batch_workers=2)
+    url = new_database(tmp_path / "database")
+
+    async def stopped_after(turns: int, jobs: BatchJobs) -> None:
+        coordinator = Coordinator(settings, jobs, "here")
+        coordinator.start()
+        await asyncio.sleep(0.2)
+        for pool in coordinator._pools.values():
+            pool.wake()
+        coordinator.wake()
+        for _ in range(turns):  # of the event loop, in which the word goes on its way
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await coordinator.stop()
+
+    with opened(url) as jobs:
+        for turns in range(5):
+            asyncio.run(stopped_after(turns, jobs))

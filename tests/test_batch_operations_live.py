@@ -15,6 +15,7 @@ import sqlalchemy as sa
 import tinker
 from tinker import types
 
+from databases import database_url
 from live import API_KEY, LiveServer, free_port, serving
 from tinsmith import batch, nano
 from tinsmith.batch.client import Client
@@ -249,7 +250,7 @@ def test_a_retry_goes_on_until_it_is_right(client: Client, tmp_path: Path) -> No
 
 
 def results(data_dir: Path) -> dict[str, bytes]:
-    database = Database(f"sqlite:///{data_dir / 'tinsmith.db'}")
+    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
     with database.read() as connection:
         found = connection.execute(sa.text("SELECT request_id, body FROM future_results")).all()
     database.close()

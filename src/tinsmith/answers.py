@@ -214,7 +214,8 @@ class ServiceAnswers:
         with self._waiters.watch(request_id) as woken:
             while (found := await _run(self._found, question.tenant_id, session_id, request_id)) is None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(woken.wait(), HEARTBEAT_S)
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await woken.wait()
                 woken.clear()
                 await self._session_of(job, question)
         return found

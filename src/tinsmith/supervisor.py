@@ -87,7 +87,8 @@ class Supervisor:
 
     async def _pause(self, pause_s: float) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
 
     async def _may_start(self, shape: ModelShape) -> bool:
         try:

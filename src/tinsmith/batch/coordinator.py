@@ -117,7 +117,8 @@ class _Pool:
         due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
         wait_s = max(0.01, min(due - time.monotonic(), POLL_S))
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.changed.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self.changed.wait()
 
 
 class Coordinator:
@@ -212,7 +213,8 @@ class Coordinator:
             except SQLAlchemyError as error:
                 log.error("bulk jobs cannot be looked for; the next look may", error=repr(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._due.wait()
 
     async def _take_jobs(self) -> None:
         for job_id in await asyncio.to_thread(self._jobs.waiting, self._holder):

@@ -328,7 +328,8 @@ class JobRun:
             await worker.call("/shutdown", grace_s=self._limits.grace_s)
             worker.lost = True
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(worker.started.process.wait(), self._limits.grace_s + 1)
+                async with asyncio.timeout(self._limits.grace_s + 1):
+                    await worker.started.process.wait()
         await worker.close()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
@@ -340,7 +341,8 @@ class JobRun:
         """Keeps the lease; sees a job that is cancelled elsewhere."""
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), self._limits.lease_s / 3)
+                async with asyncio.timeout(self._limits.lease_s / 3):
+                    await self._ended.wait()
             await self.look()
 
     async def look(self) -> None:

@@ -106,7 +106,8 @@ class Keeper:
             except SQLAlchemyError as error:
                 log.error("OpenAI batches cannot be looked for; the next look may", error=repr(error))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._due.wait(), POLL_S)
+                async with asyncio.timeout(POLL_S):
+                    await self._due.wait()
 
     def look(self) -> None:
         """One step with every batch."""

@@ -128,7 +128,8 @@ class Started:
             self.process.stdin.close()  # the worker kills its children, then itself
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.process.wait(), END_S)
+                async with asyncio.timeout(END_S):
+                    await self.process.wait()
         finally:  # also where the wait is cancelled
             if self.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -176,7 +177,8 @@ class LocalPool:
         first = {"token": token, "socket": str(directory / "worker"), "log_path": str(log_path)}
         process.stdin.write(json.dumps(first).encode() + b"\n")
         try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_S)
+            async with asyncio.timeout(START_S):
+                line = await process.stdout.readline()
         except TimeoutError:
             line = b""
         if not line:
