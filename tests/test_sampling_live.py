@@ -122,11 +122,11 @@ def test_dense_and_sparse_targets_come_back_as_they_went(base: tinker.SamplingCl
     assert dense.target_prompt_logprobs.sparse_crow_indices is None
     assert sparse.target_prompt_logprobs.sparse_crow_indices == tensor.sparse_crow_indices
     found = dense.target_prompt_logprobs.to_numpy()
-    np.testing.assert_allclose(sparse.target_prompt_logprobs.to_numpy(), found, atol=1e-5)
+    np.testing.assert_allclose(sparse.target_prompt_logprobs.to_numpy(), found, atol=1e-4)
     assert np.flatnonzero(found).tolist() == np.flatnonzero(ids.numpy() >= 0).tolist()
     assert dense.prompt_logprobs is not None
-    assert found[3, 0] == pytest.approx(dense.prompt_logprobs[4], abs=1e-5)
-    assert found[-1, 2] == pytest.approx(dense.prompt_logprobs[-1], abs=1e-5)
+    assert found[3, 0] == pytest.approx(dense.prompt_logprobs[4], abs=1e-4)
+    assert found[-1, 2] == pytest.approx(dense.prompt_logprobs[-1], abs=1e-4)
 
 
 def test_alternatives_are_drawn_from_what_the_model_expects(base: tinker.SamplingClient) -> None:
@@ -137,7 +137,7 @@ def test_alternatives_are_drawn_from_what_the_model_expects(base: tinker.Samplin
     assert (drawn.tokens.dtype, drawn.logprobs.dtype) == ("int64", "float32")
     scored = ask(base, target_prompt_logprobs=types.TensorData.from_numpy(tokens)).target_prompt_logprobs
     assert scored is not None
-    np.testing.assert_allclose(scored.to_numpy(), logprobs, atol=1e-5)
+    np.testing.assert_allclose(scored.to_numpy(), logprobs, atol=1e-4)
     again = ask(base, prompt_alt_tokens_k=64, seed=3, num_samples=2, max_tokens=3).prompt_alt_tokens
     assert again is not None and again.tokens.to_numpy().tolist() == tokens.tolist()
     other = ask(base, prompt_alt_tokens_k=64).prompt_alt_tokens
@@ -171,11 +171,11 @@ def test_what_truncation_and_greed_do_to_logprobs(base: tinker.SamplingClient) -
     likeliest = ask(base, temperature=0, topk_sample_logprobs=3).sequences[0]
     assert likeliest.topk_logprobs is not None
     assert likeliest.tokens[0] == likeliest.topk_logprobs[0][0][0]
-    assert likeliest.logprobs[0] == pytest.approx(likeliest.topk_logprobs[0][0][1], abs=1e-5)
+    assert likeliest.logprobs[0] == pytest.approx(likeliest.topk_logprobs[0][0][1], abs=1e-4)
     for options in ({"top_k": 1}, {"top_p": 1e-9}):
         cut = ask(base, **options).sequences[0]
         assert cut.tokens[0] == likeliest.tokens[0]
-        assert cut.logprobs[0] == pytest.approx(likeliest.logprobs[0], abs=1e-5)
+        assert cut.logprobs[0] == pytest.approx(likeliest.logprobs[0], abs=1e-4)
         hot = ask(base, temperature=2.0, topk_sample_logprobs=2, **options).sequences[0]
         assert hot.tokens[0] == likeliest.tokens[0]
         assert hot.logprobs[0] < likeliest.logprobs[0]
