@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -17,7 +18,8 @@ import pytest
 from tinsmith import batch
 from tinsmith.batch import functions
 from tinsmith.batch.feeding import Pace
-from tinsmith.batch.pools.local import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.pools.local import LocalPool, PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import JobSpec, Limits
 from tinsmith.batch.share import FairShare
 from tinsmith.errors import SettingsError, UserError
@@ -247,3 +249,25 @@ def test_the_higher_priority_has_the_slots() -> None:
     fair.join(1, 1.0, 0)
     fair.join(2, 1.0, 5)
     assert fair.choose([1, 2]) == 2 and fair.choose([1]) == 1 and fair.choose([]) is None
+
+
+def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[asyncio.subprocess.Process] = []
+    create = asyncio.create_subprocess_exec
+
+    async def noted(*command: Any, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401
+        made.append(await create(*command, **options))
+        return made[-1]
+
+    async def given_up() -> None:
+        starting = asyncio.create_task(LocalPool(PoolSpec("default", 1), JobLogs(tmp_path)).start("w", None))
+        while not made:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.01)  # it waits for the worker's first word
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert made[0].returncode is not None
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    asyncio.run(given_up())

@@ -135,7 +135,7 @@ class Started:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
             shutil.rmtree(self.directory, ignore_errors=True)
-        await self.process.wait()
+            await self.process.wait()
 
 
 class LocalPool:
@@ -181,6 +181,9 @@ class LocalPool:
                 line = await process.stdout.readline()
         except TimeoutError:
             line = b""
+        except asyncio.CancelledError:
+            await started.kill()
+            raise
         if not line:
             await started.kill()
             raise WorkerStartError(f"a worker did not come to listen; see {log_path}")
