@@ -18,20 +18,26 @@ from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
+from tinsmith.census import Census
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import KEYS, Database
 from tinsmith.errors import TinsmithError
 from tinsmith.files import Files
 from tinsmith.futures import Futures, Settlement
+from tinsmith.kept_samples import KeptSamples
+from tinsmith.meters import ServerMeters
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
 from tinsmith.openai_batches.keeper import Keeper, Parts
 from tinsmith.openai_batches.rows import OpenAIBatches
 from tinsmith.ops import LoraSpec, ModelShape, Pending
+from tinsmith.overview import Overview
 from tinsmith.partials import Partials
 from tinsmith.quotas import Limits, Quotas
+from tinsmith.recent_steps import RecentSteps
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -43,6 +49,7 @@ from tinsmith.tenants.keys import Keys, digest_of
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
 from tinsmith.traces import Traces
+from tinsmith.tracing import NoTracing
 from tinsmith.usage import Usage
 from tinsmith.wire import tinker_public_pb2 as pb
 
@@ -165,6 +172,7 @@ def make_harness(
         Quotas(database, limits), Waiters(),
     )  # fmt: skip
     files, batches = Files(database, directory / "files"), OpenAIBatches(database)
+    meters = ServerMeters(None, 2, Census(database, "here").counts)
     services = Services(
         settings=settings,
         bases=Bases(SHAPES),
@@ -172,7 +180,7 @@ def make_harness(
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
-        futures=Futures(database, woken.append),
+        futures=Futures(database, woken.append, meters.submitted),
         usage=Usage(database),
         audit=Audit(database),
         traces=Traces(database),
@@ -191,7 +199,13 @@ def make_harness(
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),
+        curves=Curves(database),
+        recent_steps=RecentSteps(database),
+        kept_samples=KeptSamples(database),
+        overview=Overview(database),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
+        meters=meters,
+        tracing=NoTracing(),
     )
     app = create_app(services)
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)

@@ -17,6 +17,7 @@ from httpx import Response
 from starlette.routing import Route
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
+from tinsmith.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.call import ANTHROPIC, OPENAI
 from tinsmith.routes.openapi import ELSEWHERE
@@ -112,6 +113,7 @@ BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
     "/sample": lambda things: {"sampling_client_id": things.sampler_id, "prompts": [[1, 2]]},
     "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda _things: {"ttl_seconds": 3600},
     "/batch/jobs": resumed_job,
+    "/log_metrics": lambda things: {"model_id": things.model_id, "metrics": {"reward": 1.0}},
 }
 
 
@@ -139,6 +141,7 @@ WITHOUT_IDS = {
     *(prefix + "/embeddings" for prefix in OPENAI),
     "/healthz",
     "/openapi.json",
+    "/metrics",
     "/health",
     "/client/config",
     "/client/dynamic_config",
@@ -165,6 +168,11 @@ LISTINGS = {
     "/billing/usage/checkpoints/current": "",
     "/batch/jobs": "",
     "/batch/pools": "",
+    "/dashboard/overview": "",
+    "/dashboard/runs": "",
+    "/dashboard/queue": "",
+    "/dashboard/tenant": "",
+    "/dashboard/samples": "",
 }
 # Routes whose link is the permission; test_routes_downloads.py shows what it takes.
 BY_LINK = {"/sessions/{session_id}/trace"}
@@ -200,6 +208,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 def things_of(harness: Harness, key: str = ALICE) -> Things:
     session_id = harness.session(key)
     model_id = harness.model(session_id, key=key)
+    keep_sample(harness, key.removeprefix("tml-"), session_id, f"{model_id}:0")
     return Things(
         session_id,
         model_id,
@@ -209,6 +218,14 @@ def things_of(harness: Harness, key: str = ALICE) -> Things:
         failed_job(harness, session_id, key),
         *uploaded(harness, key),
     )
+
+
+def keep_sample(harness: Harness, tenant_id: str, session_id: str, request_id: str) -> None:
+    """As the engine does it with a sample of this name."""
+    content = SampleContent([1, 2], 0, {}, [KeptSequence([3], [-0.5], "stop")])
+    with harness.services.models._db.write() as connection:
+        for statement in keeping(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
+            connection.execute(statement)
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from tinsmith.errors import NotFoundError
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
+from tinsmith.kept_samples import KeptSamples
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
@@ -44,7 +45,7 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, tmp_path / "files"))
+    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, tmp_path / "files"), KeptSamples(db))
     return SweptParts(*nouns, checkpoints, versions, snapshots, *others)
 
 

@@ -14,10 +14,10 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.batch.operations.openai_request import VERB
-from tinsmith.routes import API, problems
+from tinsmith.routes import API, pages, problems
 from tinsmith.routes.call import Services, answer
 from tinsmith.routes.openai_batches import answer_request
 from tinsmith.wire.fields import show
@@ -66,9 +66,27 @@ class _OwnPages:
         return ""
 
 
+class _Answered:
+    """Counts answers by their status."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._answered = services.meters.answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answered(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [Middleware(_OwnPages, services=services)]
-    app = Starlette(routes=API, middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan)
+    middleware = [Middleware(_Answered, services=services), Middleware(_OwnPages, services=services)]
+    app = Starlette(
+        routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan
+    )
     # A path with a slash too many is not found. The router would send its client to whatever host it had named.
     app.router.redirect_slashes = False
     app.state.services = services

@@ -32,7 +32,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
-from tinsmith import batch_tables, file_tables
+from tinsmith import batch_tables, file_tables, record_tables
 from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
@@ -130,7 +130,11 @@ FUTURES = sa.Table(
     sa.Column("category", sa.String(16)),
     sa.Column("result_type", sa.String(8)),  # proto | json
     sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("started_at", sa.Float),  # when an engine began to work on it ...
+    sa.Column("ran_at", sa.Float),  # ... and had its result
     sa.Column("settled_at", sa.Float),
+    sa.Column("step", sa.Integer),  # which of that engine's steps it was part of
+    sa.Column("traceparent", sa.String(64)),  # the span that it came with (see tracing)
     sa.UniqueConstraint("model_id", "seq_id"),
     sa.UniqueConstraint("sampling_session_id", "seq_id"),
     sa.Index("ix_futures_work", "base_model", "state", "arrival"),
@@ -288,6 +292,7 @@ SEQUENCES = sa.Table(
 
 BATCH = batch_tables.define(METADATA)
 UPLOADS, OPENAI_BATCHES = file_tables.define(METADATA)
+CURVE_POINTS, RECENT_STEPS, KEPT_SAMPLES = record_tables.define(METADATA)
 
 
 Fence = Callable[[Connection], None]

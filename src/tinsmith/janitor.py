@@ -28,6 +28,7 @@ from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture
+from tinsmith.kept_samples import KEPT_S, KeptSamples
 from tinsmith.models import Model, Models
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
@@ -64,6 +65,7 @@ class SweptParts:
     custom_losses: CustomLosses
     sequences: Sequences
     files: Files
+    kept_samples: KeptSamples
 
 
 class Janitor:
@@ -127,6 +129,7 @@ class Janitor:
             log.info("checkpoint expired", path=checkpoint.ref.path)
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
         parts.files.sweep_expired()
+        parts.kept_samples.sweep(now() - KEPT_S)
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
             for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):

@@ -13,12 +13,14 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
 import structlog
 import uvicorn
 import uvloop
+from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
@@ -29,10 +31,12 @@ from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
+from tinsmith.census import Census
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
+from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
@@ -40,14 +44,18 @@ from tinsmith.errors import SettingsError
 from tinsmith.files import Files
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.kept_samples import KeptSamples
 from tinsmith.listen import open_mailbox
+from tinsmith.meters import ServerMeters, emptied_directory, time_connections
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
 from tinsmith.openai_batches.keeper import Keeper, Parts
 from tinsmith.openai_batches.rows import OpenAIBatches
+from tinsmith.overview import Overview
 from tinsmith.partials import MARK, Partials
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
+from tinsmith.recent_steps import RecentSteps
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -60,6 +68,7 @@ from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
 from tinsmith.traces import Traces
+from tinsmith.tracing import open_tracing
 from tinsmith.usage import Usage
 
 PATIENCE_S = 5.0
@@ -147,30 +156,23 @@ def build(settings: Settings) -> Server:
     served = base_models.resolve(settings.models)
     database = Database(settings.resolved_database_url, patience_s=PATIENCE_S)
     engines = Engines(database, holder_of(data_dir))
-    supervisor = Supervisor(settings, served, engines)
+    meters = ServerMeters(
+        emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
+    )
+    time_connections(partial(event.listen, database.engine), meters.database_used)
+    supervisor = Supervisor(settings, served, engines, meters.engine_gone)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     mailbox = open_mailbox(settings.resolved_database_url, data_dir, SERVER)
     waiters = Waiters()
+    meters.held_polls(waiters.__len__)
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    services = _services(settings, served, database, waiters, Futures(database, wake), engines)
+    futures = Futures(database, wake, meters.submitted)
+    services = _services(settings, served, database, waiters, futures, engines, meters)
     if services.tenants.accepts_anyone():
         _refuse_public_address(settings)
-    swept = SweptParts(
-        services.sessions,
-        services.models,
-        services.sampling_sessions,
-        services.futures,
-        services.checkpoints,
-        Directories(settings.resolved_storage_dir / "versions"),
-        Directories(settings.resolved_storage_dir / "snapshots"),
-        services.audit,
-        services.custom_losses,
-        services.sequences,
-        services.files,
-    )
-    janitor = Janitor(settings, swept, lambda: database.alone("janitor"))
+    janitor = Janitor(settings, _swept(settings, services), lambda: database.alone("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -188,6 +190,7 @@ def build(settings: Settings) -> Server:
             await services.batch_keeper.stop()
             await services.coordinator.stop()
             await supervisor.stop()
+            await asyncio.to_thread(services.tracing.close)
             for task in tasks:
                 task.cancel()
             loop.remove_reader(mailbox.fileno())
@@ -198,8 +201,31 @@ def build(settings: Settings) -> Server:
     return Server(settings, create_app(services, lifespan), served, _listen(settings), supervisor, waiters)
 
 
+def _swept(settings: Settings, services: Services) -> SweptParts:
+    return SweptParts(
+        services.sessions,
+        services.models,
+        services.sampling_sessions,
+        services.futures,
+        services.checkpoints,
+        Directories(settings.resolved_storage_dir / "versions"),
+        Directories(settings.resolved_storage_dir / "snapshots"),
+        services.audit,
+        services.custom_losses,
+        services.sequences,
+        services.files,
+        services.kept_samples,
+    )
+
+
 def _services(
-    settings: Settings, served: Bases, database: Database, waiters: Waiters, futures: Futures, engines: Engines
+    settings: Settings,
+    served: Bases,
+    database: Database,
+    waiters: Waiters,
+    futures: Futures,
+    engines: Engines,
+    meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
     files = Files(database, settings.resolved_storage_dir / "files")
@@ -236,7 +262,13 @@ def _services(
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),
+        curves=Curves(database),
+        recent_steps=RecentSteps(database),
+        kept_samples=KeptSamples(database),
+        overview=Overview(database),
         queue_state=engines.queue_state,
+        meters=meters,
+        tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         reads_wait=not database.is_sqlite,
     )
 

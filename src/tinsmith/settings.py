@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -80,6 +81,13 @@ class Settings(BaseSettings):
     max_file_bytes: int = Field(default=512 * MEBIBYTE, gt=0)
     """Largest file that can be uploaded to /v1/files."""
 
+    max_upload_bytes: int = Field(default=4096 * MEBIBYTE, gt=0)
+    """Largest adapter, with its optimizer's state, that can be uploaded as a checkpoint."""
+
+    hub_base_weights: bool = False
+    """Whether the mirror at /hub gives away the weights of base models, and not their tokenizers and configurations
+    only."""
+
     step_token_budget: int = Field(default=65536, gt=0)
     """Most tokens of training requests that share one step."""
 
@@ -105,6 +113,10 @@ class Settings(BaseSettings):
     signing_secret: SecretStr = SecretStr("")
     """Secret of 32 or more bytes that signs tokens and download addresses; empty means one that is made in the data
     directory. Servers that share a database must share it."""
+
+    kept_samples: int = Field(default=200, ge=0, le=10_000)
+    """How many recent samples of each tenant are kept for a day, with prompts and answers, for the tenant to read in
+    the dashboard; 0 keeps none."""
 
     audit_retention_days: float = Field(default=90.0, gt=0)
     """How long entries of the audit log are kept."""
@@ -161,6 +173,20 @@ class Settings(BaseSettings):
     log_level: str = "INFO"
     """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
 
+    log_format: Literal["logfmt", "json", "console"] = "logfmt"
+    """Form of a line of the logs: `logfmt` (key=value), `json`, or `console` (aligned, for reading)."""
+
+    metrics_token: SecretStr = SecretStr("")
+    """Bearer token that opens `/metrics`. Without one, a server that has keys shows its figures to nobody, and one
+    without keys to everyone on its machine."""
+
+    metrics_tenants: int = Field(default=50, ge=0, le=10_000)
+    """How many tenants have figures of their own in `/metrics`: the first that come. All others are `other`."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
+    """Collector of OpenTelemetry traces, such as `http://127.0.0.1:4318`, spoken to by OTLP over HTTP (needs
+    `tinsmith[otel]`); empty means no traces."""
+
     @property
     def resolved_data_dir(self) -> Path:
         return self.data_dir.expanduser().resolve()
@@ -186,8 +212,9 @@ def load(given: dict[str, object]) -> Settings:
         raise SettingsError(_in_words(error)) from None
 
 
-def engine_environment() -> dict[str, str]:
-    """The environment of an engine process; what the user has set stays, but for secrets.
+def engine_environment(metrics_dir: Path | None = None) -> dict[str, str]:
+    """The environment of an engine process; what the user has set stays, but for secrets. `metrics_dir` is where its
+    meters are written (prometheus-client reads this variable when it is imported, and nothing else).
 
     An engine's settings come by pipe, and it asks nobody for anything. A Postgres password (PGPASSWORD) is the one
     secret that it may need.
@@ -201,7 +228,8 @@ def engine_environment() -> dict[str, str]:
     """
     needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
-    return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **kept, **needed}
+    metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
+    return {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", **kept, **needed, **metered}
 
 
 def worker_environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import orjson
 import structlog
@@ -23,15 +23,18 @@ from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
+from tinsmith.engine.metering import EngineMeters
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
 from tinsmith.engine.queues import Lane, Queues
+from tinsmith.engine.recording import Recorder, Records
 from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.versions import Versions
+from tinsmith.engine.worklog import Worklog
 from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
@@ -43,6 +46,7 @@ from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+from tinsmith.tracing import NoTracing, Tracing
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
@@ -62,6 +66,8 @@ class Nouns:
     versions: Directories
     snapshots: Directories
     custom_losses: CustomLosses
+    records: Records | None = None
+    tracing: Tracing = field(default_factory=NoTracing)
 
 
 class Engine:
@@ -82,7 +88,12 @@ class Engine:
             backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
         )
         self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
-        self._sampling = Sampling(backend, nouns, self._prepare_version, self._suspects, self._settle, self._tell)
+        self.meters = EngineMeters(shape.name, settings.step_token_budget, settings.metrics_tenants)
+        self._worklog = Worklog(self.meters, nouns.tracing)
+        self._sampling = Sampling(
+            backend, nouns, self._prepare_version, self._suspects, self._settle, self._tell, self._worklog, self.meters
+        )
+        self._recorder = Recorder(shape.name, nouns.records)
         self._fairness = Fairness()
         self._prices = Prices()
         self._last_arrival = 0
@@ -135,6 +146,8 @@ class Engine:
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._fetch_late()
             self._give_up_gaps()
+            self._recorder.flush()
+            self._sampling.measure()
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
             self._fetch(self._mailbox.drain())
         return busy
@@ -183,6 +196,7 @@ class Engine:
             return
         if request.state == "pending":
             self._queues.known.add(request.request_id)
+            self._worklog.arrived(request)
         if request.kind == "sample":
             if request.state == "pending":
                 self._queues.add_sample(request)
@@ -225,24 +239,32 @@ class Engine:
     def _training_turn(self) -> bool:
         """Run one planned step; False if there was nothing to do."""
         self._unload()
+        planned_at = time.time()
         queues, budget = self._queues.model_queues(), self._settings.step_token_budget
         step, self._fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
         if not step:
             return False
         reach("engine.planned")
+        self._worklog.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
         started = time.monotonic()
         for group in self._suspects.groups(step.optim_steps):
             self._run_optim_steps(group)
+        if step.optim_steps:
+            self.meters.worked("optim_steps", time.monotonic() - started)
         for request in step.singles:
             begun = time.monotonic()
             self._run_single(request)
             self._prices.note_single(request.kind, time.monotonic() - begun)
+            self.meters.worked(request.kind, time.monotonic() - begun)
         begun = time.monotonic()
         for group in self._suspects.groups(step.passes):
             self._run_passes(group)
+        passes_s = time.monotonic() - begun
         self._last_step_s = time.monotonic() - started
         self._snapshots.worked(self._last_step_s)
-        self._prices.note_passes(sum(request.num_tokens for request in step.passes), time.monotonic() - begun)
+        self._recorder.ran(step, self._last_step_s)
+        self._prices.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
+        self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
             "step",
             passes=len(step.passes),
@@ -260,6 +282,7 @@ class Engine:
             reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
+            self._recorder.forget(request.model_id)
             self._operations.unload(request.model_id)
             reach("model.unloaded")
             if model := self._nouns.models.find(request.model_id):
@@ -321,6 +344,7 @@ class Engine:
         return self._suspects.running([request.request_id for request, _ in ready])
 
     def _run_passes(self, requests: Sequence[Pending]) -> None:
+        self._worklog.began(requests)
         ready = self._ready(requests)
         if not ready:
             return
@@ -341,6 +365,7 @@ class Engine:
                 keep = request.kind in REPLAYED_KINDS
                 if keep and request.model_id:
                     self._snapshots.count(request.model_id, body_bytes=len(body))
+                self._recorder.passed(request, outcome)
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:
@@ -349,6 +374,7 @@ class Engine:
         self._settle_in_lane(settled)
 
     def _run_optim_steps(self, requests: Sequence[Pending]) -> None:
+        self._worklog.began(requests)
         ready = self._ready(requests)
         if not ready:
             return
@@ -367,7 +393,7 @@ class Engine:
             self._settle_in_lane([(request, Settlement(request.request_id, error=_as_error(error, request)))])
             return
         settled: list[tuple[Pending, Settlement]] = []
-        for (request, body), outcome in zip(ready, outcomes, strict=True):
+        for (request, body), step, outcome in zip(ready, steps, outcomes, strict=True):
             assert request.model_id is not None
             self._snapshots.count(request.model_id, steps=1, body_bytes=len(body))
             if isinstance(outcome, TinsmithError):
@@ -375,11 +401,13 @@ class Engine:
                 settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
             else:
                 answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
-                settled.append((request, Settlement(request.request_id, answer, keep_body=True)))
+                effects = self._recorder.stepped(request, step, outcome)
+                settled.append((request, Settlement(request.request_id, answer, keep_body=True, effects=effects)))
         self._settle_in_lane(settled)
 
     def _run_single(self, request: Pending) -> None:
         assert request.model_id is not None
+        self._worklog.began([request])
         model = self._nouns.models.find(request.model_id)
         body = self._nouns.futures.bodies([request.request_id])[request.request_id]
         try:
@@ -429,12 +457,14 @@ class Engine:
 
     def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
         reach("engine.ran")
+        settlements = self._worklog.timed(settlements)
         self._nouns.futures.settle(settlements, applied)
         reach("settle.committed")
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._suspects.forget(ids)
         self._mailbox.wake(SERVER, ids)
+        self._worklog.settled(settlements)
         for settlement in settlements:
             if settlement.clean_up:
                 settlement.clean_up()
@@ -446,5 +476,6 @@ def _as_error(error: Exception, request: Pending) -> TinsmithError:
     if isinstance(error, MemoryError):
         size = f" of {request.num_tokens} tokens" if request.num_tokens else ""
         return UserError(f"this {request.kind}{size} does not fit into the engine's memory, even alone: {error}")
-    log.error("a request failed", request_id=request.request_id, kind=request.kind, exc_info=error)
+    ids = {"request_id": request.request_id, "model_id": request.model_id, "tenant_id": request.tenant_id}
+    log.error("a request failed", kind=request.kind, exc_info=error, **ids)
     return EngineFailedError(f"{request.kind} failed in the engine: {type(error).__name__}: {error}")

@@ -15,9 +15,11 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import structlog
+from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import backends, crashpoints
@@ -26,6 +28,7 @@ from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
+from tinsmith.engine.recording import Records
 from tinsmith.engines import (
     EXIT_LEASE_HELD,
     EXIT_UNUSABLE_MODEL,
@@ -40,12 +43,14 @@ from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
 from tinsmith.listen import open_mailbox
 from tinsmith.logs import configure_logs
+from tinsmith.meters import time_connections
 from tinsmith.models import Models
 from tinsmith.notify import engine_mailbox
 from tinsmith.ops import ModelShape
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories, claim
+from tinsmith.tracing import NoTracing, Tracing, open_tracing
 
 log = structlog.get_logger()
 
@@ -53,7 +58,8 @@ log = structlog.get_logger()
 def main() -> int:
     spec = json.loads(sys.stdin.readline())
     settings = Settings.model_validate(spec["settings"])
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
+    structlog.contextvars.bind_contextvars(base_model=spec["name"])
     server = os.getppid()
     crashpoints.arm(
         settings.crash_point,
@@ -103,7 +109,9 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
     # What was computed is not given up because another process holds the database.
     database = Database(settings.resolved_database_url, fence(lease), patience_s=math.inf)
     mailbox = open_mailbox(settings.resolved_database_url, settings.resolved_data_dir, engine_mailbox(shape.name))
-    engine = Engine(shape, backend, open_nouns(database, settings), mailbox, settings)
+    tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
+    engine = Engine(shape, backend, open_nouns(database, settings, tracing), mailbox, settings)
+    time_connections(partial(event.listen, database.engine), engine.meters.database_used)
     threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()
     engines.set_state(shape.name, "ready")
     log.info("engine ready", base_model=shape.name)
@@ -111,13 +119,14 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
         engine.run(stopping.is_set)
     finally:
         mailbox.close()
+        tracing.close()
         with contextlib.suppress(SQLAlchemyError):  # the supervisor releases what this engine cannot
             engines.release(shape.name, "stopped")
         database.close()
     return 0
 
 
-def open_nouns(database: Database, settings: Settings) -> Nouns:
+def open_nouns(database: Database, settings: Settings, tracing: Tracing | None = None) -> Nouns:
     root = settings.resolved_storage_dir
     return Nouns(
         futures=Futures(database),
@@ -127,6 +136,8 @@ def open_nouns(database: Database, settings: Settings) -> Nouns:
         versions=Directories(root / "versions"),
         snapshots=Directories(root / "snapshots"),
         custom_losses=CustomLosses(database),
+        records=Records(database, settings.kept_samples),
+        tracing=tracing or NoTracing(),
     )
 
 

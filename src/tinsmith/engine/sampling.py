@@ -18,8 +18,11 @@ import structlog
 from tinsmith import sequences
 from tinsmith.backends import Backend
 from tinsmith.crashpoints import reach
+from tinsmith.engine.metering import DECODE, EngineMeters
 from tinsmith.engine.queues import Queues
+from tinsmith.engine.recording import BegunSample, SampleKeeper
 from tinsmith.engine.suspects import Suspects
+from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Partial, Pending, SampleResult
@@ -42,10 +45,13 @@ Settle = Callable[[Sequence[Settlement], dict[str, int]], None]
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A request in the sampler: the tokens of its prompt, and the session that its sequences are recorded for."""
+    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, and what
+    will be kept of it.
+    """
 
     prompt_tokens: int
     recorded_for: str | None
+    begun: BegunSample | None = None
 
 
 class Sampling:
@@ -57,6 +63,8 @@ class Sampling:
         suspects: Suspects,
         settle: Settle,
         tell: Callable[[Sequence[Partial]], None],
+        worklog: Worklog,
+        meters: EngineMeters,
     ) -> None:
         self._backend = backend
         self._nouns = nouns
@@ -64,6 +72,9 @@ class Sampling:
         self._suspects = suspects
         self._settle = settle
         self._tell = tell
+        self._worklog = worklog
+        self._meters = meters
+        self._keeper = SampleKeeper(nouns.records)
         self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
 
@@ -83,6 +94,7 @@ class Sampling:
         """One decode step; finished requests are settled at once."""
         if not self._backend.sampler.has_work:
             return
+        started = time.monotonic()
         try:
             with self._suspects.running(list(self._inside)):
                 finished = self._backend.sampler.step()
@@ -93,11 +105,16 @@ class Sampling:
                 self._backend.sampler.cancel(request_id)
             self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
             return
+        self._meters.worked(DECODE, time.monotonic() - started)
         if partials := self._backend.sampler.partials():
             self._tell(partials)
-        settlements = [_settlement(request_id, outcome, self._inside[request_id]) for request_id, outcome in finished]
+        settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
+
+    def measure(self) -> None:
+        """Tell the meters how full the sampler is."""
+        self._meters.sampler(len(self._inside), self._backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
@@ -142,6 +159,7 @@ class Sampling:
 
     def _submit(self, request: Pending, body: bytes) -> None:
         self._inside[request.request_id] = _Inside(0, None)
+        self._worklog.began([request])
         try:
             if verdict := self._suspects.verdict(request.request_id):
                 raise verdict
@@ -152,13 +170,15 @@ class Sampling:
                 version_id = self._prepare_version(sampler)
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
-                self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for)
+                begun = self._keeper.begin(request, sampler, sample)
+                self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for, begun)
                 self._backend.sampler.submit(sample)
                 reach("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except Exception as error:  # the answer of this request alone
-            log.error("a sample could not start", request_id=request.request_id, exc_info=error)
+            ids = {"request_id": request.request_id, "tenant_id": request.tenant_id}
+            log.error("a sample could not start", exc_info=error, **ids)
             failure = EngineFailedError(f"sample failed in the engine: {type(error).__name__}: {error}")
             self._finish([Settlement(request.request_id, error=failure)])
 
@@ -167,13 +187,15 @@ class Sampling:
         for settlement in settlements:
             self._inside.pop(settlement.request_id, None)
 
-
-def _settlement(request_id: str, outcome: SampleResult | TinsmithError, inside: _Inside) -> Settlement:
-    if not isinstance(outcome, SampleResult):
-        return Settlement(request_id, error=outcome)
-    lengths = [len(sequence.tokens_T) for sequence in outcome.sequences]
-    cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
-    effects: list[sa.Executable] = []
-    if inside.recorded_for is not None:
-        effects.append(sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
-    return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)
+    def _settlement(self, request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
+        if not isinstance(outcome, SampleResult):
+            return Settlement(request_id, error=outcome)
+        inside = self._inside[request_id]
+        lengths = [len(sequence.tokens_T) for sequence in outcome.sequences]
+        cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
+        effects: list[sa.Executable] = []
+        if inside.recorded_for is not None:
+            effects.append(sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
+        if inside.begun is not None:
+            effects += self._keeper.kept(inside.begun, outcome)
+        return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

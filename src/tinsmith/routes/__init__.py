@@ -1,4 +1,4 @@
-"""The HTTP routes, one file per noun, all below /api/v1 but those of OpenAI's clients.
+"""The HTTP routes, one file per noun, all below /api/v1 but those of other services' clients.
 
 Routes know the durable nouns, the wire format and admission; they never meet a device. `call` is what they
 share, `submission` is how a request becomes a future, `problems` is how an error becomes an answer.
@@ -15,15 +15,20 @@ from tinsmith.routes import (
     batch,
     checkpoints,
     copies,
+    curves,
     dialect,
     downloads,
     futures,
+    hub,
     losses,
+    metrics,
     models,
     openai,
     openai_batches,
     openai_files,
     openapi,
+    overview,
+    samples,
     sampling,
     search,
     service,
@@ -31,6 +36,7 @@ from tinsmith.routes import (
     telemetry,
     traces,
     training,
+    uploads,
     usage,
     weights,
 )
@@ -54,16 +60,22 @@ API = [
         checkpoints,
         copies,
         downloads,
+        uploads,
         auth,
         usage,
         audit,
         traces,
+        curves,
+        overview,
+        samples,
         batch,
         telemetry,
         service,
+        metrics,
         openapi,
         dialect,
     )
     for route in noun.ROUTES
-] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES]
+] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES, *metrics.ROOT_ROUTES]
 API += [*openai.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *openai_files.ROOT_ROUTES, *openai_batches.ROOT_ROUTES]
+API += hub.ROOT_ROUTES

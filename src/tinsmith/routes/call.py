@@ -9,13 +9,16 @@ may touch the database, whose writers wait for one another), then the answer. Er
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from structlog.contextvars import bind_contextvars
 
 from tinsmith.answers import ServiceAnswers
 from tinsmith.audit import Audit
@@ -24,24 +27,31 @@ from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
+from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.files import Files
 from tinsmith.futures import Futures
+from tinsmith.kept_samples import KeptSamples
+from tinsmith.meters import ServerMeters
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
 from tinsmith.openai_batches.keeper import Keeper
 from tinsmith.openai_batches.rows import OpenAIBatches
+from tinsmith.overview import Overview
 from tinsmith.partials import Partials
 from tinsmith.quotas import Quotas
+from tinsmith.recent_steps import RecentSteps
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
 from tinsmith.standing import StandingSessions
+from tinsmith.tenants import ANY_KEY
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.traces import Traces
+from tinsmith.tracing import Tracing
 from tinsmith.usage import Usage
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, read_object, show
@@ -52,6 +62,8 @@ PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
 """Where OpenAI's paths are, each of them twice: its clients are pointed at either."""
 ANTHROPIC = "/anthropic/api/v1"
+HUB = "/hub"
+"""What clients of the Hugging Face hub are given as its address."""
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
@@ -90,7 +102,13 @@ class Services:
     texts: Texts
     partials: Partials
     standing: StandingSessions
+    curves: Curves
+    recent_steps: RecentSteps
+    kept_samples: KeptSamples
+    overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
+    meters: ServerMeters
+    tracing: Tracing
     reads_wait: bool = True
 
 
@@ -121,7 +139,7 @@ class Call:
         return int(text)
 
 
-Handler = Callable[[Call], JsonObject]
+Handler = Callable[[Call], JsonObject | list[JsonObject]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -137,7 +155,10 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
             return orjson.dumps(handler(call_of(request, services, tenant_id, decoded)))
 
-        return Response(await run(work), media_type=bodies.JSON_TYPE)
+        if not services.tracing.on:
+            return Response(await run(work), media_type=bodies.JSON_TYPE)
+        with traced(request, services, tenant_id, handler.__name__):
+            return Response(await run(work), media_type=bodies.JSON_TYPE)
 
     return respond
 
@@ -156,10 +177,13 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if b"%00" in request.scope["query_string"]:
         raise UserError("the query holds a NUL character; leave it out")
     credential = request.headers.get("x-api-key")
-    if credential is None and (is_openai(request) or is_anthropic(request)):
+    if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         credential = given.strip() if scheme.lower() == "bearer" else None
+    if is_hub(request) and await run(services.tenants.accepts_anyone):
+        credential = ANY_KEY  # loaders of models have no key, or one of the hub's own
     caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
+    bind_contextvars(tenant_id=caller.tenant_id)  # each request has a context of its own
     return services, caller.tenant_id
 
 
@@ -171,6 +195,11 @@ def is_openai(request: Request) -> bool:
 def is_anthropic(request: Request) -> bool:
     """The same for Anthropic's."""
     return request.url.path.startswith(f"{ANTHROPIC}/")
+
+
+def is_hub(request: Request) -> bool:
+    """The same for those of the Hugging Face hub."""
+    return request.url.path.startswith(f"{HUB}/")
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
@@ -202,9 +231,16 @@ async def read_json(request: Request) -> Fields:
     return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
 
+def traced(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
+    """A span around the answer to a request, below its client's."""
+    told = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
+    return services.tracing.span(name, request.headers.get("traceparent"), told)
+
+
 async def run(work: Callable[..., T], *args: object) -> T:
-    """Call `work` on a worker thread."""
-    return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+    """Call `work` on a worker thread, which logs and traces as part of the same request."""
+    within = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(None, within, work, *args)
 
 
 def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -19,7 +19,7 @@ from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.routes.call import Call, JsonObject, Services, authenticate, call_of, endpoint, run
 from tinsmith.routes.checkpoints import CHECKPOINT, record, ref_of
-from tinsmith.routes.links import follow_link, sign_link
+from tinsmith.routes.links import Link, follow_link, sign_link
 
 PURPOSE = "download"
 DOWNLOAD = "/downloads/{directory}/{run_id}/{kind}/{name}"
@@ -45,15 +45,26 @@ def external_weights_urls(call: Call) -> JsonObject:
     }
 
 
+def archive_url(call: Call) -> JsonObject:
+    """A link to one tar of all files, for a checkpoint of any kind."""
+    link = _link_to_archive(call)
+    return {"url": link.url, "expires": link.expires.isoformat().replace("+00:00", "Z")}
+
+
+def _link_to_archive(call: Call) -> Link:
+    checkpoint = _readable(call)
+    link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
+    record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")
+    return link
+
+
 async def archive_link(request: Request) -> Response:
-    """302 to one tar of all files, for a checkpoint of any kind."""
+    """302 to the same."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
     def work() -> Response:
-        checkpoint = _readable(call)
-        link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
-        record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")
+        link = _link_to_archive(call)
         return RedirectResponse(link.url, 302, {"expires": format_datetime(link.expires, usegmt=True)})
 
     return await run(work)
@@ -137,6 +148,7 @@ def _padded(size: int) -> int:
 ROUTES = [
     Route(CHECKPOINT + "/external_weights_urls", endpoint(external_weights_urls), methods=["GET"]),
     Route(CHECKPOINT + "/archive", archive_link, methods=["GET"]),
+    Route(CHECKPOINT + "/archive_link", endpoint(archive_url), methods=["GET"]),
     Route(DOWNLOAD + "/files/{file}", download_file, methods=["GET"]),
     Route(DOWNLOAD + "/archive", download_archive, methods=["GET"]),
 ]

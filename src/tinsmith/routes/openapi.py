@@ -19,11 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.audit import PREFIXES
+from tinsmith.meters import CONTENT_TYPE as METRICS_TYPE
+from tinsmith.overview import SORTS
 from tinsmith.routes.batch import EVENT_STREAM
-from tinsmith.routes.call import ANTHROPIC, MAX_PAGE, OPENAI, PREFIX
+from tinsmith.routes.call import ANTHROPIC, HUB, MAX_PAGE, OPENAI, PREFIX
 from tinsmith.routes.checkpoints import CHECKPOINT, RUN
 from tinsmith.routes.downloads import DOWNLOAD
-from tinsmith.routes.openai_files import FORM_TYPE, JSONL_TYPE
+from tinsmith.routes.forms import FORM_TYPE
+from tinsmith.routes.openai_files import JSONL_TYPE
 from tinsmith.routes.requests import ANYTHING, FLAG, NUMBER, REQUESTS, SHARED, Schema, fields, integer, one_of, ref
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 
@@ -86,7 +89,9 @@ CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 SESSION_IDS = fields({"sessions": TEXTS})
 ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
-ELSEWHERE = tuple(f"{prefix}/" for prefix in (*OPENAI, ANTHROPIC))
+ELSEWHERE = tuple(f"{prefix}/" for prefix in (*OPENAI, ANTHROPIC, HUB))
+UPLOADED = fields({"tinker_path": TEXT, "base_model": TEXT, "lora_rank": COUNT, "size_bytes": COUNT})
+REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
 HEALTH = fields({"status": one_of("healthy"), "version": TEXT, "timestamp": TEXT})
 BY_PATH = fields(
     {"request_id": TEXT, "status": one_of("pending", "completed", "failed")},
@@ -144,6 +149,7 @@ OPERATIONS = (
     Operation("GET /healthz", "Whether the server answers", fields({"status": one_of("ok")}), keyed=False),
     Operation("GET /health", "The same with its version", HEALTH, keyed=False),
     Operation("GET /openapi.json", "This document", ANYTHING, keyed=False),
+    Operation("GET /metrics", "Figures for Prometheus; the bearer is metrics_token", METRICS_TYPE, (401,), keyed=False),
     Operation("POST /client/config", "Flags of a client", ANYTHING),
     Operation("POST /client/dynamic_config", "Flags that a client fetches again", ANYTHING),
     Operation("GET /get_server_capabilities", "The served base models", fields({"supported_models": LIST})),
@@ -229,6 +235,7 @@ OPERATIONS = (
     ),
     Operation("POST /weights_info", "What an adapter is", fields({"base_model": TEXT, "is_lora": FLAG}), (404, 410)),
     Operation("POST /copy_weights", "Copy a checkpoint", fields({"tinker_path": TEXT}), (404, 410, 429)),
+    Operation("POST /upload_weights", "Store an adapter as a checkpoint", UPLOADED, (404, 429)),
     Operation("DELETE " + CHECKPOINT, "Delete a checkpoint", ANYTHING, (404, 410)),
     Operation("POST " + CHECKPOINT + "/publish", "Let everyone read it", ANYTHING, (404, 410)),
     Operation("DELETE " + CHECKPOINT + "/publish", "Let nobody else read it", ANYTHING, (404, 410)),
@@ -242,6 +249,43 @@ OPERATIONS = (
     Operation("GET " + CHECKPOINT + "/archive", "302 to a tar of all files", ANYTHING, (302, 404, 410)),
     Operation("GET " + DOWNLOAD + "/files/{file}", "One file", FILE_TYPE, (206, 416, *LINKED), LINK, keyed=False),
     Operation("GET " + DOWNLOAD + "/archive", "All files", TAR_TYPE, LINKED, LINK, keyed=False),
+    Operation(
+        "GET " + CHECKPOINT + "/archive_link",
+        "The same link, as JSON",
+        fields({"url": TEXT, "expires": TEXT}),
+        (404, 410),
+    ),
+    # Curves, and what the dashboard shows.
+    Operation("POST /log_metrics", "Log a run's metrics", fields({"model_id": TEXT, "step": COUNT}), (404,)),
+    Operation(
+        "GET " + RUN + "/metrics",
+        "A run's metrics, step by step",
+        fields({"points": LIST, "cursor": NUMBER}),
+        (404,),
+        {"after": {"type": "number", "minimum": 0}},
+    ),
+    Operation("GET /dashboard/overview", "How much there is", fields({"counts": ANYTHING, "engines": LIST})),
+    Operation(
+        "GET /dashboard/runs",
+        "Runs by search",
+        fields({"runs": LIST, "cursor": ref("Cursor")}),
+        query={**PAGE, "search": TEXT | {"maxLength": 200}, "sort": one_of(*SORTS), "order": one_of("asc", "desc")},
+    ),
+    Operation("GET /dashboard/runs/{run_id}", "One run", fields({"model_id": TEXT, "metrics": ANYTHING}), (404,)),
+    Operation("GET /dashboard/queue", "What waits, and the last steps", fields({"waiting": LIST, "engines": LIST})),
+    Operation("GET /dashboard/tenant", "Keys and quotas", fields({"tenant_id": TEXT, "keys": LIST, "quotas": LIST})),
+    Operation(
+        "GET /dashboard/samples",
+        "Kept samples, newest first",
+        fields({"samples": LIST, "cursor": ref("Cursor")}),
+        query={**PAGE, "search": TEXT | {"maxLength": 200}},
+    ),
+    Operation(
+        "GET /dashboard/samples/{request_id}",
+        "A kept sample, token by token",
+        fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
+        (404,),
+    ),
     # Accounts.
     Operation(
         "GET /billing/usage/events",
@@ -325,6 +369,17 @@ OPERATIONS = (
             ("POST", "/batches/{batch_id}/cancel", "End it", ref("Batch"), (404,), None),
         )
     ),
+    *(
+        Operation(f"GET {HUB}{path}", summary, answers, (403, 404))
+        for path, summary, answers in (
+            ("/api/whoami-v2", "Whose the token is", fields({"name": TEXT})),
+            ("/api/models/{repo}", "A repository", REPOSITORY),
+            ("/api/models/{repo}/revision/{revision}", "A repository", REPOSITORY),
+            ("/api/models/{repo}/tree/{revision}", "Its files", LIST),
+            ("/api/models/{repo}/tree/{revision}/{directory}", "Files of a directory", LIST),
+            ("/{repo}/resolve/{revision}/{file}", "A file, whole or by Range", FILE_TYPE),
+        )
+    ),
     Operation(f"POST {ANTHROPIC}/messages", "An answer to a chat, or its pieces", MESSAGE, (404, 429, 503)),
     Operation(
         f"POST {ANTHROPIC}/messages/count_tokens", "Its prompt's tokens", fields({"input_tokens": COUNT}), (404,)
@@ -385,7 +440,7 @@ def _parameters(operation: Operation) -> list[Schema]:
 
 
 def _contents(path: str) -> Schema:
-    if path.endswith("/files"):
+    if path.endswith(("/files", "/upload_weights")):
         return {FORM_TYPE: {"schema": REQUESTS[path]}}
     contents: Schema = {JSON_TYPE: {"schema": REQUESTS[path]}}
     if path in ("/forward_backward", "/forward"):
@@ -411,7 +466,7 @@ def _answered(operation: Operation, status: int) -> Schema:
 def _error_of(operation: Operation) -> str:
     if operation.path.startswith(f"{ANTHROPIC}/"):
         return "AnthropicError"
-    return "OpenAIError" if operation.path.startswith(ELSEWHERE) else "Error"
+    return "OpenAIError" if operation.path.startswith(OPENAI) else "Error"
 
 
 def _content(description: str, schema: Schema) -> Schema:

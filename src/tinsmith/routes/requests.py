@@ -192,6 +192,20 @@ UPLOAD = fields(
     {"file": {"type": "string", "format": "binary"}, "purpose": one_of("batch")},
     {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": integer(3600, 30 * 86400)},
 )
+UPLOADED_ADAPTER = fields(
+    {
+        "adapter_config.json": {"type": "string", "format": "binary"},
+        "adapter_model.safetensors": {"type": "string", "format": "binary"},
+        "base_model": TEXT,
+        "name": TEXT,
+    },
+    {
+        "optimizer.safetensors": {"type": "string", "format": "binary"},
+        "project_id": {"type": "string", "maxLength": 128},
+        "ttl_seconds": TTL,
+        "user_metadata": {"type": "string"},
+    },
+)
 BATCH = fields(
     {"input_file_id": TEXT, "endpoint": one_of(*ENDPOINTS), "completion_window": one_of(WINDOW)},
     {
@@ -204,6 +218,7 @@ REQUESTS: Mapping[str, Schema] = {
     **{prefix + "/files": UPLOAD for prefix in OPENAI},
     **{prefix + "/batches": BATCH for prefix in OPENAI},
     **CHATS,
+    "/upload_weights": UPLOADED_ADAPTER,
     "/retrieve_future": fields({"request_id": TEXT}, {"allow_metadata_only": FLAG}),
     "/retrieve_futures": fields(
         {
@@ -332,6 +347,10 @@ REQUESTS: Mapping[str, Schema] = {
             "optimizer_config": ref("OptimizerConfig"),
             "weights_access_token": TEXT,
         },
+    ),
+    "/log_metrics": fields(
+        {"model_id": TEXT, "metrics": {"type": "object", "additionalProperties": NUMBER, "minProperties": 1}},
+        {"step": integer(0, 2**53 - 1)},
     ),
     "/get_info": fields({"model_id": TEXT}),
     "/unload_model": fields({"model_id": TEXT}),

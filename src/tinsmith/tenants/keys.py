@@ -69,6 +69,11 @@ class Keys:
         with self._db.read() as connection:
             return [Key(**row._mapping) for row in connection.execute(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
 
+    def of_tenant(self, tenant_id: str) -> list[Key]:
+        query = sa.select(*_COLUMNS).where(KEYS.c.tenant_id == tenant_id).order_by(KEYS.c.key_id)
+        with self._db.read() as connection:
+            return [Key(**row._mapping) for row in connection.execute(query)]
+
     def revoke(self, key_id: int) -> Key:
         """Idempotent; the first revocation counts. Raises NotFoundError."""
         mine = KEYS.c.key_id == key_id

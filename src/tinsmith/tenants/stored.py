@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, UserError
 from tinsmith.tenants import LOCAL_TENANT, TOKEN_PREFIX, Caller, check_form
-from tinsmith.tenants.keys import Keys, digest_of
+from tinsmith.tenants.keys import Key, Keys, digest_of
 from tinsmith.tenants.tokens import Tokens
 
 REMEMBERED_S = 2.0
@@ -54,6 +54,10 @@ class StoredTenants:
         self._has_keys = self._keys.any()
         self._open_until = self._clock() + REMEMBERED_S
         return not self._has_keys
+
+    def keys_of(self, tenant_id: str) -> list[Key]:
+        """The tenant's keys, the revoked ones too, oldest first."""
+        return self._keys.of_tenant(tenant_id)
 
     def issue_token(self, caller: Caller) -> str:
         """A token that names the same caller, for a while."""

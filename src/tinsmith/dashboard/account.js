@@ -1,0 +1,71 @@
+// Keys, quotas and usage of the tenant whose key was entered.
+
+import { get, poll } from "./api.js";
+import { stacked } from "./charts.js";
+import { h, keep, page, section, state } from "./dom.js";
+import { bytes, count, percent, when } from "./format.js";
+import { KINDS, iso, tokenBars } from "./overview.js";
+import { table } from "./table.js";
+
+const DAY_MS = 86400e3;
+const DAYS = 14;
+const QUOTAS = {
+  queued_requests: "Requests waiting",
+  queued_bytes: "Bytes waiting",
+  models: "Models loaded",
+  checkpoint_bytes: "Checkpoints",
+  file_bytes: "Files",
+  tokens_per_minute: "Tokens a minute",
+};
+
+const KEYS = [
+  { label: "Key", number: true, cell: (row) => String(row.key_id) },
+  { label: "Name", cell: (row) => row.name || "-" },
+  { label: "Made", number: true, cell: (row) => when(row.created_at) },
+  { label: "State", cell: (row) => state(row.revoked_at ? "revoked" : row.current ? "in use here" : "active") },
+];
+
+const sized = (name, value) => (name.endsWith("_bytes") ? bytes(value) : count(value));
+
+const LIMITS = [
+  { label: "Quota", cell: (row) => QUOTAS[row.name] || row.name },
+  { label: "Used", number: true, cell: (row) => (row.used === null ? "-" : sized(row.name, row.used)) },
+  { label: "Limit", number: true, cell: (row) => (row.limit ? sized(row.name, row.limit) : "none") },
+  {
+    label: "Share",
+    cell: (row) =>
+      row.limit && row.used !== null
+        ? h("span", { class: "progress" }, h("meter", { min: 0, max: row.limit, high: 0.8 * row.limit, value: Math.min(row.used, row.limit), "aria-label": `${QUOTAS[row.name] || row.name} used` }), ` ${percent(row.used / row.limit)}`)
+        : "-",
+  },
+];
+
+export default {
+  title: "Keys and usage",
+  async show(main, _parts, signal) {
+    const keys = h("div");
+    const quotas = h("div");
+    const usage = h("div");
+    const drawKeys = keep(keys);
+    const drawQuotas = keep(quotas);
+    page(main, "Keys and usage", section(`Tokens of the last ${DAYS} days`, usage), section("Quotas", quotas), section("Keys", keys));
+    const look = async () => {
+      const found = await get("/dashboard/tenant", signal);
+      drawQuotas(found.quotas, () => table("Quotas", LIMITS, found.quotas));
+      drawKeys([found.keys, found.takes_any_key], () => [
+        found.takes_any_key
+          ? h("p", {}, "This server has no keys: it listens on this machine only, and everyone on it is the tenant ", h("code", {}, found.tenant_id), ".")
+          : table(`Keys of ${found.tenant_id}`, KEYS, found.keys),
+        h("p", { class: "quiet" }, "Whoever runs the server makes and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
+      ]);
+    };
+    const tokens = async () => {
+      const end = (Math.floor(Date.now() / DAY_MS) + 1) * DAY_MS;
+      const start = end - DAYS * DAY_MS;
+      const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
+      const bars = tokenBars(found.data, start, DAY_MS, DAYS, (at) => at.toISOString().slice(0, 10));
+      usage.replaceChildren(stacked("Tokens by the day (UTC)", KINDS, bars));
+    };
+    await Promise.all([poll(signal, 5, look), poll(signal, 60, tokens)]);
+  },
+};

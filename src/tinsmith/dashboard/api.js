@@ -1,0 +1,94 @@
+// The API, asked with the key that was entered. It is kept for this tab only; nothing is a cookie.
+
+const NAME = "tinsmith.key";
+const ANY = "tml-local"; // a server without keys takes any
+
+let memory = null;
+
+export const key = {
+  get: () => {
+    try {
+      return sessionStorage.getItem(NAME) || memory;
+    } catch {
+      return memory;
+    }
+  },
+  set: (value) => {
+    memory = value;
+    try {
+      if (value === null) sessionStorage.removeItem(NAME);
+      else sessionStorage.setItem(NAME, value);
+    } catch {
+      // Kept in memory alone.
+    }
+  },
+};
+
+export class ApiError extends Error {
+  constructor(status, text) {
+    super(text);
+    this.status = status;
+  }
+}
+
+// Fills ids into a path, each as one segment: path`/sessions/${id}`.
+export function path(parts, ...ids) {
+  return parts.reduce((whole, part, index) => whole + encodeURIComponent(ids[index - 1]) + part);
+}
+
+export async function ask(method, where, body, signal) {
+  const headers = { "X-API-Key": key.get() || ANY };
+  if (body !== undefined) headers["Content-Type"] = "application/json";
+  const url = where.startsWith("/oai/") ? where : `/api/v1${where}`;
+  let answer;
+  try {
+    answer = await fetch(url, {
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "omit",
+      cache: "no-store",
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server does not answer.");
+  }
+  const content = await answer.json().catch(() => ({}));
+  if (answer.ok) return content;
+  if (answer.status === 401) dispatchEvent(new CustomEvent("keyneeded", { detail: content.detail }));
+  throw new ApiError(answer.status, content.detail || content.error?.message || `The server answered ${answer.status}.`);
+}
+
+export const get = (where, signal) => ask("GET", where, undefined, signal);
+
+// Does something now and every so many seconds, as long as the page is looked at and `signal` is not aborted.
+export function poll(signal, everyS, work) {
+  let timer;
+  let busy = false;
+  const turn = async () => {
+    clearTimeout(timer);
+    if (signal.aborted || busy) return;
+    busy = true;
+    try {
+      if (!document.hidden) {
+        await work();
+        document.body.classList.remove("offline");
+      }
+    } catch (error) {
+      if (signal.aborted || error.name === "AbortError") return;
+      document.body.classList.toggle("offline", error.status === 0);
+      if (error.status !== 0 && error.status !== 401) throw error;
+    } finally {
+      busy = false;
+    }
+    if (!signal.aborted) timer = setTimeout(turn, everyS * 1000);
+  };
+  const seen = () => document.hidden || turn();
+  document.addEventListener("visibilitychange", seen);
+  signal.addEventListener("abort", () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", seen);
+  });
+  return turn();
+}

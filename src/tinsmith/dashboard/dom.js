@@ -1,0 +1,98 @@
+// Elements. Whatever is shown goes in as text, so nothing that a tenant wrote is ever read as HTML.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+// An element with attributes and children. `on` holds listeners; null, undefined and false leave a thing out.
+export function h(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function fill(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "on") {
+      for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    } else if (name === "value") element.value = value;
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+// Says something to everyone: it is shown for a while, and screen readers read it.
+export function tell(text, kind = "info") {
+  const news = document.getElementById("news");
+  const note = h("p", { class: `note ${kind}` }, text);
+  news.replaceChildren(note);
+  setTimeout(() => note.remove(), kind === "error" ? 12000 : 5000);
+}
+
+export function page(main, title, ...children) {
+  const heading = h("h1", { tabindex: "-1" }, title);
+  main.replaceChildren(heading, ...children.flat());
+  document.title = `${title} - Tinsmith`;
+  return heading;
+}
+
+export function section(title, ...children) {
+  return h("section", {}, h("h2", {}, title), ...children);
+}
+
+export function empty(text) {
+  return h("p", { class: "empty" }, text);
+}
+
+export function state(text) {
+  return h("span", { class: `state ${text.toLowerCase().replaceAll("_", "-")}` }, text.replaceAll("_", " ").toLowerCase());
+}
+
+export function button(text, act, attributes = {}) {
+  return h("button", { type: "button", ...attributes, on: { click: act } }, text);
+}
+
+// Replaces the children only if what they are made of has changed, so that focus and selection stay.
+export function keep(element) {
+  let shown;
+  return (data, make) => {
+    const text = JSON.stringify(data);
+    if (text === shown) return;
+    shown = text;
+    element.replaceChildren(...[make(data)].flat());
+  };
+}
+
+// A question in a dialog; resolves to what `read` says when it is confirmed, and to null otherwise.
+export function question(title, body, confirm, { danger = false, read = () => true } = {}) {
+  return new Promise((resolve) => {
+    const before = document.activeElement;
+    const id = `q${Date.now()}`;
+    const form = h(
+      "form",
+      { method: "dialog" },
+      h("h2", { id }, title),
+      ...[body].flat(),
+      h(
+        "div",
+        { class: "actions" },
+        h("button", { value: "no", type: "button", class: "plain", on: { click: () => dialog.close("no") } }, "Cancel"),
+        h("button", { value: "yes", class: danger ? "danger" : "primary" }, confirm),
+      ),
+    );
+    const dialog = h("dialog", { "aria-labelledby": id }, form);
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      dialog.close("yes");
+    });
+    dialog.addEventListener("close", () => {
+      resolve(dialog.returnValue === "yes" ? read(form) : null);
+      dialog.remove();
+      if (before?.isConnected) before.focus();
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}

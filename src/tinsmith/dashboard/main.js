@@ -1,0 +1,133 @@
+// Which page is shown, the key, and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
+
+import { ApiError, get, key } from "./api.js";
+import { button, h, page, tell } from "./dom.js";
+import account from "./account.js";
+import checkpoints from "./checkpoints.js";
+import jobs from "./jobs.js";
+import overview from "./overview.js";
+import playground from "./playground.js";
+import queue from "./queue.js";
+import runs from "./runs.js";
+import samples from "./samples.js";
+
+const PAGES = { overview, runs, queue, checkpoints, playground, samples, jobs, account };
+const main = document.getElementById("main");
+let shown = null;
+let hasKey = false;
+
+function parts() {
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("?")[0].split("/").map(decodeURIComponent);
+  return [Object.hasOwn(PAGES, name) ? name : "overview", ...rest.filter(Boolean)];
+}
+
+function drawNav(current) {
+  const items = Object.entries(PAGES).map(([name, { title }]) =>
+    h("li", {}, h("a", { href: `#/${name}`, "aria-current": name === current ? "page" : null }, title)),
+  );
+  document.getElementById("nav").replaceChildren(h("ul", {}, items));
+}
+
+async function route({ focus = true } = {}) {
+  if (!hasKey) return;
+  shown?.abort();
+  shown = new AbortController();
+  const { signal } = shown;
+  const [name, ...rest] = parts();
+  drawNav(name);
+  main.replaceChildren(h("p", { class: "quiet" }, "Loading"));
+  try {
+    await PAGES[name].show(main, rest, signal);
+  } catch (error) {
+    if (signal.aborted || error.name === "AbortError") return;
+    shown.abort();
+    failed(error);
+  }
+  if (focus) main.querySelector("h1")?.focus({ preventScroll: true });
+  if (focus) scrollTo(0, 0);
+}
+
+function failed(error) {
+  if (error.status === 401) return;
+  const text = error instanceof ApiError ? error.message : `The dashboard itself failed: ${error.message}`;
+  page(main, error.status === 404 ? "Not found" : "Something went wrong", h("p", {}, text), button("Try again", () => route()));
+}
+
+async function begin() {
+  try {
+    const me = await get("/auth/apikey/me");
+    hasKey = true;
+    document.getElementById("tenant").textContent = me.details?.org_details?.name || me.name;
+    document.getElementById("forget").hidden = me.key_id === 0;
+    await route({ focus: false });
+  } catch (error) {
+    if (error.status === 401) return;
+    hasKey = true;
+    failed(error);
+  }
+}
+
+// Where a key is asked for. It is sent to this server and nowhere else.
+function askForKey(reason) {
+  shown?.abort();
+  hasKey = false;
+  document.getElementById("forget").hidden = true;
+  document.getElementById("tenant").textContent = "";
+  document.getElementById("nav").replaceChildren();
+  const input = h("input", {
+    id: "key",
+    type: "password",
+    autocomplete: "off",
+    spellcheck: "false",
+    required: true,
+    "aria-describedby": "keyhelp",
+    placeholder: "tml-...",
+  });
+  const form = h(
+    "form",
+    {
+      class: "enter",
+      on: {
+        submit: (event) => {
+          event.preventDefault();
+          key.set(input.value.trim());
+          begin();
+        },
+      },
+    },
+    h("label", { for: "key" }, "API key"),
+    input,
+    h("p", { id: "keyhelp", class: "quiet" }, "Kept in this tab until it is closed. Whoever runs the server makes keys: tinsmith keys create TENANT."),
+    h("button", { class: "primary" }, "Open the dashboard"),
+  );
+  page(main, "Enter a key", key.get() ? h("p", { class: "warning", role: "alert" }, `The server did not take the key: ${reason}`) : null, form);
+  input.focus();
+}
+
+function drawTheme() {
+  const names = { system: "Theme: as the system", light: "Theme: light", dark: "Theme: dark" };
+  const next = { system: "light", light: "dark", dark: "system" };
+  const at = document.getElementById("theme");
+  at.textContent = names[window.tinsmithTheme.get()];
+  at.onclick = () => {
+    window.tinsmithTheme.set(next[window.tinsmithTheme.get()]);
+    drawTheme();
+  };
+}
+
+addEventListener("hashchange", () => route());
+addEventListener("keyneeded", (event) => askForKey(event.detail || "it is not known here"));
+addEventListener("unhandledrejection", (event) => {
+  if (event.reason?.name === "AbortError") return;
+  tell(event.reason?.message || "Something went wrong", "error");
+});
+document.getElementById("forget").addEventListener("click", () => {
+  key.set(null);
+  askForKey("");
+});
+document.querySelector("a.skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  main.focus();
+});
+drawTheme();
+begin();

@@ -1,0 +1,98 @@
+// How everything is at the moment.
+
+import { get, path, poll } from "./api.js";
+import { stacked } from "./charts.js";
+import { h, keep, page, section, state } from "./dom.js";
+import { ago, bytes, count, number, short, shortId } from "./format.js";
+import { table } from "./table.js";
+
+const HOUR_MS = 3600e3;
+export const KINDS = [
+  { name: "training", style: "s1" },
+  { name: "sampled", style: "s2" },
+  { name: "prompts", style: "s3" },
+  { name: "prompts, cached", style: "s4" },
+];
+
+const kindOf = (info) => {
+  if (info.type === "training") return 0;
+  if (info.type === "sampling_sample") return 1;
+  if (info.type === "sampling_prefill") return info.cached ? 3 : 2;
+  return -1;
+};
+
+// Tokens of stretches of time, from usage events: {label, parts} in the order of KINDS.
+export function tokenBars(events, startMs, stepMs, bars, label) {
+  const found = Array.from({ length: bars }, (_, index) => ({ label: label(new Date(startMs + index * stepMs)), parts: [0, 0, 0, 0] }));
+  for (const event of events) {
+    const kind = kindOf(event.event_info);
+    const index = Math.floor((Date.parse(event.bucket_start) - startMs) / stepMs);
+    if (kind >= 0 && found[index]) found[index].parts[kind] += event.event_info.token_count;
+  }
+  return found;
+}
+
+function card(name, value, note, href) {
+  return h("a", { class: "card", href }, h("span", { class: "name" }, name), h("span", { class: "value" }, value), h("span", { class: "quiet" }, note));
+}
+
+function cards({ counts }) {
+  return [
+    card("Runs loaded", count(counts.loaded_runs), `of ${count(counts.runs)}`, "#/runs"),
+    card("Open sessions", count(counts.open_sessions), "with a live client", "#/runs"),
+    card("Waiting", count(counts.waiting_requests), `requests, ${bytes(counts.waiting_bytes)}`, "#/queue"),
+    card("Checkpoints", count(counts.checkpoints), bytes(counts.checkpoint_bytes), "#/checkpoints"),
+    card("Bulk jobs", count(counts.running_jobs), "running", "#/jobs"),
+  ];
+}
+
+const ENGINES = [
+  { label: "Base model", cell: (row) => row.base_model },
+  { label: "Engine", cell: (row) => state(row.state) },
+  { label: "Context", number: true, cell: (row) => count(row.max_context_length) },
+  { label: "Vocabulary", number: true, cell: (row) => count(row.vocab_size) },
+  { label: "Why", cell: (row) => row.reason || "-" },
+];
+
+export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, row.display_name || shortId(row.model_id)) };
+
+const NEWEST = [
+  RUN_LINK,
+  { label: "Base model", cell: (row) => row.base_model },
+  { label: "State", cell: (row) => state(row.state) },
+  { label: "Step", number: true, cell: (row) => count(row.step) },
+  { label: "Loss per token", number: true, cell: (row) => number(row.metrics.loss_per_token) },
+  { label: "Last request", number: true, cell: (row) => ago(row.last_request_at) },
+];
+
+export default {
+  title: "Overview",
+  async show(main, _parts, signal) {
+    const counts = h("div", { class: "cards" });
+    const engines = h("div");
+    const usage = h("div");
+    const runs = h("div");
+    const drawCounts = keep(counts);
+    const drawEngines = keep(engines);
+    const drawRuns = keep(runs);
+    const look = async () => {
+      const found = await get("/dashboard/overview", signal);
+      drawCounts(found.counts, () => cards(found));
+      drawEngines(found.engines, () => table("Engines", ENGINES, found.engines));
+      const newest = await get("/dashboard/runs?limit=6&sort=last_request_at", signal);
+      drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Runs that were used last", NEWEST, newest.runs, { none: "No run yet. A training client makes one." }));
+    };
+    const tokens = async () => {
+      const end = (Math.floor(Date.now() / HOUR_MS) + 1) * HOUR_MS;
+      const start = end - 24 * HOUR_MS;
+      const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
+      const bars = tokenBars(found.data, start, HOUR_MS, 24, (at) => at.toLocaleString("sv-SE").slice(11, 16));
+      const total = bars.flatMap((bar) => bar.parts).reduce((sum, part) => sum + part, 0);
+      usage.replaceChildren(stacked("Tokens by the hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`));
+    };
+    page(main, "Overview", counts, section("Tokens of the last day", usage), section("Runs that were used last", runs), section("Engines", engines));
+    await Promise.all([poll(signal, 2, look), poll(signal, 60, tokens)]);
+  },
+};
+
+export const iso = (ms) => new Date(ms).toISOString().replace(".000Z", "Z");

@@ -1,0 +1,52 @@
+// Tables with a caption, headers that sort, and pages.
+
+import { button, empty, h } from "./dom.js";
+import { count } from "./format.js";
+
+// A column is {label, cell, number?, sort?}; `sorted` is {by, order, change}, where the server sorts.
+export function table(caption, columns, rows, { sorted = null, none = "Nothing here yet." } = {}) {
+  if (!rows.length) return empty(none);
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+    h(
+      "table",
+      {},
+      h("caption", { class: "hidden" }, caption),
+      h("thead", {}, h("tr", {}, columns.map((column) => head(column, sorted)))),
+      h("tbody", {}, rows.map((row) => h("tr", {}, columns.map((column, index) => cell(column, row, index))))),
+    ),
+  );
+}
+
+function cell(column, row, index) {
+  const inside = column.cell(row);
+  const attributes = { class: column.number ? "number" : column.kind };
+  return index === 0 ? h("th", { scope: "row", ...attributes }, inside) : h("td", attributes, inside);
+}
+
+function head(column, sorted) {
+  const attributes = { scope: "col", class: column.number ? "number" : null };
+  if (!column.sort || !sorted) return h("th", attributes, column.label);
+  const mine = sorted.by === column.sort;
+  const order = mine && sorted.order === "desc" ? "asc" : "desc";
+  attributes["aria-sort"] = mine ? (sorted.order === "desc" ? "descending" : "ascending") : "none";
+  return h("th", attributes, button(column.label, () => sorted.change(column.sort, order), { class: "sort" }));
+}
+
+// Which rows of how many are shown, and buttons to the pages beside them.
+export function pager({ offset, limit, total_count: total }, move) {
+  const last = Math.min(offset + limit, total);
+  return h(
+    "nav",
+    { class: "pager", "aria-label": "Pages of this list" },
+    button("Previous", () => move(Math.max(0, offset - limit)), { disabled: offset === 0 }),
+    h("span", {}, total ? `${count(offset + 1)} to ${count(last)} of ${count(total)}` : "0 of 0"),
+    button("Next", () => move(offset + limit), { disabled: last >= total }),
+  );
+}
+
+export function facts(pairs) {
+  const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
+  return h("dl", { class: "facts" }, shown.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
