@@ -212,6 +212,15 @@ class Checkpoints:
             directory, size_bytes = self.files.copy(source.directory)
         except CorruptFilesError as error:
             raise self._gone_or_damaged(source, error) from error
+        return self.add(new, directory, size_bytes, run, *effects)
+
+    def add(
+        self, new: NewCheckpoint, directory: str, size_bytes: int, run: sa.Executable, *effects: sa.Executable
+    ) -> bool:
+        """Add a checkpoint whose files are complete, with the training run that `run` inserts for it.
+
+        False, and nothing is left of it, if that run exists by now.
+        """
         try:
             with self._db.write() as connection:
                 for statement in (run, *completion(new, directory, size_bytes), *effects):

@@ -14,12 +14,13 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from tinsmith.crashpoints import reach
-from tinsmith.errors import CorruptFilesError
+from tinsmith.errors import CorruptFilesError, UserError
 
 MANIFEST = "manifest.json"
 
@@ -87,6 +88,10 @@ class Directories:
         """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
         return {file: size_bytes for file, (size_bytes, _) in self._manifest(name).items()}
 
+    def digests(self, name: str) -> Mapping[str, tuple[int, str]]:
+        """The files that were written, their sizes and SHA-256 digests. Raises CorruptFilesError."""
+        return self._manifest(name)
+
     def check_sizes(self, name: str) -> None:
         """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
         for file, size_bytes in self.files(name).items():
@@ -131,6 +136,25 @@ class Directories:
         """Remove a directory that no row names any more; None is ignored."""
         if name:
             shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden directory beside `target`, which gets its name at the end of the block, and is gone if that fails.
+    Raises UserError if something has that name.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists already; choose another directory, or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    hidden.mkdir()
+    try:
+        yield hidden
+        fsync(hidden)
+        hidden.rename(target)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
 
 
 def make_private(directory: Path) -> None:

@@ -45,7 +45,7 @@ def copy_weights(call: Call) -> JsonObject:
     destination = _destination(call, fields)
     reason = f"copied from {ref.path}"
     copied = CheckpointRef(destination.model_id, ref.kind, ref.name)
-    if not _made_before(services.models.find(destination.model_id), reason):
+    if not made_before(services.models.find(destination.model_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
@@ -65,7 +65,7 @@ def copy_weights(call: Call) -> JsonObject:
             entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": ref.path}),
         ]
         if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason), *effects):
-            _made_before(services.models.find(destination.model_id), reason)
+            made_before(services.models.find(destination.model_id), reason)
     return {"tinker_path": copied.path}
 
 
@@ -79,15 +79,20 @@ def _destination(call: Call, fields: Fields) -> Destination:
         return Destination(f"{session.session_id}:train:{number}", session.session_id, None)
     if fields.has("model_seq_id"):
         raise UserError("model_seq_id goes with session_id, not with destination_project_id")
-    key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
-    if len(key) > MAX_KEY_LENGTH:
-        raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")
-    session_id = str(uuid.uuid5(COPY_IDS, f"{call.tenant_id}\n{key}"))
+    session_id = idempotent_session(call, COPY_IDS)
     return Destination(f"{session_id}:train:0", session_id, project_id)
 
 
-def _made_before(model: Model | None, reason: str) -> bool:
-    """Whether this very copy exists. Raises UserError if the place is taken by something else."""
+def idempotent_session(call: Call, ids: uuid.UUID) -> str:
+    """The id of a session that nobody opened: the same for every time that a request is sent."""
+    key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
+    if len(key) > MAX_KEY_LENGTH:
+        raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")
+    return str(uuid.uuid5(ids, f"{call.tenant_id}\n{key}"))
+
+
+def made_before(model: Model | None, reason: str) -> bool:
+    """Whether this very copy (or upload) exists. Raises UserError if the place is taken by something else."""
     if model is None:
         return False
     if model.state != "copied" or model.reason != reason:

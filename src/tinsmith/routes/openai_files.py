@@ -6,29 +6,24 @@ is whole and known to be allowed; nothing but a piece of it is in memory. `opena
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from http import HTTPStatus
 
 import orjson
 from starlette.datastructures import FormData, UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import NotFoundError, TooLargeError, UnsupportedMediaError
+from tinsmith.errors import NotFoundError, TooLargeError
 from tinsmith.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.routes.call import OPENAI, Call, JsonObject, Services, authenticate, call_of, endpoint, run
-from tinsmith.wire.bodies import JSON_TYPE, check_length
+from tinsmith.routes.forms import read_form
+from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import show
 
-FORM_TYPE = "multipart/form-data"
 JSONL_TYPE = "application/jsonl"
-MAX_FIELDS = 8
-MAX_FIELD_BYTES = 4096
-OVERHEAD_BYTES = 64 << 10
-"""Of a form, beside its file."""
 CHUNK_BYTES = 1 << 20
 MAX_NAME = 512
 MAX_LISTED = 10_000
@@ -40,40 +35,11 @@ ENDINGS = (".jsonl",)
 
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    limit_bytes = services.settings.max_file_bytes
-    content_type = request.headers.get("content-type") or ""
-    if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
-        raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; this path takes {FORM_TYPE!r}")
-    if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnsupportedMediaError("the form has a Content-Encoding; send it plain")
-    try:
-        check_length(request.headers.get("content-length"), limit_bytes + OVERHEAD_BYTES)
-    except TooLargeError:
-        raise _too_large(limit_bytes) from None
-    parser = MultiPartParser(
-        request.headers,
-        _limited(request, limit_bytes + OVERHEAD_BYTES),
-        max_files=1,
-        max_fields=MAX_FIELDS,
-        max_part_size=MAX_FIELD_BYTES,
-    )
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise RequestError("file", f"the body is no form that can be read: {error.message}") from None
+    form = await read_form(request, services.settings.max_file_bytes, _too_large)
     try:
         return Response(await run(_store, services, tenant_id, form), media_type=JSON_TYPE)
     finally:
         await form.close()  # which deletes what was spooled
-
-
-async def _limited(request: Request, limit_bytes: int) -> AsyncGenerator[bytes, None]:
-    size_bytes = 0
-    async for piece in request.stream():
-        size_bytes += len(piece)
-        if size_bytes > limit_bytes:
-            raise _too_large(limit_bytes - OVERHEAD_BYTES)
-        yield piece
 
 
 def _store(services: Services, tenant_id: str, form: FormData) -> bytes:

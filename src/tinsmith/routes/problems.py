@@ -22,11 +22,13 @@ from starlette.types import HTTPExceptionHandler
 
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
-from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_openai
+from tinsmith.hub import MissingEntryError, MissingError
+from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_hub, is_openai
 
 log = structlog.get_logger()
 
 CLIENT_CLOSED_REQUEST = 499
+MAX_HEADER = 1000
 
 
 def told(
@@ -36,6 +38,8 @@ def told(
     headers: Mapping[str, str] | None = None,
     error: TinsmithError | None = None,
 ) -> Response:
+    if is_hub(request):
+        return answer({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
     if not (is_openai(request) or is_anthropic(request)):
         return answer({"detail": text}, status, headers)
     if status == HTTPStatus.NOT_IMPLEMENTED:  # which these clients would send again
@@ -43,6 +47,16 @@ def told(
     if is_anthropic(request):
         return answer(anthropic_error(text, status), status, headers)
     return answer({"error": openai_error(text, status, error)}, status, headers)
+
+
+def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str, str]:
+    """An error as clients of the Hugging Face hub know it: in headers."""
+    headers = {"x-error-message": " ".join(text.encode("ascii", "backslashreplace").decode().split())[:MAX_HEADER]}
+    if status == HTTPStatus.NOT_FOUND:
+        headers["x-error-code"] = error.code if isinstance(error, MissingError) else MissingError.code
+    if isinstance(error, MissingEntryError):
+        headers["x-repo-commit"] = error.commit
+    return headers
 
 
 def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:

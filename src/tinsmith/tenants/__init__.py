@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from tinsmith.errors import NotAuthenticatedError
 
+ANY_KEY = "tml-any"
+"""A key of the right form, for a server that takes any."""
+
 LOCAL_TENANT = "local"
 KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK accepts as a key, and as a token
 MAX_CREDENTIAL_LENGTH = 8192

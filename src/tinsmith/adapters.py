@@ -1,0 +1,281 @@
+"""Adapters in PEFT's format, as their files describe themselves: read without torch, and without a single weight.
+
+For whoever takes one from elsewhere: the server, before it stores what was uploaded, and the commands that merge and
+import. What changes the numbers in a way that Tinsmith has no counterpart for is refused by name, and so is every
+setting that is not known to be harmless. Knows no base model: which linears there are is the engine's to say.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tinsmith.errors import UserError
+from tinsmith.ops import LORA_ALPHA, LoraSpec
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+PREFIX = "base_model.model."
+
+MAX_RANK = 256
+MAX_ALPHA = 1e30  # weights are float32
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 16 << 20
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+OPTIMIZERS: Mapping[frozenset[str], str] = {
+    frozenset(("exp_avg", "exp_avg_sq")): "adamw",
+    frozenset(("momentum",)): "dimuon",
+}
+"""The names of an optimizer's state in a checkpoint, and whose it is."""
+
+UNEMBEDDINGS = ("lm_head", "embed_out", "output")
+
+HARMLESS = frozenset(
+    ["auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config", "exclude_modules",
+     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha",
+     "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
+     "revision", "runtime_config", "target_modules", "task_type", "use_rslora", "rank_pattern", "alpha_pattern"]
+)  # fmt: skip
+"""Settings that do not change what a saved adapter computes, or whose meaning is known here. Every other one is refused
+where it is set."""
+
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin an adapter that leave the base as it is; the others (PiSSA, OLoRA, ...) subtract something from it."""
+
+IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
+
+_COPY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
+_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One adapted linear, and under which keys its two matrices are stored."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    keys: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    rank: int
+    alpha: float
+    rslora: bool
+    rank_pattern: Mapping[str, float]
+    alpha_pattern: Mapping[str, float]
+    base_name: str
+    linears: Mapping[str, Linear]
+    copies: Mapping[str, str]
+    """Weights of the base that PEFT puts beside an adapter of the unembedding: module -> key."""
+
+    @property
+    def spec(self) -> LoraSpec:
+        """The groups that it adapts, by the rule of the engines."""
+        groups = {group_of(name) for name in self.linears}
+        return LoraSpec(self.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
+
+    def scale(self, name: str) -> float:
+        """What the product of a linear's two matrices is multiplied with."""
+        alpha, rank = _of_pattern(self.alpha_pattern, name, self.alpha), self.linears[name].rank
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+    def config(self) -> dict[str, object]:
+        """The configuration of the same adapter at our alpha."""
+        return {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": self.base_name,
+            "r": self.rank,
+            "lora_alpha": int(LORA_ALPHA),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "target_modules": sorted(self.linears),
+            "fan_in_fan_out": False,
+            "inference_mode": True,
+            "init_lora_weights": True,
+            "modules_to_save": None,
+            "use_rslora": False,
+            "use_dora": False,
+        }
+
+
+def group_of(name: str) -> str:
+    """The group of a linear by its path, as engines sort them."""
+    if name.rpartition(".")[2] in UNEMBEDDINGS and "layers." not in name:
+        return "unembed"
+    return "attn" if "attn" in name or "attention" in name else "mlp"
+
+
+def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
+    """Raises UserError for what is no LoRA adapter, or one that cannot be had here; with `plain`, also for one that
+    engines do not load as it is.
+    """
+    config = _read_config(directory)
+    if plain:
+        _require_plain(config)
+    rank, alpha = config["r"], config["lora_alpha"]
+    if not _is_number(rank, int) or not _is_number(alpha, int, float):
+        raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be numbers")
+    linears, copies = _read_linears(directory / WEIGHTS_FILE)
+    if plain and copies:
+        raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
+    facts = AdapterFacts(
+        rank=max(linear.rank for linear in linears.values()),
+        alpha=float(cast(float, alpha)),
+        rslora=bool(config.get("use_rslora")),
+        rank_pattern=_pattern(config, "rank_pattern"),
+        alpha_pattern=_pattern(config, "alpha_pattern"),
+        base_name=str(config.get("base_model_name_or_path") or ""),
+        linears=linears,
+        copies=copies,
+    )
+    for name, linear in linears.items():
+        said = _of_pattern(facts.rank_pattern, name, cast(int, rank))
+        if linear.rank != said:
+            raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {said}")
+        if plain and not linear.keys[0].endswith(".lora_A.weight"):
+            raise UserError(f"{WEIGHTS_FILE} holds {linear.keys[0]!r}, not PEFT's own name; {IMPORT}")
+    alphas = [facts.alpha, *facts.alpha_pattern.values()]
+    if not (1 <= facts.rank <= MAX_RANK and all(0 < each < MAX_ALPHA for each in alphas)):
+        raise UserError(
+            f"{CONFIG_FILE}: the rank is {facts.rank} and lora_alpha is {alpha!r}; ranks go from 1 to {MAX_RANK}, and "
+            "alpha must be positive"
+        )
+    return facts
+
+
+def check_fits(facts: AdapterFacts, base: Path) -> None:
+    """Raise UserError if the files of a base model show that an adapter is of another one. What they do not show (some
+    families name weights differently in files) is found out by the engine that loads it.
+    """
+    shapes = {
+        key: shape for path in sorted(base.glob("*.safetensors")) for key, (_, shape) in read_header(path).items()
+    }
+    if not any(f"{name}.weight" in shapes for name in facts.linears):
+        return
+    for name, linear in facts.linears.items():
+        shape = shapes.get(f"{name}.weight")
+        sizes = (linear.out_features, linear.in_features)
+        if shape not in (sizes, None) or (shape is None and group_of(name) != "unembed"):
+            there = "no such linear" if shape is None else f"a linear of {list(shape)}"
+            raise UserError(f"{WEIGHTS_FILE} changes {name} {list(sizes)}, and the base model has {there}")
+
+
+def optimizer_type(directory: Path) -> str | None:
+    """Whose state `optimizer.safetensors` holds; None where there is none."""
+    path = directory / OPTIMIZER_FILE
+    if not path.is_file():
+        return None
+    held = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
+    if held not in OPTIMIZERS:
+        raise UserError(f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no optimizer here has")
+    return OPTIMIZERS[held]
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The names of a safetensors file's tensors, with dtypes and shapes. Raises UserError if it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise UserError(f"{path.name} has a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
+        with safe_open(path, framework="numpy") as opened:
+            slices = {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118  it is no dict
+            return {key: (str(each.get_dtype()), tuple(each.get_shape())) for key, each in slices.items()}
+    except FileNotFoundError:
+        found = sorted(other.name for other in path.parent.glob("adapter_model.*"))
+        instead = f", only {found[0]}; load and save it with PEFT, as safetensors" if found else ""
+        raise UserError(f"there is no {path.name}{instead}") from None
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path.name} is not a whole safetensors file: {error}") from None
+
+
+def _read_config(directory: Path) -> dict[str, object]:
+    path = directory / CONFIG_FILE
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise UserError(f"{CONFIG_FILE} has more than {MAX_CONFIG_BYTES} bytes")
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(f"there is no {CONFIG_FILE}: not an adapter in PEFT's format") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
+        raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter (peft_type LORA, r, lora_alpha)")
+    refused = sorted(name for name, value in config.items() if value and name not in HARMLESS)
+    if refused:
+        raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, refused))}, which is not supported here")
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{CONFIG_FILE}: bias is {config['bias']!r}; only adapters without biases are supported")
+    start = config.get("init_lora_weights", True)
+    if start not in PLAIN_STARTS:
+        raise UserError(
+            f"{CONFIG_FILE}: init_lora_weights is {start!r}, which changes the base model; convert the adapter with "
+            "PEFT (save_pretrained with path_initial_model_for_weight_conversion) first"
+        )
+    return config
+
+
+def _require_plain(config: Mapping[str, object]) -> None:
+    for name in ("rank_pattern", "alpha_pattern"):
+        if config.get(name):
+            raise UserError(f"{CONFIG_FILE} has a {name}; {IMPORT}")
+
+
+def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
+    """The linears, and the copies of the base's own embeddings."""
+    copies: dict[str, str] = {}
+    sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
+    for key, (dtype, shape) in read_header(path).items():
+        found = _TENSOR.fullmatch(key)
+        copy = None if found else _COPY.fullmatch(key)
+        if copy and copy["name"].rpartition(".")[2] in (*UNEMBEDDINGS, "embed_tokens"):
+            copies[copy["name"]] = key
+            continue
+        if found is None or len(shape) != 2:
+            raise UserError(f"{path.name} holds {key!r} {list(shape)}, which is no matrix of a linear's LoRA")
+        if dtype not in FLOATS:
+            raise UserError(f"{path.name}: {key!r} is {dtype}; weights must be floating-point numbers")
+        matrices = sides.setdefault(found["name"], {})
+        if found["side"] in matrices:
+            raise UserError(f"{path.name} holds {found['name']} twice; keep one adapter in a file")
+        matrices[found["side"]] = (key, shape)
+    linears = {}
+    for name, matrices in sides.items():
+        if len(matrices) != 2 or matrices["A"][1][0] != matrices["B"][1][1] or 0 in matrices["A"][1] + matrices["B"][1]:
+            raise UserError(f"{path.name}: {name} must have lora_A [rank, inputs] and lora_B [outputs, rank]")
+        (key_a, (rank, inputs)), (key_b, (outputs, _)) = matrices["A"], matrices["B"]
+        linears[name] = Linear(rank, inputs, outputs, (key_a, key_b))
+    if not linears:
+        raise UserError(f"{path.name} holds no adapter")
+    return linears, copies
+
+
+def _pattern(config: Mapping[str, object], name: str) -> dict[str, float]:
+    found = config.get(name) or {}
+    if not isinstance(found, dict) or not all(_is_number(value, int, float) for value in found.values()):
+        raise UserError(f"{CONFIG_FILE}: {name} must be an object of numbers")
+    return found
+
+
+def _of_pattern(pattern: Mapping[str, float], name: str, default: float) -> float:
+    """PEFT's rule: the first key that is a regular expression for the end of the path."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", name):
+            return value
+    return default
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

@@ -1,0 +1,156 @@
+"""The repositories that this server mirrors, as clients of the Hugging Face hub know them: base models and checkpoints.
+
+A base model has the name under which it is served; a checkpoint `tinker://{session}:train:{n}/{kind}/{name}` is the
+repository `{session}/{n}.{kind}.{name}`, since a repository's id has one slash and no colon. A repository has one
+revision: `main`, which is also known by its commit, a digest of what its files hold. Nothing here opens a path that a
+client named: files are looked up in a listing. Knows no HTTP and no tenants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from pathlib import Path
+
+from tinsmith.adapters import OPTIMIZER_FILE
+from tinsmith.checkpoints import KINDS, CheckpointRef
+from tinsmith.errors import NotFoundError
+from tinsmith.ops import ModelShape
+from tinsmith.storage import Directories
+
+REVISION = "main"
+TEMPLATES = "additional_chat_templates"
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+SMALL = ("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt",
+         "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*",
+         f"{TEMPLATES}/*.jinja", "LICENSE*")  # fmt: skip
+"""What of a base model's directory is given away: these names, and no others that lie beside them."""
+
+WHOLE_BYTES = 64 << 20
+"""Files up to this size are known by all of their bytes; larger ones by samples of them."""
+
+SAMPLES, SAMPLE_BYTES = 64, 64 << 10
+
+_REPOSITORY = re.compile(rf"([^/:]+)/([0-9]{{1,10}})\.({'|'.join(KINDS)})\.([^/]+)")
+_RUN = re.compile(r"([^/:]+):train:([0-9]+)")
+
+
+class MissingError(NotFoundError):
+    """What is missing, in the hub's own word for it."""
+
+    code = "RepoNotFound"
+
+
+class MissingRevisionError(MissingError):
+    """There is no such revision."""
+
+    code = "RevisionNotFound"
+
+
+class MissingEntryError(MissingError):
+    """There is no such file."""
+
+    code = "EntryNotFound"
+
+    def __init__(self, message: str, commit: str) -> None:
+        super().__init__(message)
+        self.commit = commit
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """`etag` stands for the content; it is the SHA-256 where `whole`."""
+
+    path: Path
+    size_bytes: int
+    etag: str
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    repo_id: str
+    files: Mapping[str, HubFile]
+    modified_at: float
+    library: str
+    hidden: frozenset[str] = frozenset()
+    """Files that are there, and that this server does not give away."""
+
+    @property
+    def commit(self) -> str:
+        """40 hexadecimal digits that change with any file."""
+        lines = "".join(f"{name}\n{file.etag}\n" for name, file in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()[:40]
+
+    def check_revision(self, revision: str) -> None:
+        if revision not in (REVISION, self.commit):
+            raise MissingRevisionError(
+                f"revision {revision[:80]!a} of {self.repo_id!r} does not exist; there is one, {REVISION!r}"
+            )
+
+    def file(self, name: str) -> HubFile:
+        if name not in self.files:
+            raise MissingEntryError(f"{self.repo_id!r} has no file {name[:200]!a}", self.commit)
+        return self.files[name]
+
+
+def repository_of(ref: CheckpointRef) -> str | None:
+    """The id of a checkpoint's repository; None if its run's id has none."""
+    found = _RUN.fullmatch(ref.training_run_id)
+    return f"{found[1]}/{found[2]}.{ref.kind}.{ref.name}" if found else None
+
+
+def checkpoint_of(repo_id: str) -> CheckpointRef | None:
+    """The checkpoint that a repository's id names, if it has that form."""
+    found = _REPOSITORY.fullmatch(repo_id)
+    return CheckpointRef(f"{found[1]}:train:{found[2]}", found[3], found[4]) if found else None
+
+
+def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
+    """A base model; its weights only on purpose."""
+    directory = Path(shape.path)
+    found = {path.name: path for path in directory.glob("*") if path.is_file()}
+    found |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
+    heavy = {name for name in found if any(fnmatchcase(name, pattern) for pattern in WEIGHTS)}
+    light = {name for name in found if any(fnmatchcase(name, pattern) for pattern in SMALL)} - heavy
+    hidden = frozenset() if weights else frozenset(heavy)
+    files = {name: _described(found[name]) for name in sorted((light | heavy) - hidden)}
+    modified_at = max((file.path.stat().st_mtime for file in files.values()), default=0.0)
+    return Repository(shape.name, files, modified_at, "transformers", hidden)
+
+
+def checkpoint_repository(repo_id: str, directories: Directories, directory: str, created_at: float) -> Repository:
+    """A checkpoint, without its optimizer's state. Raises CorruptFilesError."""
+    directories.check_sizes(directory)
+    files = {
+        name: HubFile(directories.path(directory) / name, size_bytes, sha256, True)
+        for name, (size_bytes, sha256) in directories.digests(directory).items()
+        if name != OPTIMIZER_FILE
+    }
+    return Repository(repo_id, files, created_at, "peft")
+
+
+def _described(path: Path) -> HubFile:
+    facts = path.stat()
+    etag = _digest(path, facts.st_size, facts.st_mtime_ns)
+    return HubFile(path, facts.st_size, etag, facts.st_size <= WHOLE_BYTES)
+
+
+@lru_cache(maxsize=4096)
+def _digest(path: Path, size_bytes: int, _mtime_ns: int) -> str:
+    """Of the content: the same on every server and after every restart. It is asked for once as long as the file stays
+    as it is. Gigabytes are sampled: a client waits ten seconds for the answer.
+    """
+    with path.open("rb") as file:
+        if size_bytes <= WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256(str(size_bytes).encode())
+        for sample in range(SAMPLES):
+            file.seek((size_bytes - SAMPLE_BYTES) * sample // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()[:32]

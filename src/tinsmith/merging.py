@@ -1,0 +1,325 @@
+"""An adapter put into its base model's weights, and an adapter of any PEFT origin rewritten at our alpha.
+
+Works on files, tensor by tensor, in float32; nothing of a model is built, and no more than one shard is in memory.
+Every linear of the adapter must be found in the base with its sizes, or the merge is refused by name. What is written
+appears whole or not at all. Knows no server.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tinsmith import adapters
+from tinsmith.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
+from tinsmith.errors import UserError
+from tinsmith.ops import LORA_ALPHA
+from tinsmith.storage import appearing
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
+"""What a model's directory holds beside its weights."""
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+FILE_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+BYTES: Mapping[str, int] = {
+    **{"F64": 8, "F32": 4, "BF16": 2, "F16": 2},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+}
+SHARD_BYTES = 5_000_000_000
+SEED = 0
+
+Progress = Callable[[int, int], None]
+"""Told how many tensors are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of the base: the file that holds it, and under which key."""
+
+    file: Path
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor of the result: what it is made of, the linear whose update it gets, and what it is rounded to."""
+
+    source: Stored
+    linear: str | None
+    dtype: torch.dtype | None  # None: as it is
+
+    @property
+    def num_bytes(self) -> int:
+        width = BYTES[self.source.dtype] if self.dtype is None else self.dtype.itemsize
+        return math.prod(self.source.shape) * width
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    path: Path
+    dtype: str
+    linears: int
+    shards: int
+    size_bytes: int
+
+
+def merge(
+    base: Path,
+    adapter: Path,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress = lambda _done, _all: None,
+) -> Merged:
+    """Write base + adapter as a Hugging Face model. `dtype` auto keeps the base's. Raises UserError."""
+    facts = adapters.read(adapter)
+    config = _base_config(base)
+    stored = _tensors_of(base)
+    usual = _usual_dtype(stored.values())
+    wanted = _dtype(dtype, usual)
+    plan = _plan(facts, stored, usual, wanted)
+    _compare_copies(facts, adapter / WEIGHTS_FILE, stored)
+    if plan.keys() != stored.keys():
+        config = _untied(config)
+    if dtype != "auto":
+        config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
+    shards = _shards(plan, shard_bytes)
+    with appearing(output) as hidden:
+        _copy_beside(base, hidden)
+        _write_shards(hidden, shards, plan, facts, adapter / WEIGHTS_FILE, progress)
+        (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        size_bytes = sum(path.stat().st_size for path in hidden.glob("*.safetensors"))
+    return Merged(output, str(wanted).removeprefix("torch."), len(facts.linears), len(shards), size_bytes)
+
+
+def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFacts:
+    """The same adapter as engines load it: float32, one rank, our alpha. Equal logits, up to float32's rounding. `base`
+    finds the base model, where the adapter holds weights of it that have to be compared.
+    """
+    facts = adapters.read(adapter)
+    if facts.copies:
+        _compare_copies(facts, adapter / WEIGHTS_FILE, _tensors_of(base()))
+    generator = torch.Generator().manual_seed(SEED)
+    tensors: dict[str, Tensor] = {}
+    with safe_open(adapter / WEIGHTS_FILE, framework="pt") as opened:
+        for name, linear in facts.linears.items():
+            a_rI, b_Or = (opened.get_tensor(key).double() for key in linear.keys)
+            if not (a_rI.isfinite().all() and b_Or.isfinite().all()):
+                raise UserError(f"{WEIGHTS_FILE}: {name} holds numbers that are not finite")
+            b_Or = b_Or * (facts.scale(name) / (LORA_ALPHA / facts.rank))
+            missing = facts.rank - linear.rank
+            if missing:
+                # As a new adapter begins: no effect, and something to learn from.
+                bound = linear.in_features**-0.5
+                new_mI = (
+                    torch.rand(missing, linear.in_features, generator=generator, dtype=torch.float64) * 2 - 1
+                ) * bound
+                a_rI, b_Or = torch.cat([a_rI, new_mI]), torch.cat([b_Or, b_Or.new_zeros(len(b_Or), missing)], 1)
+            tensors[f"{adapters.PREFIX}{name}.lora_A.weight"] = a_rI.float().contiguous()
+            tensors[f"{adapters.PREFIX}{name}.lora_B.weight"] = b_Or.float().contiguous()
+    with appearing(output) as hidden:
+        save_file(tensors, hidden / WEIGHTS_FILE, metadata={"format": "pt"})
+        (hidden / CONFIG_FILE).write_text(json.dumps(facts.config(), indent=2, sort_keys=True) + "\n")
+    return adapters.read(output, plain=True)
+
+
+def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Stored]) -> None:
+    """PEFT puts the embeddings beside an adapter of the unembedding. They are of no use if they are the base's, and if
+    they are not, they were trained or resized. Raises UserError.
+    """
+    for name, key in facts.copies.items():
+        source = stored.get(f"{name}.weight") or _embedding(stored, name)
+        with safe_open(weights, framework="pt") as theirs, safe_open(source.file, framework="pt") as ours:
+            copy, own = theirs.get_tensor(key), ours.get_tensor(source.key)
+        if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
+            raise UserError(
+                f"{WEIGHTS_FILE} holds {key!r}, which is not what the base model has: weights that were trained in full, "
+                "or resized, are not supported"
+            )
+
+
+def _base_config(base: Path) -> dict[str, object]:
+    try:
+        config = json.loads((base / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{base} is no model's directory: config.json cannot be read ({error})") from None
+    if config.get("quantization_config"):
+        raise UserError(f"{base} is quantised (quantization_config); merge into the model that it was made from")
+    return config
+
+
+def _tensors_of(base: Path) -> dict[str, Stored]:
+    """All tensors of a model by name, in the order of its files."""
+    if (base / SINGLE_FILE).is_file():
+        files = [base / SINGLE_FILE]
+    elif (base / INDEX_FILE).is_file():
+        weight_map: dict[str, str] = json.loads((base / INDEX_FILE).read_bytes())["weight_map"]
+        files = [base / name for name in dict.fromkeys(weight_map.values())]
+    else:
+        raise UserError(f"{base} has neither {SINGLE_FILE} nor {INDEX_FILE}; no other format is read")
+    stored = {
+        key: Stored(file, key, dtype, shape)
+        for file in files
+        for key, (dtype, shape) in adapters.read_header(file).items()
+    }
+    for name, tensor in stored.items():
+        if tensor.dtype not in BYTES:
+            raise UserError(f"{tensor.file.name} holds {name!r} as {tensor.dtype}; such a base cannot be merged into")
+    return stored
+
+
+def _usual_dtype(stored: Iterable[Stored]) -> torch.dtype:
+    """That of most numbers of the base."""
+    counts: Counter[str] = Counter()
+    for tensor in stored:
+        if tensor.dtype in FILE_DTYPES:
+            counts[tensor.dtype] += math.prod(tensor.shape)
+    if not counts:
+        raise UserError("the base holds no floating-point weights")
+    return FILE_DTYPES[counts.most_common(1)[0][0]]
+
+
+def _dtype(name: str, usual: torch.dtype) -> torch.dtype:
+    if name != "auto" and name not in DTYPES:
+        raise UserError(f"dtype is {name!r}; it must be auto, {', '.join(DTYPES)}")
+    return usual if name == "auto" else DTYPES[name]
+
+
+def _plan(
+    facts: AdapterFacts,
+    stored: Mapping[str, Stored],
+    usual: torch.dtype,
+    wanted: torch.dtype,
+) -> dict[str, Planned]:
+    """What is kept in another format than most of the base (a router in float32, say) stays in it."""
+    sources = dict(stored)
+    for name, linear in facts.linears.items():
+        source = stored.get(f"{name}.weight")
+        if source is None and adapters.group_of(name) == "unembed":
+            source = sources[f"{name}.weight"] = _embedding(stored, name)
+        sizes = (linear.out_features, linear.in_features)
+        if source is None:
+            raise UserError(
+                f"the adapter changes {name!r}, and the base's files hold no {name}.weight; it is of another base, or "
+                "of a family whose files name their weights differently: merge it with PEFT's merge_and_unload"
+            )
+        if source.shape != sizes or source.dtype not in FILE_DTYPES:
+            raise UserError(
+                f"{name}.weight of the base is {source.dtype} {list(source.shape)}, and the adapter is for "
+                f"floating-point {list(sizes)}; it is of another base"
+            )
+    return {
+        name: Planned(
+            source,
+            linear if (linear := name.removesuffix(".weight")) in facts.linears else None,
+            wanted if FILE_DTYPES.get(source.dtype) == usual else None,
+        )
+        for name, source in sources.items()
+    }
+
+
+def _embedding(stored: Mapping[str, Stored], head: str) -> Stored:
+    """The weights that an unembedding shares which is not in the files."""
+    found = [tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight"))]
+    if len(found) != 1:
+        raise UserError(f"the base's files hold no {head}.weight, and not one embedding that it could share")
+    return found[0]
+
+
+def _untied(config: Mapping[str, object]) -> dict[str, object]:
+    """The embedding stays as it was: the update is the unembedding's alone."""
+    changed = dict(config) | {"tie_word_embeddings": False}
+    if isinstance(text := config.get("text_config"), dict):
+        changed["text_config"] = {**text, "tie_word_embeddings": False}
+    return changed
+
+
+def _shards(plan: Mapping[str, Planned], shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    room = shard_bytes
+    for name, planned in plan.items():
+        if shards[-1] and planned.num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= planned.num_bytes
+    return shards
+
+
+def _write_shards(
+    hidden: Path,
+    shards: Sequence[Sequence[str]],
+    plan: Mapping[str, Planned],
+    facts: AdapterFacts,
+    weights: Path,
+    progress: Progress,
+) -> None:
+    names = (
+        [SINGLE_FILE]
+        if len(shards) == 1
+        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    )
+    done = 0
+    with ExitStack() as stack:
+        files = {
+            file: stack.enter_context(safe_open(file, framework="pt"))
+            for file in {planned.source.file for planned in plan.values()}
+        }
+        updates = stack.enter_context(safe_open(weights, framework="pt"))
+        for file_name, shard in zip(names, shards, strict=True):
+            tensors = {}
+            for name in shard:
+                planned = plan[name]
+                tensors[name] = _made(
+                    files[planned.source.file].get_tensor(planned.source.key), planned, facts, updates
+                )
+                done += 1
+                progress(done, len(plan))
+            save_file(tensors, hidden / file_name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+        total = sum(planned.num_bytes for planned in plan.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (hidden / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _made(weight_OI: Tensor, planned: Planned, facts: AdapterFacts, updates: safe_open) -> Tensor:
+    if planned.linear is not None:
+        a_rI, b_Or = (updates.get_tensor(key).float() for key in facts.linears[planned.linear].keys)
+        given = weight_OI.dtype
+        weight_OI = weight_OI.float() + (b_Or @ a_rI) * facts.scale(planned.linear)
+        if not weight_OI.isfinite().all():
+            raise UserError(f"{planned.linear}: the merged weights are not all finite")
+        weight_OI = weight_OI.to(planned.dtype or given)
+    elif planned.dtype is not None:
+        weight_OI = weight_OI.to(planned.dtype)
+    return weight_OI.contiguous()
+
+
+def _copy_beside(base: Path, hidden: Path) -> None:
+    """Everything but the weights and what says where they are."""
+    for path in {path for pattern in BESIDE for path in base.glob(pattern)}:
+        if path.is_dir():
+            shutil.copytree(path, hidden / path.name)
+        elif not path.name.endswith(".index.json"):
+            shutil.copyfile(path, hidden / path.name)
