@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-postgres test-crash test-recipes fuzz check format bench clean
+.PHONY: demo docs test test-postgres test-crash test-recipes fuzz check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -37,6 +37,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into build/site; a warning is an error, and nothing is fetched.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/latency.py

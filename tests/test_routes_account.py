@@ -373,7 +373,8 @@ def test_a_trace_shows_every_request_in_the_lane_of_its_model_or_sampler(harness
     for event in trace["traceEvents"]:
         if event["ph"] != "M":
             slices.setdefault(event["id"], []).append(event)
-    lanes = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    named = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    lanes = {event["pid"]: event["args"]["name"] for event in named}
     assert set(slices) == {f"{model_id}:0", done, pending}
     start, stop = slices[done]
     assert (start["ph"], stop["ph"], start["name"]) == ("b", "e", "forward_backward")
@@ -400,7 +401,7 @@ def test_a_long_trace_is_read_in_parts(harness: Harness) -> None:
         row |= {"num_tokens": 1, "created_at": 1.0, "settled_at": 2.0, "sampling_session_id": "s:sample:0"}
         connection.execute(FUTURES.insert(), [row | {"request_id": str(n), "seq_id": n} for n in range(4001)])
     trace = json.loads(b"".join(harness.services.traces.write("s")))
-    assert len(trace["traceEvents"]) == 1 + 2 * 4001
+    assert len(trace["traceEvents"]) == 2 + 2 * 4001
 
 
 # Telemetry.

@@ -26,6 +26,7 @@ from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SES
 from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, engine_mailbox
 from tinsmith.ops import Pending
+from tinsmith.tracing import CURRENT
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
@@ -38,6 +39,12 @@ class Waker(Protocol):
     """Tells a base model's engine that there is work."""
 
     def __call__(self, base_model: str) -> None: ...
+
+
+class Count(Protocol):
+    """Counts a request that was stored."""
+
+    def __call__(self, kind: str, tenant_id: str, *, refused: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,15 @@ class SampleCost:
     sampled_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """When an engine worked on a request, and in which of its steps."""
+
+    started_at: float
+    ran_at: float
+    step: int | None
+
+
 Effects = Sequence[sa.Executable]
 
 
@@ -111,6 +127,7 @@ class Settlement:
     effects: Sequence[sa.Executable] = field(default=())
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
+    work: Work | None = None
 
 
 # The statements of every request, built once: building and hashing them would cost more than SQLite does.
@@ -147,8 +164,9 @@ _ARRIVED = (
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _FREE = BODIES.delete().where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
-_SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *SampleCost.__dataclass_fields__)
-_NO_COST = dict.fromkeys(SampleCost.__dataclass_fields__)
+_COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
+_SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
+_NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
 _NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
@@ -200,13 +218,15 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
         "created_at": created_at,
         "settled_at": None if state == "pending" else created_at,
         "settle_order": None,
+        "traceparent": CURRENT.get(),
     }
 
 
 class Futures:
-    def __init__(self, db: Database, wake: Waker | None = None) -> None:
+    def __init__(self, db: Database, wake: Waker | None = None, count: Count | None = None) -> None:
         self._db = db
         self._wake = wake
+        self._count = count
         self._add = db.insert_once(FUTURES)
 
     # The server's side.
@@ -230,6 +250,8 @@ class Futures:
             if refusal:
                 self._db.notify(connection, SERVER, [new.request_id])
         reach("submit.stored")
+        if self._count:
+            self._count(new.kind, new.tenant_id, refused=refusal is not None)
         if self._wake:
             self._wake(new.base_model)
         return new.request_id
@@ -402,9 +424,9 @@ class Futures:
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
         """End a step: results, freed bodies, effects and each model's progress, in one transaction."""
-        settled_at = now()
         freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
+            settled_at = now()  # not before it is our turn to write
             if not self._db.is_sqlite:
                 connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
             for settlement in settlements:
@@ -419,6 +441,7 @@ class Futures:
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,
                         **(asdict(settlement.cost) if settlement.cost else _NO_COST),
+                        **(asdict(settlement.work) if settlement.work else _NO_WORK),
                     },
                 )
                 if changed.rowcount != 1:

@@ -1,4 +1,8 @@
-"""How the processes log: one line of key=value pairs to standard error, secrets masked."""
+"""How the processes log: one line per event to standard error, secrets masked, with the ids of whatever is worked on.
+
+Who works on a request binds its ids (structlog's context variables: tenant_id, model_id, request_id, base_model), and
+every line of it has them. The form of a line is a setting.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 import sys
 from collections.abc import MutableMapping
 
+import orjson
 import structlog
 
 SECRET_NAMES = frozenset({"api_key", "x-api-key", "authorization", "jwt", "password", "token", "database_url"})
@@ -19,16 +24,24 @@ def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, objec
     return event
 
 
-def configure_logs(level: str) -> None:
-    """Set up structlog for this process."""
+def configure_logs(level: str, form: str = "logfmt") -> None:
+    """Set up structlog for this process; `form` is logfmt, json or console."""
+    renderers: dict[str, structlog.typing.Processor] = {
+        "logfmt": structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "event")),
+        "json": structlog.processors.JSONRenderer(
+            serializer=lambda event, **_: orjson.dumps(event, default=str).decode()
+        ),
+        "console": structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+    }
+    traceback = [] if form == "console" else [structlog.processors.format_exc_info]  # which draws its own
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             mask_secrets,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=("timestamp", "level", "event")),
+            *traceback,
+            renderers[form],
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),

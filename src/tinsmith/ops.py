@@ -352,6 +352,7 @@ class Pending:
     seq_id: int | None
     num_tokens: int
     created_at: float
+    traceparent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

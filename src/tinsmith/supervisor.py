@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
 from tinsmith.engines import EXIT_LEASE_HELD, EXIT_UNUSABLE_MODEL, Engines
+from tinsmith.meters import metrics_directory
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings, engine_environment
 
@@ -38,7 +39,11 @@ log = structlog.get_logger()
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, bases: Bases, engines: Engines) -> None:
+    def __init__(
+        self, settings: Settings, bases: Bases, engines: Engines, gone: Callable[[int], None] = lambda _pid: None
+    ) -> None:
+        """`gone` is told the process id of an engine that has ended."""
+        self._gone = gone
         self._settings = settings
         self._bases = bases
         self._engines = engines
@@ -114,7 +119,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=engine_environment(),
+                env=engine_environment(metrics_directory(self._settings.resolved_data_dir)),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
         self.pids.add(process.pid)
@@ -122,10 +127,11 @@ class Supervisor:
             return await self._attend(shape, process)
         finally:
             self.pids.discard(process.pid)
+            self._gone(process.pid)
 
     async def _attend(self, shape: ModelShape, process: asyncio.subprocess.Process) -> int:
         assert process.stdin is not None
-        settings = self._settings.model_dump(mode="json", exclude={"signing_secret"})  # an engine signs nothing
+        settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
         spec = {"name": shape.name, "path": shape.path, "settings": settings}
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         exited = asyncio.create_task(process.wait())

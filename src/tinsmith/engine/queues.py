@@ -10,7 +10,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 
 from tinsmith.ops import Pending
-from tinsmith.scheduler import ModelQueue
+from tinsmith.scheduler import PASS_KINDS, ModelQueue
 
 
 class Lane:
@@ -108,6 +108,11 @@ class Queues:
             for lane in self.lanes.values()
             if lane.waiting
         ]
+
+    def passes_wait(self) -> bool:
+        """Whether a pass could be in the next step."""
+        heads = (lane.waiting.get(lane.next_seq_id) for lane in self.lanes.values())
+        return any(head is not None and head.kind in PASS_KINDS for head in heads)
 
     def forget_lane(self, model_id: str) -> list[Pending]:
         """Drop a model's lane; returns what still waited in it."""

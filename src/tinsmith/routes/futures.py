@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from tinsmith.admission import check_position
 from tinsmith.crashpoints import reach
 from tinsmith.errors import UserError
 from tinsmith.futures import UNBOUNDED
-from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run
+from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run, traced
 from tinsmith.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import Fields, show
@@ -46,12 +46,13 @@ async def retrieve_future(request: Request) -> Response:
     fields = await read_json(request)
     request_id = fields.text("request_id")
     inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
-    outcome = await held(
-        request,
-        services.waiters.watch(request_id),
-        lambda: read(services, services.futures.outcome, tenant_id, request_id, inline_bytes),
-        services.settings.hold_s,
-    )
+    with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
+        outcome = await held(
+            request,
+            services.waiters.watch(request_id),
+            lambda: read(services, services.futures.outcome, tenant_id, request_id, inline_bytes),
+            services.settings.hold_s,
+        )
     if outcome is None:
         return await _try_again(services, request_id)
     reach("poll.answering")

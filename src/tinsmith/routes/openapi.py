@@ -149,7 +149,7 @@ OPERATIONS = (
     Operation("GET /healthz", "Whether the server answers", fields({"status": one_of("ok")}), keyed=False),
     Operation("GET /health", "The same with its version", HEALTH, keyed=False),
     Operation("GET /openapi.json", "This document", ANYTHING, keyed=False),
-    Operation("GET /metrics", "Figures for Prometheus; the bearer is metrics_token", METRICS_TYPE, (401,), keyed=False),
+    Operation("GET /metrics", "Figures for Prometheus; the bearer is metrics_token", METRICS_TYPE),
     Operation("POST /client/config", "Flags of a client", ANYTHING),
     Operation("POST /client/dynamic_config", "Flags that a client fetches again", ANYTHING),
     Operation("GET /get_server_capabilities", "The served base models", fields({"supported_models": LIST})),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette.routing import Route
+from structlog.contextvars import bind_contextvars
 
 from tinsmith.admission import check_position, check_sample, check_seq_id, most_tokens
 from tinsmith.checkpoints import parse_path
@@ -64,6 +65,7 @@ def asample(call: Call) -> JsonObject:
     services.sessions.require_active(call.tenant_id, sampling_session.session_id)
     seq_id = check_seq_id(fields.integer("seq_id"), first=0)
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
+    bind_contextvars(request_id=request_id)
     num_tokens, sequence_ids, refusal = 0, [], None
     try:
         sample = sample_of(fields, request_id, sampling_session.version_id)

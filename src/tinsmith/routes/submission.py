@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 
+from structlog.contextvars import bind_contextvars
+
 from tinsmith.admission import check_seq_id
 from tinsmith.errors import NotFoundError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
@@ -35,6 +37,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
         check_seq_id(seq_id, first=1)
     model = owned_model(call, model_id)
     request_id = f"{model.model_id}:{seq_id}"
+    bind_contextvars(model_id=model.model_id, request_id=request_id)
     num_tokens, refusal = 0, None
     try:
         model.require_usable()

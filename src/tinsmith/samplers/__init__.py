@@ -7,10 +7,20 @@ no SQL and no HTTP and is driven from one thread.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from tinsmith.errors import UserError
 from tinsmith.ops import Partial, Sample, SampleResult
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """The blocks of a key-value cache: of running samples, kept for prompts to come, and how many at most."""
+
+    live_blocks: int
+    cached_blocks: int
+    max_blocks: int
 
 
 class Sampler(Protocol):
@@ -31,4 +41,8 @@ class Sampler(Protocol):
 
     def partials(self) -> list[Partial]:
         """What was drawn since the last call for requests that stream; nothing, if a sampler cannot tell."""
+        ...
+
+    def cache_use(self) -> CacheUse:
+        """How full the key-value cache is now; zeros, if a sampler has none."""
         ...

@@ -22,6 +22,7 @@ from tinsmith.ops import (
     SparseRows,
     TopK,
 )
+from tinsmith.samplers import CacheUse
 
 DEFAULT_MAX_TOKENS = 8
 
@@ -55,6 +56,9 @@ class FakeSampler:
 
     def partials(self) -> list[Partial]:
         return []
+
+    def cache_use(self) -> CacheUse:
+        return CacheUse(0, 0, 0)
 
     def _answer(self, sample: Sample, weight: float) -> SampleResult:
         length = len(sample.prompt_T)

@@ -27,6 +27,7 @@ from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.ops import Grammar, Partial, Sample, SampleResult
+from tinsmith.samplers import CacheUse
 from tinsmith.samplers.adjusting import adjust
 from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
@@ -115,6 +116,10 @@ class LocalSampler:
     def partials(self) -> list[Partial]:
         told, self._partials = self._partials, []
         return told
+
+    def cache_use(self) -> CacheUse:
+        pool = self._batcher.pool
+        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks)
 
     def collect(self) -> None:
         """Let go of versions that were replaced or dropped; their owner may call this after either."""

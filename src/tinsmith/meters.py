@@ -1,0 +1,302 @@
+"""What is counted and timed for operators: the table of all meters, and those of the server itself.
+
+A meter is a Prometheus metric; the word keeps it apart from the metrics of training. Engines count in files below
+`metrics/` in the data directory (prometheus-client's own, shared by memory mapping), which outlive them: a counter goes
+on where its dead predecessor stood, and what an engine has at the moment ends with it. Whoever is asked for the text
+reads those files, so engines answer nobody. What the rows know (`census`) is counted when it is asked for.
+
+Labels are bounded: base models, kinds and outcomes are few, and of tenants only so many have names of their own. Knows
+no SQL and no device.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER = "other"
+"""Stands for all tenants beyond those that have a label of their own."""
+
+SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
+TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
+COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """One metric: `source` is who counts it (server, engine, or the rows when they are asked)."""
+
+    name: str
+    kind: str
+    source: str
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+_ENGINE = ("base_model",)
+_TABLE = (
+    # What the rows say, the same from every server of a database.
+    Meter("tinsmith_queue_requests", "gauge", "rows", "requests that are not settled", ("base_model", "kind")),
+    Meter("tinsmith_queue_oldest_seconds", "gauge", "rows", "age of the oldest of them", ("base_model", "kind")),
+    Meter("tinsmith_engine_ready", "gauge", "rows", "1 if the engine works, 0 if not", _ENGINE),
+    Meter(
+        "tinsmith_models", "gauge", "rows", "models in training, by state creating or ready", ("base_model", "state")
+    ),
+    Meter(
+        "tinsmith_snapshot_lag_operations",
+        "gauge",
+        "rows",
+        "operations that a restart would replay for the model that lags most behind its newest snapshot",
+        _ENGINE,
+    ),
+    Meter("tinsmith_sessions_open", "gauge", "rows", "sessions whose heartbeats come"),
+    Meter("tinsmith_batch_jobs", "gauge", "rows", "bulk jobs that have not ended", ("status",)),
+    Meter(
+        "tinsmith_engine_resident_bytes",
+        "gauge",
+        "rows",
+        "memory of the engine's process, if it is one of this server's",
+        _ENGINE,
+    ),
+    # The server, counted since it started.
+    Meter("tinsmith_http_responses_total", "counter", "server", "answers, by status", ("status",)),
+    Meter(
+        "tinsmith_futures_submitted_total",
+        "counter",
+        "server",
+        "requests that were stored: accepted, or refused with a reason that their client reads",
+        ("kind", "outcome"),
+    ),
+    Meter("tinsmith_tenant_requests_total", "counter", "server", "requests that were stored, by tenant", ("tenant",)),
+    Meter("tinsmith_held_polls", "gauge", "server", "polls that wait for a result now"),
+    Meter(
+        "tinsmith_server_database_seconds",
+        "histogram",
+        "server",
+        "how long a connection to the database was in use, waiting for its turn included",
+        buckets=SECONDS,
+    ),
+    # Engines, counted since the server that keeps them started.
+    Meter(
+        "tinsmith_engine_step_seconds",
+        "histogram",
+        "engine",
+        "work of one kind in one step: packed passes, merged optim_steps, a single operation, or one decode step",
+        ("base_model", "work"),
+        SECONDS,
+    ),
+    Meter("tinsmith_engine_step_tokens", "histogram", "engine", "tokens of passes that shared a step", _ENGINE, TOKENS),
+    Meter("tinsmith_engine_step_passes", "histogram", "engine", "passes that shared a step", _ENGINE, COUNTS),
+    Meter("tinsmith_engine_step_tenants", "histogram", "engine", "tenants whose passes shared a step", _ENGINE, COUNTS),
+    Meter(
+        "tinsmith_engine_pack_efficiency",
+        "histogram",
+        "engine",
+        "share of step_token_budget that the passes of a step filled, for steps after which passes still waited",
+        _ENGINE,
+        SHARES,
+    ),
+    Meter(
+        "tinsmith_engine_tokens_total",
+        "counter",
+        "engine",
+        "tokens of what was done: forward, forward_backward, prompt (computed), cached (of prompts), sampled",
+        ("base_model", "kind"),
+    ),
+    Meter(
+        "tinsmith_engine_tenant_tokens_total",
+        "counter",
+        "engine",
+        "the same by tenant: training, prompt, cached, sampled",
+        ("base_model", "tenant", "kind"),
+    ),
+    Meter(
+        "tinsmith_engine_futures_settled_total",
+        "counter",
+        "engine",
+        "requests that ended: done, user_error or server_error",
+        ("base_model", "kind", "outcome"),
+    ),
+    Meter(
+        "tinsmith_engine_wait_seconds",
+        "histogram",
+        "engine",
+        "from a request's arrival to the beginning of its work",
+        ("base_model", "kind"),
+        SECONDS,
+    ),
+    Meter(
+        "tinsmith_engine_run_seconds",
+        "histogram",
+        "engine",
+        "from the beginning of a request's work to its result",
+        ("base_model", "kind"),
+        SECONDS,
+    ),
+    Meter("tinsmith_engine_samples_running", "gauge", "engine", "samples in the sampler", _ENGINE),
+    Meter(
+        "tinsmith_engine_kv_blocks",
+        "gauge",
+        "engine",
+        "blocks of the key-value cache: live (of running samples), cached (of prompts that may come again), limit",
+        ("base_model", "state"),
+    ),
+    Meter("tinsmith_engine_kv_use", "gauge", "engine", "live blocks as a share of the limit", _ENGINE),
+    Meter(
+        "tinsmith_engine_database_seconds",
+        "histogram",
+        "engine",
+        "how long a connection to the database was in use, waiting for its turn included",
+        _ENGINE,
+        SECONDS,
+    ),
+)
+METERS: Mapping[str, Meter] = {meter.name: meter for meter in _TABLE}
+
+
+def counter(name: str, registry: CollectorRegistry) -> Counter:
+    meter = METERS[name]
+    return Counter(name, meter.meaning, meter.labels, registry=registry)
+
+
+def gauge(name: str, registry: CollectorRegistry) -> Gauge:
+    meter = METERS[name]
+    return Gauge(name, meter.meaning, meter.labels, registry=registry, multiprocess_mode="livemostrecent")
+
+
+def histogram(name: str, registry: CollectorRegistry) -> Histogram:
+    meter = METERS[name]
+    return Histogram(name, meter.meaning, meter.labels, registry=registry, buckets=meter.buckets)
+
+
+class TenantLabels:
+    """The first `most` tenants have labels of their own, all others share one: a server may have thousands."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._named: set[str] = set()
+
+    def __call__(self, tenant_id: str) -> str:
+        if tenant_id in self._named:
+            return tenant_id
+        if len(self._named) >= self._most or tenant_id == OTHER:
+            return OTHER
+        self._named.add(tenant_id)
+        return tenant_id
+
+
+class Count(Protocol):
+    """One number that the rows know: of which meter, with which labels."""
+
+    @property
+    def meter(self) -> str: ...
+    @property
+    def labels(self) -> tuple[str, ...]: ...
+    @property
+    def value(self) -> float: ...
+
+
+class ServerMeters:
+    """The server's own counters, and the text of everything that is known. Its methods may be called by any thread."""
+
+    def __init__(
+        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Count]] = tuple
+    ) -> None:
+        """`directory` is where engines count; None where there are none."""
+        prometheus_client.disable_created_metrics()  # a second series for each counter, which nobody asks for
+        self._directory = directory
+        self._registry = CollectorRegistry()
+        self._tenants = TenantLabels(most_tenants)
+        self._responses = counter("tinsmith_http_responses_total", self._registry)
+        self._submitted = counter("tinsmith_futures_submitted_total", self._registry)
+        self._of_tenant = counter("tinsmith_tenant_requests_total", self._registry)
+        self._held = gauge("tinsmith_held_polls", self._registry)
+        self._database = histogram("tinsmith_server_database_seconds", self._registry)
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_Counted(counts))
+        if directory is not None:
+            MultiProcessCollector(self._registry, str(directory))
+
+    def answered(self, status: int) -> None:
+        self._responses.labels(str(status)).inc()
+
+    def submitted(self, kind: str, tenant_id: str, *, refused: bool) -> None:
+        self._submitted.labels(kind, "refused" if refused else "accepted").inc()
+        self._of_tenant.labels(self._tenants(tenant_id)).inc()
+
+    def held_polls(self, count: Callable[[], int]) -> None:
+        """Whom to ask how many polls are held."""
+        self._held.set_function(count)
+
+    def database_used(self, seconds: float) -> None:
+        self._database.observe(seconds)
+
+    def engine_gone(self, pid: int) -> None:
+        """What an engine had at the moment is no more; what it counted stays."""
+        if self._directory is not None:
+            mark_process_dead(pid, str(self._directory))
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format. Asks the database."""
+        return generate_latest(self._registry)
+
+
+class _Counted:
+    """What the rows know, as prometheus-client collects it."""
+
+    def __init__(self, counts: Callable[[], Iterable[Count]]) -> None:
+        self._counts = counts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for count in self._counts():
+            meter = METERS[count.meter]
+            if count.meter not in families:
+                families[count.meter] = GaugeMetricFamily(count.meter, meter.meaning, labels=meter.labels)
+            families[count.meter].add_metric(count.labels, count.value)
+        return families.values()
+
+
+def metrics_directory(data_dir: Path) -> Path:
+    """Where the engines of a data directory count."""
+    return data_dir / "metrics"
+
+
+def emptied_directory(data_dir: Path) -> Path:
+    """The same without what the engines of an earlier server counted."""
+    directory = metrics_directory(data_dir)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def time_connections(pool_events: Callable[[str, Callable[..., None]], None], used: Callable[[float], None]) -> None:
+    """Tell `used` how long each connection of a pool was out. `pool_events` adds a listener by the event's name."""
+
+    def checkout(_connection: object, record: _Record, _proxy: object) -> None:
+        record.info["since"] = time.perf_counter()
+
+    def checkin(_connection: object, record: _Record) -> None:
+        since = record.info.pop("since", None)
+        if since is not None:
+            used(time.perf_counter() - since)
+
+    pool_events("checkout", checkout)
+    pool_events("checkin", checkin)
+
+
+class _Record(Protocol):
+    @property
+    def info(self) -> dict[str, float]: ...

@@ -1,0 +1,197 @@
+"""The documentation site builds without a warning or a foreign address; its code runs, and its words are true."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from live import API_KEY, LiveServer
+from tinsmith.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
+SNIPPET = re.compile(r'^--8<-- "(\S+)"\n?$')
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def own_code(page: Path) -> list[str]:
+    """The Python blocks of a page but those that show an example, which has a test of its own."""
+    return [block for block in blocks(page, "python") if not SNIPPET.match(block)]
+
+
+def run(server: LiveServer, directory: Path, *words: str) -> str:
+    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def numbers(pattern: str, said: str) -> list[float]:
+    return [float(each) for each in re.findall(pattern, said)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if own_code(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_in_its_order(page: Path, nano_server: LiveServer, tmp_path: Path) -> None:
+    said = run(nano_server, tmp_path, "-c", "\n".join(own_code(page)))
+    losses = numbers(r"loss ([\d.]+)", said)
+    assert said and (len(losses) < 2 or losses[-1] < losses[0])
+
+
+def test_every_example_is_shown_and_tested() -> None:
+    shown = {SNIPPET.match(block)[1] for page in PAGES for block in blocks(page, "python") if SNIPPET.match(block)}  # type: ignore[index]
+    assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in Path(__file__).read_text(), path.name
+        assert f"examples/{path.name}" in (ROOT / "README.md").read_text(), path.name
+
+
+def example(server: LiveServer, directory: Path, name: str, *arguments: str) -> str:
+    return run(server, directory, str(EXAMPLES / name), *arguments)
+
+
+def test_sft_and_evaluation(nano_server: LiveServer, tmp_path: Path) -> None:
+    said = example(nano_server, tmp_path, "sft.py")
+    losses = numbers(r"loss per token ([\d.]+)", said)
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+    (before, after) = map(int, *re.findall(r"(\d+)% before, (\d+)% after", said))
+    assert after >= before + 10
+    path = said.split()[-1]
+    table = example(nano_server, tmp_path, "evaluation.py", path)
+    (base, adapter) = map(int, *re.findall(r"pig_latin +(\d+)% \+- \d+% +(\d+)%", table))
+    assert adapter >= base + 10
+
+
+def test_rl(nano_server: LiveServer, tmp_path: Path) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", example(nano_server, tmp_path, "rl.py"))
+    assert sum(rewards[-3:]) > 1.15 * sum(rewards[:3])
+
+
+def test_dpo(nano_server: LiveServer, tmp_path: Path) -> None:
+    said = example(nano_server, tmp_path, "dpo.py")
+    losses = numbers(r"loss ([\d.]+)", said)
+    assert abs(losses[0] - 0.693) < 0.01 and losses[-1] < 0.8 * losses[0]
+    assert numbers(r"preferred (\d+)%", said)[-1] >= 90
+
+
+@pytest.mark.slow
+def test_distillation(nano_server: LiveServer, tmp_path: Path) -> None:
+    divergence = numbers(r"per token (-?[\d.]+)", example(nano_server, tmp_path, "distillation.py"))
+    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3])
+
+
+@pytest.mark.slow
+def test_multi_turn(nano_server: LiveServer, tmp_path: Path) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", example(nano_server, tmp_path, "multi_turn.py"))
+    assert sum(rewards[-3:]) > 1.1 * sum(rewards[:3])
+
+
+def script(name: str) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader(name.replace("-", "_"), str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    for name, page in script("write-reference").PAGES.items():
+        assert (DOCS / "reference" / name).read_text() == page(), "run scripts/write-reference"
+
+
+def test_commands_of_the_pages_use_variables_that_there_are() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    for page in DOCS.rglob("*.md"):
+        named = set(re.findall(rf"\b{PREFIX}[A-Z_]+[A-Z]\b", page.read_text()))
+        assert named <= known, f"{page.name} names {sorted(named - known)}"
+
+
+def test_the_yaml_of_the_pages_is_yaml() -> None:
+    for page in DOCS.rglob("*.md"):
+        for block in blocks(page, "yaml"):
+            assert yaml.safe_load(block)
+
+
+def test_troubleshooting_quotes_words_that_the_source_has() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "tinsmith").rglob("*.py"))
+    words = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written on several lines
+    quoted = [
+        phrase
+        for line in (DOCS / "troubleshooting.md").read_text().splitlines()
+        if line.startswith("|")
+        for phrase in re.findall(r"`([^`]+)`", line.split("|")[1])
+    ]
+    assert len(quoted) > 30
+    # Typer's own, and a word of the SDK.
+    missing = [phrase for phrase in quoted if phrase not in words and phrase != "No such command"]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning is an error."""
+    directory = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory
+
+
+class Loaded(HTMLParser):
+    """What a browser fetches by itself, and whether a page has words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "audio", "video", "embed"):
+            self.addresses.append(found.get("src") or "")
+        if tag == "link" and found.get("rel") not in ("canonical", "next", "prev", "alternate"):
+            self.addresses.append(found.get("href") or "")
+
+
+def test_a_reader_of_the_site_asks_nobody_else(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        foreign = [address for address in loaded.addresses if re.match(r"(https?:)?//", address)]
+        assert not foreign, f"{page.name} loads {foreign}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import\s*)['\"]?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_site_shows_examples_tables_and_pictures(site: Path) -> None:
+    assert "importance_sampling" in (site / "howto" / "rl.html").read_text()
+    assert "--8&lt;--" not in (site / "howto" / "rl.html").read_text()
+    concepts = (site / "concepts.html").read_text()
+    for picture in re.findall(r"images/(\w+\.svg)", concepts):
+        assert (site / "images" / picture).is_file()
+    assert "tinsmith_queue_requests" in (site / "metrics.html").read_text()
