@@ -174,9 +174,9 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
 
 
 def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
-    waiting = command(server, tmp_path, *DOUBLE, "--fn-kwargs", '{"pause_s": 0.4}')
     client = Client(server.url, API_KEY)
     before = {job["job_id"] for job in client.jobs()}
+    waiting = command(server, tmp_path, *DOUBLE, "--fn-kwargs", '{"pause_s": 2}')
     while not (new := [job for job in client.jobs() if job["job_id"] not in before and job["status"] == "RUNNING"]):
         time.sleep(0.05)
     time.sleep(0.3)
