@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -41,7 +43,7 @@ def _frequencies(logits_V: torch.Tensor, num: int, **params: float) -> np.ndarra
     grid = (np.arange(num) + 0.5) / num
     counts = np.zeros(len(logits_V))
     for part in np.array_split(grid, max(num * len(logits_V) // 4_000_000, 1)):
-        rows = logits_V.expand(len(part), -1)
+        rows = logits_V.expand(len(part), -1).clone()
         chosen = choose(rows, _draws(len(part), uniforms=part, **params))
         counts += np.bincount(chosen.token_ids_B.numpy(), minlength=len(logits_V))
     return counts / num
@@ -61,26 +63,42 @@ def _truncated(probs_V: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
 def test_the_logprob_is_that_of_the_full_vocabulary_at_the_sampling_temperature():
     for temperature in (0.3, 1.0, 2.5):
         logits = _logits(32, 500)
+        whole = _log_softmax(logits, temperature)
         chosen = choose(logits, _draws(32, temperature=temperature, top_k=5, top_p=0.8))
-        expected = _log_softmax(logits, temperature)[np.arange(32), chosen.token_ids_B.numpy()]
+        expected = whole[np.arange(32), chosen.token_ids_B.numpy()]
         np.testing.assert_allclose(chosen.logprobs_B.numpy(), expected, atol=2e-5)
 
 
-def test_at_temperature_one_logprobs_are_bitwise_those_of_log_softmax():
-    logits = _logits(8, 300)
-    assert torch.equal(choose(logits, _draws(8)).logprobs_BV, torch.log_softmax(logits, -1))
+@pytest.mark.parametrize("num_vocab", [60, 300])
+def test_logprobs_and_likeliest_tokens_are_those_of_a_softmax_in_float64(num_vocab: int):
+    for temperature in (0.7, 1.0):
+        logits = _logits(8, num_vocab)
+        whole = _log_softmax(logits, np.float32(temperature))
+        draws = replace(_draws(8, temperature=temperature), num_top_B=np.array([0, 3, 0, 0, 100, 1, 0, 0]))
+        chosen = choose(logits, draws)
+        own = whole[np.arange(8), chosen.token_ids_B.numpy()]
+        np.testing.assert_allclose(chosen.logprobs_B.numpy(), own, atol=1e-6)
+        assert chosen.top is not None and chosen.top.rows == [1, 4, 5]
+        width = min(100, num_vocab)
+        assert chosen.top.ids_Rk.tolist() == np.argsort(-whole[[1, 4, 5]], kind="stable")[:, :width].tolist()
+        best = -np.sort(-whole[[1, 4, 5]])[:, :width]
+        np.testing.assert_allclose(chosen.top.logprobs_Rk.numpy(), best, atol=2e-6)
 
 
-def test_differences_of_logprobs_scale_with_the_inverse_temperature():
-    logits = _logits(4, 100)
-    at_one = choose(logits, _draws(4)).logprobs_BV.double()
-    at_tau = choose(logits, _draws(4, temperature=0.7)).logprobs_BV.double()
-    torch.testing.assert_close(at_tau - at_tau[:, :1], (at_one - at_one[:, :1]) / np.float32(0.7), atol=5e-5, rtol=1e-6)
+def test_no_token_is_drawn_from_what_is_given_and_no_logprob_from_what_it_was_changed_to():
+    logits = _logits(6, 200)
+    adjusted = torch.full_like(logits, -torch.inf)
+    adjusted[:, 11] = 5.0
+    whole = _log_softmax(logits)
+    for temperature in (0.0, 1.0):
+        chosen = choose(logits.clone(), _draws(6, temperature=temperature), adjusted.clone())
+        assert chosen.token_ids_B.tolist() == [11] * 6
+        np.testing.assert_allclose(chosen.logprobs_B.numpy(), whole[:, 11], atol=1e-6)
 
 
 def test_temperature_zero_takes_the_likeliest_token_and_reports_it_at_temperature_one():
     logits = _logits(16, 700)
-    chosen = choose(logits, _draws(16, temperature=0.0, top_p=0.5))
+    chosen = choose(logits.clone(), _draws(16, temperature=0.0, top_p=0.5))
     assert torch.equal(chosen.token_ids_B, logits.argmax(-1))
     np.testing.assert_allclose(chosen.logprobs_B.numpy(), _log_softmax(logits).max(-1), atol=2e-5)
 
@@ -88,7 +106,7 @@ def test_temperature_zero_takes_the_likeliest_token_and_reports_it_at_temperatur
 @pytest.mark.parametrize("temperature", [1e-3, 1e-20, 1e-45])
 def test_a_tiny_temperature_is_greedy_and_finite(temperature: float):
     logits = _logits(16, 700)
-    chosen = choose(logits, _draws(16, temperature=temperature))
+    chosen = choose(logits.clone(), _draws(16, temperature=temperature))
     assert torch.equal(chosen.token_ids_B, logits.argmax(-1))
     assert torch.isfinite(chosen.logprobs_B).all()
 
@@ -118,7 +136,7 @@ def test_hashed_uniforms_give_the_right_frequencies_by_chi_square():
     logits = _logits(1, 40, scale=1.5)[0]
     num = 40_000
     uniforms = np.array([uniform(seed, 0, 3) for seed in range(num)])
-    chosen = choose(logits.expand(num, -1), _draws(num, uniforms=uniforms))
+    chosen = choose(logits.expand(num, -1).clone(), _draws(num, uniforms=uniforms))
     counts = np.bincount(chosen.token_ids_B.numpy(), minlength=40)
     expected = np.exp(_log_softmax(logits)) * num
     big = expected >= 5
@@ -144,11 +162,11 @@ def test_each_row_is_drawn_as_it_would_be_alone_whatever_the_others_ask_for():
         top_p_B=rng.choice([1.0, 0.6], 24),
         uniform_B=rng.random(24),
     )
-    together = choose(logits, draws)
+    together = choose(logits.clone(), draws)
     for row in range(24):
         own = slice(row, row + 1)
         alone = choose(
-            logits[own],
+            logits[own].clone(),
             Draws(draws.temperature_B[own], draws.top_k_B[own], draws.top_p_B[own], draws.uniform_B[own]),
         )
         assert alone.token_ids_B[0] == together.token_ids_B[row]

@@ -35,7 +35,7 @@ from tinsmith.samplers.grammars import Grammars
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
-from tinsmith.samplers.sampling import Chosen, Draws, choose, top_rows, uniform
+from tinsmith.samplers.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.scoring import score_prompt
 from tinsmith.samplers.sequences import Request, Sequence, TopRow, Weights
 
@@ -221,7 +221,7 @@ class LocalSampler:
         if len(sequences) > len(spans):
             sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
             logits_BV = logits_BV.repeat_interleave(sizes, 0)
-        self._append(sequences, choose(logits_BV, _draws(sequences), adjust(logits_BV, sequences)))
+        self._append(sequences, choose(logits_BV, draws_of(sequences), adjust(logits_BV, sequences)))
 
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The other answers of a request whose prompt was just computed, those that can run at once."""
@@ -233,7 +233,7 @@ class LocalSampler:
         return self._batcher.fork(leader, children)
 
     def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
-        topk_rows = _topk_rows(sequences, chosen.logprobs_BV)
+        topk_rows = _topk_rows(sequences, chosen)
         token_ids, logprobs = chosen.token_ids_B.tolist(), chosen.logprobs_B.tolist()
         for row, sequence in enumerate(sequences):
             request = sequence.request
@@ -262,7 +262,7 @@ class LocalSampler:
         self._settled.append((request_id, outcome))
 
 
-def _draws(sequences: Seq[Sequence]) -> Draws:
+def draws_of(sequences: Seq[Sequence]) -> Draws:
     params = [sequence.request.sample.params for sequence in sequences]
     return Draws(
         temperature_B=np.array([p.temperature for p in params], np.float32),
@@ -270,6 +270,7 @@ def _draws(sequences: Seq[Sequence]) -> Draws:
         top_p_B=np.array([p.top_p for p in params], np.float64),
         uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
         min_p_B=np.array([p.adjustments.min_p if p.adjustments else 0.0 for p in params], np.float64),
+        num_top_B=np.array([sequence.request.sample.topk_sample_logprobs for sequence in sequences]),
     )
 
 
@@ -285,16 +286,14 @@ def _partial(sequence: Sequence, token: int, logprob: float, top: TopRow | None)
     return Partial(request_id, sequence.index, sequence.num_generated - 1, (token,), (logprob,), topk)
 
 
-def _topk_rows(sequences: Seq[Sequence], logprobs_BV: Tensor) -> dict[int, TopRow]:
+def _topk_rows(sequences: Seq[Sequence], chosen: Chosen) -> dict[int, TopRow]:
     """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
-    wanted = {row: s.request.sample.topk_sample_logprobs for row, s in enumerate(sequences)}
-    wanted = {row: k for row, k in wanted.items() if k > 0}
-    if not wanted:
+    if chosen.top is None:
         return {}
-    rows = torch.tensor(list(wanted), device=logprobs_BV.device)
-    ids_Bk, values_Bk = top_rows(logprobs_BV[rows], max(wanted.values()))
-    pairs = zip(ids_Bk.to(torch.int32).cpu().numpy(), values_Bk.cpu().numpy(), strict=True)
-    # Copies, lest a narrow row keep the widest one's batch alive.
-    return {
-        row: (ids[:k].copy(), values[:k].copy()) for (row, k), (ids, values) in zip(wanted.items(), pairs, strict=True)
-    }
+    ids, logprobs = chosen.top.ids_Rk.to(torch.int32).cpu().numpy(), chosen.top.logprobs_Rk.cpu().numpy()
+    found = {}
+    for place, row in enumerate(chosen.top.rows):
+        k = sequences[row].request.sample.topk_sample_logprobs
+        # Copies, lest a narrow row keep the widest one's batch alive.
+        found[row] = (ids[place, :k].copy(), logprobs[place, :k].copy())
+    return found

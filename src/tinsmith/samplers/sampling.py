@@ -46,43 +46,73 @@ def uniforms(seed: int, num: int) -> npt.NDArray[np.float64]:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How to draw each row's token. temperature 0: the likeliest; top_k < 1, top_p >= 1 and min_p 0: no truncation."""
+    """How to draw each row's token. temperature 0: the likeliest; top_k < 1, top_p >= 1 and min_p 0: no truncation.
+    `num_top_B`: how many of each row's likeliest tokens are wanted beside it.
+    """
 
     temperature_B: npt.NDArray[np.float32]
     top_k_B: npt.NDArray[np.int64]
     top_p_B: npt.NDArray[np.float64]
     uniform_B: npt.NDArray[np.float64]
     min_p_B: npt.NDArray[np.float64] | None = None
+    num_top_B: npt.NDArray[np.int64] | None = None
+
+
+class Top(NamedTuple):
+    """The likeliest tokens, best first, of the rows that ask for some: as many as the one that asks for most."""
+
+    rows: list[int]
+    ids_Rk: Tensor
+    logprobs_Rk: Tensor
 
 
 class Chosen(NamedTuple):
     """A row whose logits hold NaN or +inf has logprob NaN, and its token means nothing."""
 
     token_ids_B: Tensor  # int64
-    logprobs_B: Tensor  # float32
-    logprobs_BV: Tensor  # float32, at the row's temperature
+    logprobs_B: Tensor  # float32, at the row's temperature
+    top: Top | None = None
 
 
 def choose(logits_BV: Tensor, draws: Draws, adjusted_BV: Tensor | None = None) -> Chosen:
-    """Draw each row's token, from the adjusted logits if there are any; logprobs are always the model's own."""
-    device = logits_BV.device
+    """Draw each row's token, from the adjusted logits if there are any; logprobs are always the model's own.
+
+    Uses up what it is given: logits become weights in place, relative to the row's largest.
+    """
     greedy_B = draws.temperature_B == 0
     temperature_B = np.where(greedy_B, np.float32(1), draws.temperature_B)
-    logprobs_BV = _logprobs_at(logits_BV, temperature_B)
-    drawn_BV = logits_BV if adjusted_BV is None else adjusted_BV
+    likeliest_B = None
+    if greedy_B.any():
+        likeliest_B = (logits_BV if adjusted_BV is None else adjusted_BV).argmax(-1)
+    own_BV = _relative_(logits_BV, temperature_B)
+    top = _top(own_BV, draws)
+    weights_BV = own_BV.exp() if adjusted_BV is not None else own_BV.exp_()
+    sums_BC = piece_sums(weights_BV)
+    total_B = sums_BC.sum(-1).log_()
+    if adjusted_BV is not None:
+        weights_BV = _relative_(adjusted_BV, temperature_B).exp_()
+        sums_BC = piece_sums(weights_BV)
 
-    if greedy_B.all():
-        token_ids_B = drawn_BV.argmax(-1)
+    if likeliest_B is not None and greedy_B.all():
+        token_ids_B = likeliest_B
     else:
-        uniform_B = torch.from_numpy(draws.uniform_B).to(device)
-        drawn_logprobs_BV = logprobs_BV if adjusted_BV is None else _logprobs_at(adjusted_BV, temperature_B)
-        token_ids_B = _draw(_without_unlikely(drawn_logprobs_BV, draws), draws, greedy_B, uniform_B)
-        if greedy_B.any():
-            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(device), drawn_BV.argmax(-1), token_ids_B)
-    logprobs_B = logprobs_BV.gather(1, token_ids_B[:, None])[:, 0]
-    # A NaN anywhere in a row makes the whole row NaN, whichever token the garbage chose.
-    logprobs_B = torch.where(logprobs_BV[:, 0].isnan(), torch.nan, logprobs_B)
-    return Chosen(token_ids_B, logprobs_B, logprobs_BV)
+        token_ids_B = _draw(weights_BV, sums_BC, draws)
+        if likeliest_B is not None:
+            token_ids_B = torch.where(torch.from_numpy(greedy_B).to(logits_BV.device), likeliest_B, token_ids_B)
+    # The weight of a token that was drawn is as exact as its logit; of a greedy one it is 1.
+    own_B = own_BV.gather(1, token_ids_B[:, None])[:, 0].double()
+    logprobs_B = ((own_B if adjusted_BV is not None else own_B.log_()) - total_B).float()
+    if top is not None:
+        top = top._replace(logprobs_Rk=(top.logprobs_Rk - total_B[top.rows, None]).float())
+    return Chosen(token_ids_B, logprobs_B, top)
+
+
+def _top(relative_BV: Tensor, draws: Draws) -> Top | None:
+    """The likeliest tokens, with logits relative to the row's largest for logprobs."""
+    if draws.num_top_B is None or not draws.num_top_B.any():
+        return None
+    rows = np.flatnonzero(draws.num_top_B).tolist()
+    return Top(rows, *top_rows(relative_BV[rows], int(draws.num_top_B.max())))
 
 
 def top_rows(logprobs_BV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -95,69 +125,70 @@ def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tens
     """[R, k] token ids: k independent draws from every row's whole distribution; temperature 0: the likeliest."""
     if temperature == 0:
         return logits_RV.argmax(-1, keepdim=True).expand(uniform_Rk.shape).contiguous()
-    weights_RV = _logprobs_at(logits_RV, np.full(len(logits_RV), temperature, np.float32)).double().exp_()
+    relative_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)).double()
+    weights_RV = relative_RV.div_(temperature).exp_()
     sums_RV = weights_RV.cumsum_(-1)
     target_Rk = uniform_Rk.clamp(max=ALMOST_ONE) * sums_RV[:, -1:]
     # The first sum above the target: a token of weight zero adds nothing and is never the first.
     return torch.searchsorted(sums_RV, target_Rk, right=True).clamp_(max=sums_RV.shape[1] - 1)
 
 
-def _logprobs_at(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> Tensor:
-    scaled_BV = logits_BV.float()
+def _relative_(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> Tensor:
+    """Logits over the temperature, less the row's largest, in place.
+
+    Less the largest first, so that a tiny temperature sends others to -inf and none to NaN. A row with NaN or +inf is NaN
+    in at least one place.
+    """
+    logits_BV.sub_(logits_BV.amax(-1, keepdim=True))
     if np.any(temperature_B != 1):
-        # Relative to the row's maximum, so that a tiny temperature sends others to -inf and none to NaN.
-        scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
-        scaled_BV = scaled_BV / torch.from_numpy(temperature_B).to(logits_BV.device)[:, None]
-    return torch.log_softmax(scaled_BV, dim=-1)
+        logits_BV.div_(torch.from_numpy(temperature_B).to(logits_BV.device)[:, None])
+    return logits_BV
 
 
-def _without_unlikely(logprobs_BV: Tensor, draws: Draws) -> Tensor:
-    """min_p: only tokens that are at least that fraction as likely as the likeliest one."""
-    if draws.min_p_B is None or not draws.min_p_B.any():
-        return logprobs_BV
-    cut = np.flatnonzero(draws.min_p_B)  # no other row may change by as much as a rounding
-    rows = torch.from_numpy(cut).to(logprobs_BV.device)
-    least_R = torch.from_numpy(np.log(draws.min_p_B[cut]).astype(np.float32)).to(logprobs_BV.device)
-    kept_RV = logprobs_BV[rows]
-    kept_RV = kept_RV.masked_fill(kept_RV < kept_RV.amax(-1, keepdim=True) + least_R[:, None], -torch.inf)
-    return logprobs_BV.index_copy(0, rows, torch.log_softmax(kept_RV, dim=-1))
-
-
-def _draw(logprobs_BV: Tensor, draws: Draws, greedy_B: npt.NDArray[np.bool_], uniform_B: Tensor) -> Tensor:
-    num_vocab = logprobs_BV.shape[1]
+def _draw(weights_BV: Tensor, sums_BC: Tensor, draws: Draws) -> Tensor:
+    """One token of each row; greedy rows get any. Tokens that min_p leaves out lose their weight in place."""
+    device, num_vocab = weights_BV.device, weights_BV.shape[1]
+    if draws.min_p_B is not None and draws.min_p_B.any():
+        # The largest weight is 1. Rows without min_p lose nothing, not even by a rounding.
+        least_B = torch.from_numpy(draws.min_p_B.astype(np.float32)).to(device)
+        weights_BV.masked_fill_(weights_BV < least_B[:, None], 0.0)
+        sums_BC = piece_sums(weights_BV)
+    uniform_B = torch.from_numpy(draws.uniform_B).to(device)
     has_k_B = (draws.top_k_B > 0) & (draws.top_k_B < num_vocab)
-    cut_B = (has_k_B | (draws.top_p_B < 1)) & ~greedy_B
-    if not cut_B.any():
-        return invert(logprobs_BV.exp(), uniform_B)
-    token_ids_B = torch.zeros(len(logprobs_BV), dtype=torch.int64, device=logprobs_BV.device)
-    whole = np.flatnonzero(~cut_B & ~greedy_B)
-    if len(whole):
-        rows = torch.from_numpy(whole).to(logprobs_BV.device)
-        token_ids_B[rows] = invert(logprobs_BV[rows].exp(), uniform_B[rows])
-    cut = np.flatnonzero(cut_B)
+    cut = np.flatnonzero((has_k_B | (draws.top_p_B < 1)) & (draws.temperature_B > 0))
+    if not len(cut):
+        return invert(weights_BV, uniform_B, sums_BC)
     top_k = np.where(has_k_B[cut], draws.top_k_B[cut], num_vocab)
-    rows = torch.from_numpy(cut).to(logprobs_BV.device)
-    token_ids_B[rows] = _draw_truncated(logprobs_BV[rows], top_k, draws.top_p_B[cut], uniform_B[rows])
+    if len(cut) == len(weights_BV):
+        return _draw_truncated(weights_BV, sums_BC.sum(-1), top_k, draws.top_p_B, uniform_B)
+    token_ids_B = invert(weights_BV, uniform_B, sums_BC)
+    rows = torch.from_numpy(cut).to(device)
+    token_ids_B[rows] = _draw_truncated(
+        weights_BV[rows], sums_BC[rows].sum(-1), top_k, draws.top_p_B[cut], uniform_B[rows]
+    )
     return token_ids_B
 
 
 def _draw_truncated(
-    logprobs_BV: Tensor, top_k_B: npt.NDArray[np.int64], top_p_B: npt.NDArray[np.float64], uniform_B: Tensor
+    weights_BV: Tensor,
+    total_B: Tensor,
+    top_k_B: npt.NDArray[np.int64],
+    top_p_B: npt.NDArray[np.float64],
+    uniform_B: Tensor,
 ) -> Tensor:
     """Look among the CANDIDATES likeliest first; rows that keep more than those are sorted whole."""
-    num_vocab, device = logprobs_BV.shape[1], logprobs_BV.device
-    top_p = torch.from_numpy(top_p_B).to(device)
+    num_vocab, device = weights_BV.shape[1], weights_BV.device
+    top_p, top_k = torch.from_numpy(top_p_B).to(device), torch.from_numpy(top_k_B).to(device)
     width = min(CANDIDATES, num_vocab)
-    logprobs_BW, ids_BW = logprobs_BV.topk(width, dim=-1)
-    weights_BW = logprobs_BW.double().exp()
-    fits_B = torch.from_numpy(top_k_B <= width).to(device)
-    fits_B = fits_B | (torch.from_numpy(top_k_B == num_vocab).to(device) & (weights_BW.sum(-1) >= top_p))
-    token_ids_B = _draw_sorted(weights_BW, ids_BW, torch.from_numpy(top_k_B).to(device), top_p, uniform_B)
+    weights_BW, ids_BW = weights_BV.topk(width, dim=-1)
+    weights_BW = weights_BW.double() / total_B[:, None]
+    fits_B = (top_k <= width) | ((top_k == num_vocab) & (weights_BW.sum(-1) >= top_p))
+    token_ids_B = _draw_sorted(weights_BW, ids_BW, top_k, top_p, uniform_B)
     rest = torch.nonzero(~fits_B)[:, 0]
     if len(rest):
-        logprobs_RV, ids_RV = logprobs_BV[rest].sort(dim=-1, descending=True, stable=True)
-        top_k_R = torch.from_numpy(top_k_B).to(device)[rest]
-        token_ids_B[rest] = _draw_sorted(logprobs_RV.double().exp(), ids_RV, top_k_R, top_p[rest], uniform_B[rest])
+        weights_RV, ids_RV = weights_BV[rest].sort(dim=-1, descending=True, stable=True)
+        weights_RV = weights_RV.double() / total_B[rest, None]
+        token_ids_B[rest] = _draw_sorted(weights_RV, ids_RV, top_k[rest], top_p[rest], uniform_B[rest])
     return token_ids_B
 
 
@@ -174,24 +205,34 @@ def _draw_sorted(weights_BW: Tensor, ids_BW: Tensor, top_k_B: Tensor, top_p_B: T
     return ids_BW.gather(1, picked_B[:, None])[:, 0]
 
 
-def invert(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def piece_sums(weights_BV: Tensor) -> Tensor:
+    """[B, C] float64: the sum of every PIECE weights, of what is left over last."""
+    whole = weights_BV.shape[1] // PIECE * PIECE
+    sums_BC = weights_BV[:, :whole].unflatten(1, (whole // PIECE, PIECE)).sum(-1)
+    if whole < weights_BV.shape[1]:
+        sums_BC = torch.cat([sums_BC, weights_BV[:, whole:].sum(-1, keepdim=True)], -1)
+    return sums_BC.double()
+
+
+def invert(weights_BV: Tensor, uniform_B: Tensor, sums_BC: Tensor | None = None) -> Tensor:
     """The index where each row's cumulative weight first exceeds uniform * total; never of weight zero.
 
     In two levels (pieces, then entries of the piece), so that float64 sums cost little and the tail of a
     large vocabulary keeps its probability: a float32 cumulative sum cannot tell apart steps below 6e-8.
     """
-    num_rows, num_vocab = weights_BV.shape
-    if num_vocab % PIECE:
-        weights_BV = torch.nn.functional.pad(weights_BV, (0, PIECE - num_vocab % PIECE))
-    weights_BCS = weights_BV.view(num_rows, -1, PIECE)
-    pieces_BC = weights_BCS.sum(-1).double()
-    sums_BC = pieces_BC.cumsum(-1)
-    target_B = uniform_B.clamp(max=ALMOST_ONE) * sums_BC[:, -1]
-    piece_B1 = _first_above(sums_BC, target_B)
+    num_vocab = weights_BV.shape[1]
+    pieces_BC = piece_sums(weights_BV) if sums_BC is None else sums_BC
+    before_BC = pieces_BC.cumsum(-1)
+    target_B = uniform_B.clamp(max=ALMOST_ONE) * before_BC[:, -1]
+    piece_B1 = _first_above(before_BC, target_B)
     weight_B = pieces_BC.gather(1, piece_B1)[:, 0]
-    fraction_B = (target_B - sums_BC.gather(1, piece_B1)[:, 0] + weight_B) / weight_B
+    fraction_B = (target_B - before_BC.gather(1, piece_B1)[:, 0] + weight_B) / weight_B
 
-    sums_BS = weights_BCS.gather(1, piece_B1[:, :, None].expand(-1, -1, PIECE))[:, 0].double().cumsum(-1)
+    entry_BS = piece_B1 * PIECE + torch.arange(PIECE, device=weights_BV.device)
+    weights_BS = weights_BV.gather(1, entry_BS.clamp(max=num_vocab - 1)).double()
+    if num_vocab % PIECE:
+        weights_BS.masked_fill_(entry_BS >= num_vocab, 0.0)
+    sums_BS = weights_BS.cumsum(-1)
     entry_B1 = _first_above(sums_BS, fraction_B.clamp(0.0, ALMOST_ONE) * sums_BS[:, -1])
     return (piece_B1 * PIECE + entry_B1)[:, 0].clamp(max=num_vocab - 1)
 
