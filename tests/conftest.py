@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How a test failed whose second try passed: the plugin that tries again keeps that to itself."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     databases.chosen = config.getoption("--database")
 
