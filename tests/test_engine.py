@@ -18,6 +18,7 @@ from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss, insertion
 from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS, Database, now
 from tinsmith.engine import QUIET_S, Engine, Nouns
+from tinsmith.engine.recording import Records
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
@@ -105,6 +106,7 @@ class Bench:
             Directories(self.directory / "versions"),
             Directories(self.directory / "snapshots"),
             CustomLosses(self.db),
+            Records(self.db, kept_samples=3),
         )
         self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
         self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken

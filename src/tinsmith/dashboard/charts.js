@@ -1,11 +1,12 @@
 // Curves by uPlot, stacked bars by hand; each with its numbers as a table, for those who cannot see it.
 
 import { h, svg } from "./dom.js";
-import { number } from "./format.js";
+import { number, plain } from "./format.js";
 import { table } from "./table.js";
 
 const HEIGHT = 170;
 const MOST_ROWS = 200; // of a table of numbers
+const STEPS = [1, 2, 5].flatMap((unit) => Array.from({ length: 12 }, (_, power) => unit * 10 ** power)).sort((a, b) => a - b);
 
 const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -68,8 +69,8 @@ function options(width, said) {
     cursor: { sync: { key: "steps" }, y: false, drag: { x: true, y: false } },
     scales: { x: { time: false } },
     axes: [
-      { ...axis, size: 28 },
-      { ...axis, size: 58, values: (_plot, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) },
+      { ...axis, size: 28, incrs: STEPS, values: (_plot, ticks) => ticks.map(plain) },
+      { ...axis, size: 58, values: (_plot, ticks) => ticks.map((tick) => (tick === null ? "" : plain(tick))) },
     ],
     series: [
       {},

@@ -15,6 +15,12 @@ export function number(value) {
   return value.toFixed(size < 1 ? 4 : size < 100 ? 3 : 1);
 }
 
+// The same without zeros at its end, for scales.
+export function plain(value) {
+  const text = number(value);
+  return text.includes(".") ? text.replace(/\.?0+(?=e|$)/, "") : text;
+}
+
 export function bytes(value) {
   if (value === null || value === undefined) return "-";
   let unit = 0;

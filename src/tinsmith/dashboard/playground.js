@@ -138,7 +138,7 @@ export default {
       go.disabled = true;
       await Promise.all(columns.map((one) => sample(one, body, chat.checked, signal)));
       go.disabled = false;
-      tell("All answers are there.");
+      if (!signal.aborted) tell("All answers are there.");
     };
     const go = h("button", { class: "primary" }, "Sample");
     const form = h(

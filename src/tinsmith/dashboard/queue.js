@@ -42,14 +42,14 @@ function inWords(steps, budget) {
 
 function engine(found, budget) {
   const steps = [...found.steps].reverse();
-  const bars = steps.map((step) => ({
+  const bars = steps.filter((step) => step.num_tokens).map((step) => ({
     label: new Date(step.ended_at).toLocaleTimeString("en-GB"),
     parts: [step.own_tokens, Math.max(0, step.num_tokens - step.own_tokens)],
   }));
   return section(
     found.base_model,
     h("p", {}, state(found.state), found.reason ? ` ${found.reason}` : ""),
-    steps.length ? [stacked("Tokens of the last steps", KINDS, bars), h("p", {}, inWords(steps, budget))] : null,
+    bars.length ? [stacked("Tokens of the last steps with passes", KINDS, bars), h("p", {}, inWords(steps, budget))] : null,
     table(`Last steps of ${found.base_model}`, STEPS, found.steps.slice(0, SHOWN), { none: "This engine has run nothing yet." }),
   );
 }

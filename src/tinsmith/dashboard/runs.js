@@ -81,15 +81,12 @@ async function showList(main, signal) {
 async function showRun(main, id, signal) {
   const about = h("div");
   const curves = h("div", { class: "curves" });
-  const logged = h("div", { class: "curves" });
-  const loggedSection = section("Logged by the client", logged);
   const stored = h("div");
   const drawAbout = keep(about);
   const drawStored = keep(stored);
   const points = new Map();
   const drawn = new Map();
   let cursor = 0;
-  loggedSection.hidden = true;
   const nothing = empty("No optimizer step yet. The curves begin with the first.");
   curves.append(nothing);
 
@@ -99,11 +96,10 @@ async function showRun(main, id, signal) {
     if (!found.points.length) return;
     for (const point of found.points) points.set(`${point.source} ${point.step}`, point);
     const all = [...points.values()].sort((a, b) => a.step - b.step);
-    for (const [source, place] of [["server", curves], ["client", logged]]) {
-      drawAll(all.filter((point) => point.source === source), source, place, drawn, signal);
+    nothing.remove();
+    for (const source of ["client", "server"]) {
+      drawAll(all.filter((point) => point.source === source), source, curves, drawn, signal);
     }
-    if (all.some((point) => point.source === "server")) nothing.remove();
-    loggedSection.hidden = !all.some((point) => point.source === "client");
   };
   const lookAtRun = async () => {
     const run = await get(path`/dashboard/runs/${id}`, signal);
@@ -113,7 +109,7 @@ async function showRun(main, id, signal) {
     const found = await get(path`/training_runs/${id}/checkpoints`, signal);
     drawStored(found.checkpoints, () => listed(found.checkpoints, lookAtCheckpoints));
   };
-  page(main, `Run ${shortId(id)}`, about, loggedSection, section("Curves", curves), section("Checkpoints", stored));
+  page(main, `Run ${shortId(id)}`, about, section("Curves", curves), section("Checkpoints", stored));
   await Promise.all([poll(signal, 2, lookAtRun), poll(signal, 2, lookAtCurves), poll(signal, 10, lookAtCheckpoints)]);
 }
 
@@ -142,7 +138,8 @@ function drawAll(points, source, place, drawn, signal) {
     const mine = points.filter((point) => name in point.metrics);
     const at = `${source} ${name}`;
     if (!drawn.has(at)) {
-      const made = curve(TITLES.get(name) || name, TITLES.has(name) ? name : "", signal);
+      const note = source === "client" ? "logged by the client" : name;
+      const made = curve(source === "server" && TITLES.has(name) ? TITLES.get(name) : name, note, signal);
       drawn.set(at, made);
       place.append(made.figure);
     }

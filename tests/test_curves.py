@@ -1,0 +1,183 @@
+"""Points of curves: what is logged, what is merged, what remains of many. The same of recent steps and samples."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from databases import fresh_url
+from tinsmith.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
+from tinsmith.db import CURVE_POINTS, Database
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+
+RUN, OTHER = "s:train:0", "s:train:1"
+
+
+@pytest.fixture
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    database = Database(fresh_url(tmp_path, database_kind))
+    yield database
+    database.close()
+
+
+def record(db: Database, run: str, step: int, **metrics: float) -> None:
+    with db.write() as connection:
+        connection.execute(Curves(db).recording(run, step, metrics))
+
+
+def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
+    return {point.step: dict(point.metrics) for point in Curves(db).points(run) if point.source == "client"}
+
+
+def test_what_is_logged_twice_for_a_step_is_merged(db: Database) -> None:
+    curves = Curves(db)
+    assert curves.log(RUN, 3, {"reward": 1.0, "length": 5.0}) == 3
+    assert curves.log(RUN, 3, {"reward": 2.0, "entropy": 0.5}) == 3
+    curves.log(OTHER, 3, {"reward": 9.0})
+    assert logged(db) == {3: {"reward": 2.0, "length": 5.0, "entropy": 0.5}}
+
+
+def test_without_a_step_the_newest_optimizer_step_is_meant(db: Database) -> None:
+    curves = Curves(db)
+    assert curves.log(RUN, None, {"a": 1.0}) == 0
+    record(db, RUN, 1, loss=1.0)
+    record(db, RUN, 2, loss=0.5)
+    record(db, OTHER, 7, loss=0.5)
+    assert curves.log(RUN, None, {"a": 2.0}) == 2
+    assert logged(db) == {0: {"a": 1.0}, 2: {"a": 2.0}}
+
+
+def test_a_step_has_a_bounded_number_of_metrics(db: Database) -> None:
+    curves = Curves(db)
+    curves.log(RUN, 0, {f"n{number}": 1.0 for number in range(MOST_NAMES)})
+    with pytest.raises(UserError, match=f"step 0 would have {MOST_NAMES + 1} metrics"):
+        curves.log(RUN, 0, {"one": 1.0, "n0": 2.0})
+    assert logged(db)[0]["n0"] == 1.0, "nothing of what is refused is kept"
+
+
+def test_what_is_not_finite_is_null_and_a_step_is_recorded_once(db: Database) -> None:
+    record(db, RUN, 1, loss=math.nan, norm=math.inf, rate=0.1)
+    record(db, RUN, 1, loss=5.0)
+    (point,) = Curves(db).points(RUN)
+    assert (point.source, point.step, point.metrics) == ("server", 1, {"loss": None, "norm": None, "rate": 0.1})
+
+
+def test_many_points_become_fewer_evenly_and_stay_what_they_were(db: Database) -> None:
+    rows = [
+        {"model_id": run, "source": "client", "step": 10 * step, "metrics": {"a": step}, "recorded_at": float(step)}
+        for run in (RUN, OTHER)
+        for step in range(MOST_POINTS)
+    ]
+    with db.write() as connection:
+        connection.execute(CURVE_POINTS.insert(), rows)
+    record(db, RUN, 5, loss=1.0)
+    last = 10 * MOST_POINTS
+    assert Curves(db).log(RUN, last, {"a": 1.0}) == last
+    found = logged(db)
+    steps = sorted(found)
+    assert KEPT_POINTS / 2 < len(steps) <= KEPT_POINTS + 1
+    assert steps[-1] == last and found[last] == {"a": 1.0}
+    assert all(found[step] == {"a": step / 10} for step in steps[:-1])
+    gaps = [after - before for before, after in itertools.pairwise(steps)]
+    assert max(gaps) <= 40 and steps[0] <= 40, "no stretch of the run is lost"
+    assert len(logged(db, OTHER)) == MOST_POINTS
+    assert [point.step for point in Curves(db).points(RUN) if point.source == "server"] == [5]
+
+
+def test_thinning_leaves_few_points_as_they_are(db: Database) -> None:
+    for step in (1, 2, 3):
+        record(db, RUN, step, loss=1.0)
+    with db.write() as connection:
+        connection.execute(thinning(RUN, "server", 0, 3))
+    assert [point.step for point in Curves(db).points(RUN)] == [1, 2, 3]
+
+
+def test_a_cursor_leads_to_what_is_new(db: Database) -> None:
+    rows = [
+        {"model_id": RUN, "source": "server", "step": step, "metrics": {}, "recorded_at": 1000.0 * step}
+        for step in range(1, 6)
+    ]
+    with db.write() as connection:
+        connection.execute(CURVE_POINTS.insert(), rows)
+    assert [point.step for point in Curves(db).points(RUN, 4000.0)] == [4, 5]
+    assert [point.step for point in Curves(db).points(RUN, 4500.0)] == [5]
+    assert Curves(db).newest([RUN, OTHER])[RUN].step == 5
+    assert list(Curves(db).newest([OTHER])) == []
+
+
+def step(number: int) -> RecentStep:
+    return RecentStep(float(number), 0.5, 1, 0, 0, number, {"alice": {RUN: number}})
+
+
+def test_the_last_steps_of_a_base_model_are_kept(db: Database) -> None:
+    steps = RecentSteps(db)
+    steps.add("other", [step(1)])
+    steps.add("base", [step(number) for number in range(KEPT_STEPS)])
+    steps.add("base", [step(number) for number in range(KEPT_STEPS, KEPT_STEPS + 3)])
+    found = [one for _, one in steps.newest("base", 10 * KEPT_STEPS)]
+    assert [one.num_tokens for one in found] == list(range(KEPT_STEPS + 2, 2, -1))
+    assert found[0] == step(KEPT_STEPS + 2)
+    assert len(steps.newest("other")) == 1
+
+
+def keep(
+    db: Database, number: int, tenant: str = "alice", most: int = 3, *, prompt: list[int], answer: list[int]
+) -> str:
+    content = SampleContent(prompt, 0, {"temperature": 1.0}, [KeptSequence(answer, [-0.5, None], "stop")])
+    sample = replace(new_sample(f"{tenant}:sample:0:{number}", tenant, "s", "base", None), prompt_tokens=len(prompt))
+    with db.write() as connection:
+        for statement in keeping(sample, content, most):
+            connection.execute(statement)
+    return sample.request_id
+
+
+def test_a_tenant_has_so_many_samples_and_no_more(db: Database) -> None:
+    samples = KeptSamples(db)
+    keep(db, 0, "bob", prompt=[1], answer=[2])
+    ids = [keep(db, number, prompt=[1], answer=[2, 3]) for number in range(5)]
+    found, total = samples.page("alice", 10, 0)
+    assert [one.request_id for one in found] == ids[:1:-1] and total == 3
+    assert samples.page("alice", 1, 1)[0][0].request_id == ids[3]
+    assert samples.page("bob", 10, 0)[1] == 1
+    assert samples.page("alice", 10, 0, "sample:0:4")[1] == 1
+    assert samples.page("alice", 10, 0, "100%")[1] == 0
+    with pytest.raises(NotFoundError):
+        samples.get("bob", ids[4])
+    with pytest.raises(NotFoundError):
+        samples.get("alice", ids[0])
+    sample, content = samples.get("alice", ids[4])
+    assert sample.base_model == "base"
+    assert content == SampleContent([1], 0, {"temperature": 1.0}, [KeptSequence([2, 3], [-0.5, None], "stop")])
+
+
+def test_samples_are_forgotten_after_a_time(db: Database) -> None:
+    samples = KeptSamples(db)
+    request_id = keep(db, 0, prompt=[1], answer=[2])
+    created_at = samples.get("alice", request_id)[0].created_at
+    assert samples.sweep(created_at - 1) == 0
+    assert samples.sweep(created_at + 1) == 1
+    assert samples.page("alice", 10, 0) == ([], 0)
+
+
+def test_a_turn_follows_those_whose_prompt_and_answer_it_begins_with(db: Database) -> None:
+    samples = KeptSamples(db)
+    first = keep(db, 1, most=9, prompt=[1, 2], answer=[3, 4])
+    second = keep(db, 2, most=9, prompt=[1, 2, 3, 4, 5], answer=[6, 7])
+    other = keep(db, 3, most=9, prompt=[1, 2, 9], answer=[9])
+    # The end of the second answer is written in another way in the third prompt.
+    third = keep(db, 4, most=9, prompt=[1, 2, 3, 4, 5, 6, 8, 8], answer=[9])
+    keep(db, 5, "bob", most=9, prompt=[1, 2], answer=[3, 4])
+
+    def before(request_id: str) -> list[str]:
+        return samples.turns_before(*samples.get("alice", request_id))
+
+    assert before(first) == before(other) == []
+    assert before(second) == [first]
+    assert before(third) == [first, second]

@@ -1,0 +1,246 @@
+"""What an engine records of its work, and that it is what happened: on a bench engine, with the fake backend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from sqlalchemy.exc import OperationalError
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+
+from test_engine import BASE, Bench
+from tinsmith.curves import Curves, Point
+from tinsmith.db import KEPT_SAMPLES
+from tinsmith.engine import recording
+from tinsmith.engine.recording import Recorder, Records, SampleKeeper
+from tinsmith.kept_samples import KeptSamples
+from tinsmith.ops import (
+    AdamParams,
+    OptimStep,
+    PassResult,
+    Pending,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+)
+from tinsmith.recent_steps import RecentSteps
+from tinsmith.sampling_sessions import SamplingSession
+from tinsmith.scheduler import Step
+from tinsmith.wire import tinker_public_pb2 as pb
+
+RUN = "s:train:0"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory() as sockets:
+        made = Bench(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+def points(bench: Bench, model_id: str = RUN) -> list[Point]:
+    return Curves(bench.db).points(model_id)
+
+
+def pending(kind: str, model_id: str | None = RUN, tokens: int = 3, tenant: str = "alice", number: int = 1) -> Pending:
+    request_id = f"{model_id}:{number}"
+    return Pending(number, request_id, tenant, "s", kind, "pending", model_id, None, number, tokens, 0.0)
+
+
+def optim_step(rate: float = 0.5) -> OptimStep:
+    return OptimStep("r", RUN, AdamParams(learning_rate=rate))
+
+
+def test_each_optimizer_step_has_a_point_with_what_its_passes_said(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.train(model, 2, tokens=(4, 5))
+    bench.step(model, 3, rate=0.25)
+    bench.forward(model, 4)
+    bench.train(model, 5)
+    bench.step(model, 6)
+    bench.turns()
+    first, second = points(bench)
+    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2)]
+    assert (first.source, first.step, second.step) == ("server", 1, 2)
+    assert first.metrics["loss:sum"] == pytest.approx(sum(losses))
+    assert first.metrics["tokens:sum"] == 5
+    assert first.metrics["loss_per_token"] == pytest.approx(sum(losses) / 5)
+    assert first.metrics["learning_rate"] == 0.25
+    assert first.metrics["grad_norm"] == pytest.approx(sum(losses))
+    assert "forward/loss:sum" not in first.metrics and "tokens_per_second" not in first.metrics
+    assert second.metrics["forward/tokens:sum"] == 3
+    assert second.metrics["tokens:sum"] == 3
+    seconds = second.metrics["step_seconds"]
+    assert seconds and second.metrics["tokens_per_second"] == pytest.approx(3 / seconds)
+
+
+def loss_of(bench: Bench, request_id: str) -> float:
+    outcome = bench.outcome(request_id)
+    assert outcome is not None and outcome.body is not None
+    return pb.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
+
+
+def test_steps_are_counted_on_after_a_restart(bench: Bench) -> None:
+    model = bench.model()
+    for number in (1, 3):
+        bench.train(model, number)
+        bench.step(model, number + 1)
+    bench.turns()
+    bench.restart()
+    bench.train(model, 5)
+    bench.step(model, 6)
+    bench.turns()
+    assert [point.step for point in points(bench)] == [1, 2, 3]
+
+
+def test_a_step_that_was_refused_has_no_point(bench: Bench) -> None:
+    model = bench.model()
+    bench.submit(model, 1, "optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}})
+    bench.turns()
+    assert bench.error(f"{model}:1")
+    assert points(bench) == []
+
+
+def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
+    rng = np.random.default_rng(1)
+    names = ("loss:sum", "ratio:mean", "high:max", "low:min")
+    results = [(int(rng.integers(1, 9)), dict(zip(names, rng.normal(size=4).tolist(), strict=True))) for _ in range(5)]
+    gathered = recording._Gathered()
+    outputs = []
+    for num_data, metrics in results:
+        gathered.add(metrics, num_data)
+        data = [{} for _ in range(num_data)]
+        outputs.append(tinker.ForwardBackwardOutput(loss_fn_output_type="x", metrics=metrics, loss_fn_outputs=data))
+    expected = combine_fwd_bwd_output_results(outputs).metrics
+    assert gathered.metrics() == pytest.approx({name: expected[name] for name in names})
+
+
+class NoDatabase:
+    """Of an engine whose reads fail."""
+
+    def known(self, _model_id: str) -> tuple[int, int]:
+        raise OperationalError("", None, Exception())
+
+    def add(self, *_arguments: object) -> None:
+        raise OperationalError("", None, Exception())
+
+
+def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
+    records = Records(bench.db, 1)
+    records.curves = records.recent_steps = NoDatabase()  # type: ignore[assignment]
+    recorder = Recorder(BASE, records)
+    recorder.passed(pending("forward_backward"), PassResult((), {"loss:sum": 1.0}))
+    assert recorder.stepped(pending("optim_step"), optim_step(), {}) == []
+    recorder.ran(Step(passes=(pending("forward"),)), 0.1)
+    recorder.flush()
+
+
+def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_POINTS", 20)
+    monkeypatch.setattr(recording, "KEPT_POINTS", 10)
+    monkeypatch.setattr("tinsmith.curves.KEPT_POINTS", 10)
+    recorder = Recorder(BASE, Records(bench.db, 1))
+    most = 0
+    for number in range(1, 101):
+        recorder.passed(pending("forward_backward"), PassResult((), {"loss:sum": float(number), "tokens:sum": 1.0}))
+        with bench.db.write() as connection:
+            for statement in recorder.stepped(pending("optim_step", number=number), optim_step(), {"norm": math.nan}):
+                connection.execute(statement)
+        most = max(most, len(points(bench)))
+    found = points(bench)
+    assert most <= 21
+    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in found)
+    steps = [point.step for point in found]
+    assert steps[-1] == 100 and steps[0] <= 10
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
+
+
+def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
+    one = bench.model("a:train:0", "alice")
+    two = bench.model("b:train:0", "bob")
+    bench.train(one, 1, tenant="alice")
+    bench.train(two, 1, tokens=(1, 2, 3, 4), tenant="bob")
+    bench.turns()
+    bench.engine._recorder.flush()
+    steps = [step for _, step in RecentSteps(bench.db).newest(BASE)]
+    assert len(steps) == 3, "two creations, and the passes together"
+    assert steps[0].shares == {"alice": {one: 3}, "bob": {two: 4}}
+    assert (steps[0].num_passes, steps[0].num_tokens, steps[0].num_singles) == (2, 7, 0)
+    assert steps[1].num_singles == 1 and list(steps[1].shares.values()) == [{}]
+
+
+def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
+    recorder = Recorder(BASE, Records(bench.db, 1))
+    many = [pending("forward", f"s:train:{number}", number=number) for number in range(recording.MOST_NAMED_MODELS + 5)]
+    recorder.ran(Step(passes=tuple(many)), 0.1)
+    recorder.flush()
+    ((_, step),) = RecentSteps(bench.db).newest(BASE)
+    (shares,) = step.shares.values()
+    assert len(shares) <= recording.MOST_NAMED_MODELS + 1
+    assert sum(shares.values()) == step.num_tokens == 3 * len(many)
+
+
+def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None:
+    model = bench.model()
+    sampler = bench.publish(model, 1, 0)
+    bench.turns()
+    for number in range(5):
+        bench.sample(sampler, number)
+    bench.turns()
+    kept = KeptSamples(bench.db)
+    found, total = kept.page("alice", 10, 0)
+    assert [one.request_id for one in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3
+    sample, content = kept.get("alice", f"{sampler}:4")
+    assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
+    assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3
+    (sequence,) = content.sequences
+    assert sample.sampled_tokens == len(sequence.tokens) == len(sequence.logprobs) == 3
+
+
+def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 1000))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+
+    def begun(tenant: str) -> int:
+        requests = (pending("sample", None, tenant=tenant, number=number) for number in range(200))
+        return sum(keeper.begin(request, session, asked) is not None for request in requests)
+
+    assert recording.BURST_OF_SAMPLES <= begun("alice") < 150
+    assert begun("bob") >= recording.BURST_OF_SAMPLES
+
+
+def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 0))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+    assert keeper.begin(pending("sample", None), session, asked) is None
+    assert SampleKeeper(None).begin(pending("sample", None), session, asked) is None
+
+
+def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 9))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
+    prompt = np.arange(10_000, dtype=np.int32)
+    begun = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
+    assert begun is not None
+    sequence = SampledSequence(np.arange(5000, dtype=np.int32), np.full(5000, -np.inf, np.float32), "length")
+    with bench.db.write() as connection:
+        for statement in keeper.kept(begun, SampleResult("r", (sequence,) * 20)):
+            connection.execute(statement)
+        size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
+    assert size is not None and len(size) < 200_000
+    sample, content = KeptSamples(bench.db).get("alice", "None:1")
+    assert (sample.prompt_tokens, sample.sampled_tokens, sample.num_sequences) == (10_000, 100_000, 20)
+    assert content.prompt_cut == 10_000 - len(content.prompt) and content.prompt[-1] == 9999
+    assert len(content.sequences) == 8 and len(content.sequences[0].tokens) == 2048
+    assert content.sequences[0].logprobs[0] is None
