@@ -84,7 +84,7 @@ def test_every_other_path_refuses_a_stranger(harness: Harness, headers: dict[str
             answer = harness.client.request(method, path, json={}, headers=sent)
             assert answer.status_code == (403 if route.path in SIGNED else 401), (method, path)
             body = answer.json()
-            assert body["error"]["message"] if path.startswith(ELSEWHERE) else body["detail"]
+            assert body["error"]["message"] if "error" in body else body["detail"]
 
 
 def test_a_server_without_keys_takes_any_well_formed_key(tmp_path: Path) -> None:
