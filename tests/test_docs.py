@@ -25,11 +25,14 @@ FLAGS = {
         "--data-dir",
         "--device",
         "--dtype",
+        "--deterministic",
+        "--quantize",
         "--backend",
         "--log-level",
     },
     "demo": {"--data-dir", "--stay"},
     "doctor": {"--model", "-m", "--data-dir"},
+    "bench": {"--url", "--model", "--key", "--runs", "--rank", "--timeout", "--json"},
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
         *("--sample", "--sample-options"),
@@ -44,6 +47,12 @@ FLAGS = {
     "batch resume": {"job_id", "--detach", "-d", "--json"},
     "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},
     "batch pools": {"--json"},
+    "checkpoints pull": {"path", "directory", "--json"},
+    "checkpoints push": {"directory", "--base", "--name", "--ttl", "--json"},
+    "checkpoints import": {"directory", "--base", "--name", "--ttl", "--base-directory", "--json"},
+    "checkpoints merge": {
+        *("adapter", "directory", "--base", "--dtype", "--max-shard-gb", "--gguf", "--llama-cpp", "--json")
+    },
     "keys create": {"tenant", "--name", "--quota", "--data-dir"},
     "keys list": {"--json", "--data-dir"},
     "keys revoke": {"key_id", "--data-dir"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith import __version__, batch_cli, keys_cli
+from tinsmith import __version__, batch_cli, checkpoints_cli, keys_cli
 from tinsmith.errors import SettingsError
-from tinsmith.settings import Settings, load
+from tinsmith.settings import Settings, client_address, load
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -31,17 +32,24 @@ Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a fre
 DataDir = Annotated[Path | None, typer.Option(help="Where everything is kept. Default: ~/.tinsmith.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto.")]
 Dtype = Annotated[str | None, typer.Option(help="Base model's format: auto, float32 or bfloat16. Default: auto.")]
+Deterministic = Annotated[
+    bool | None,
+    typer.Option("--deterministic", help="Every bit depends on its request alone; slower. Default: off."),
+]
+Quantize = Annotated[str | None, typer.Option(help="Base model's linears: off, int8 or nf4. Default: off.")]
 Backend = Annotated[str | None, typer.Option(help="torch, or fake to test a client. Default: torch.")]
 
 
 @app.command()
-def serve(
+def serve(  # noqa: PLR0913 - one parameter a flag
     model: Model = None,
     host: Host = None,
     port: Port = None,
     data_dir: DataDir = None,
     device: Device = None,
     dtype: Dtype = None,
+    deterministic: Deterministic = None,
+    quantize: Quantize = None,
     backend: Backend = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
 ) -> None:
@@ -53,6 +61,8 @@ def serve(
         "data_dir": data_dir,
         "device": device,
         "dtype": dtype,
+        "deterministic": deterministic,
+        "quantize": quantize,
         "backend": backend,
         "log_level": log_level,
     }
@@ -61,6 +71,7 @@ def serve(
 
 app.add_typer(keys_cli.app, name="keys")
 app.add_typer(batch_cli.app, name="batch")
+app.add_typer(checkpoints_cli.app, name="checkpoints")
 
 
 @app.command()
@@ -91,6 +102,36 @@ def doctor(model: Model = None, data_dir: DataDir = None) -> None:
         raise typer.Exit(1)
 
 
+@app.command()
+def bench(
+    url: Annotated[
+        list[str] | None, typer.Option(help="A server; repeat it. Default: TINKER_BASE_URL, or port 8000 here.")
+    ] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Its base model: once for all, or for each --url. Default: its first one.")
+    ] = None,
+    key: Annotated[
+        list[str] | None, typer.Option(help="Its API key: once for all, or for each --url. Default: TINKER_API_KEY.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="How often each measure is taken on each server.")] = 10,
+    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters that are trained.")] = 16,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one answer may take.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Time the same work on Tinker-compatible servers, side by side. Ends with 1 if one could not do all of it."""
+    from tinsmith.bench import bench_as_json, run_bench, targets_of
+
+    default_url, default_key = client_address()
+    targets = targets_of(url or [default_url], model or [], key or [default_key])
+    if as_json:
+        whole, found = bench_as_json(targets, runs=runs, rank=rank, patience_s=timeout)
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        whole = run_bench(output, targets, runs=runs, rank=rank, patience_s=timeout)
+    if not whole:
+        raise typer.Exit(1)
+
+
 def _version(show: bool) -> None:
     if show:
         output.print(f"tinsmith {__version__}")
@@ -108,7 +149,7 @@ def _serve(settings: Settings) -> None:
     from tinsmith.logs import configure_logs
     from tinsmith.server import build
 
-    configure_logs(settings.log_level)
+    configure_logs(settings.log_level, settings.log_format)
     server = build(settings)
 
     def announce(url: str) -> None:

@@ -67,6 +67,14 @@ class Settings(BaseSettings):
     dtype: str = "auto"
     """Number format of the frozen base model: `auto`, `float32` or `bfloat16`."""
 
+    deterministic: bool = False
+    """Whether every bit of a result is to depend on its request alone, and not on what is computed beside it. It costs
+    much of the speed (docs/numerics.md says how much), and is for CPUs."""
+
+    quantize: str = "off"
+    """What the frozen base model's linears are kept in: `off` (their own format), `int8` or `nf4`, which need
+    `tinsmith[quantize]`. Adapters are not quantised."""
+
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
 

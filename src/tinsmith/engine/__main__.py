@@ -148,7 +148,9 @@ def _options(settings: Settings) -> dict[str, str]:
         import torch
 
         torch.set_num_threads(settings.engine_threads)
-    return {"device": settings.device, "dtype": settings.dtype}
+    deterministic = "on" if settings.deterministic else "off"
+    given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
+    return {**given, "deterministic": deterministic}
 
 
 def _pardon_at_the_end(stopping: threading.Event, engine: Engine) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from tinsmith.backends import Capture
 from tinsmith.backends.torch import files, optimizers
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.memory import MODELS_SHARE, free_bytes, memory_errors
 from tinsmith.backends.torch.trained import Trained
@@ -38,7 +39,9 @@ class TorchBackend:
 
     `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk`
     bounds logits: at most that many rows of the vocabulary exist at once. `recompute` ('auto', 'on', 'off')
-    trades a third more compute for activations that need not be kept.
+    trades a third more compute for activations that need not be kept. `deterministic` ('on', 'off') makes every bit
+    of a result independent of what is computed beside it. `quantize` ('off', 'int8', 'nf4') keeps the base in fewer
+    bits.
     """
 
     def __init__(
@@ -50,14 +53,21 @@ class TorchBackend:
         max_tokens_per_microbatch: int | str = "auto",
         logits_chunk: int | str = 1024,
         recompute: str = "auto",
+        deterministic: str = "off",
+        quantize: str = "off",
     ) -> None:
+        if deterministic not in ("on", "off"):
+            raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
         chunk_rows = _positive("logits_chunk", logits_chunk)
-        self._base = BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute)
+        self._base = BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
         max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
-        self._trainer = Trainer(self._base, max_tokens, chunk_rows)
+        self._deterministic = deterministic == "on"
+        if self._deterministic:
+            pin(self._base)
+        self._trainer = (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
@@ -70,9 +80,11 @@ class TorchBackend:
     @property
     def sampler(self) -> LocalSampler:
         if self._sampler is None:
+            from tinsmith.samplers.deterministic import DeterministicSampler
             from tinsmith.samplers.local import LocalSampler
 
-            self._sampler = LocalSampler(self._base, self._versions)
+            kind = DeterministicSampler if self._deterministic else LocalSampler
+            self._sampler = kind(self._base, self._versions)
         return self._sampler
 
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:

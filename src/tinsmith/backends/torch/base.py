@@ -28,9 +28,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tinsmith.backends.torch import quantised
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
 from tinsmith.backends.torch.decoder import Decoder
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
+from tinsmith.backends.torch.quantised import MakeLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError
@@ -48,7 +50,12 @@ class BaseModel:
     """Use `load`. `targets` maps a module's path to the linear that stands there."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, shape: ModelShape, recompute: str = "auto"
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        shape: ModelShape,
+        recompute: str = "auto",
+        quantize: str = "off",
     ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -57,11 +64,13 @@ class BaseModel:
         self.dtype = model.dtype
         self._switchboard = Switchboard()
         self._decoder = model.get_decoder()
-        self.targets = _swap_linears(model, self._decoder, self._switchboard)
+        num_parameters = model.num_parameters()
+        quantised.refuse_experts(quantize, model)
+        self.targets = _swap_linears(model, self._decoder, self._switchboard, quantised.maker(quantize))
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
         self._written_out = Decoder.of(self._decoder)
-        self._threads = Threads(model.num_parameters(), model.device)
+        self._threads = Threads(num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
@@ -74,7 +83,13 @@ class BaseModel:
 
     @classmethod
     def load(
-        cls, shape: ModelShape, *, device: str = "auto", dtype: str = "auto", recompute: str = "auto"
+        cls,
+        shape: ModelShape,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        recompute: str = "auto",
+        quantize: str = "off",
     ) -> BaseModel:
         """Raises SettingsError if the model cannot be served exactly."""
         if device == "auto":
@@ -96,11 +111,16 @@ class BaseModel:
             **safe,
         )
         tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
-        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute)
+        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
         if shape.vocab_size > base.vocab_size:
             raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")
         base.check_servable()
         return base
+
+    def pin(self) -> None:
+        """Compute the same way whatever the number of rows and the memory that is free."""
+        self._written_out = None
+        self._threads.pin()
 
     def adaptable(self) -> list[Target]:
         return [linear.target for linear in self.targets.values()]
@@ -193,7 +213,10 @@ class BaseModel:
                 )
 
 
-def _swap_linears(model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard) -> dict[str, MultiLoRALinear]:
+def _swap_linears(
+    model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard, make: MakeLinear
+) -> dict[str, MultiLoRALinear]:
+    """`make` makes all but the unembedding, which is never quantised."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         raise SettingsError(f"{type(model).__name__} has no linear unembedding")
@@ -207,7 +230,7 @@ def _swap_linears(model: PreTrainedModel, decoder: nn.Module, switchboard: Switc
         if last in NOT_ADAPTED or ".experts." in name:
             continue
         group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
-        targets[name] = MultiLoRALinear(name, group, module, switchboard)
+        targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
         setattr(model.get_submodule(parent_name), last, targets[name])
     if not any(target.group == "attn" for target in targets.values()):
         raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")

@@ -195,7 +195,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     linears = [layer.get_submodule(name) for name in (*QKV, OUT, *GATE_UP, DOWN)]
     activation = layer.get_submodule("mlp.act_fn")
-    return all(isinstance(linear, MultiLoRALinear) for linear in linears) and isinstance(
+    return all(type(linear) is MultiLoRALinear for linear in linears) and isinstance(
         activation, SiLUActivation | nn.SiLU
     )
 

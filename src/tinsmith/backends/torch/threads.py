@@ -15,14 +15,20 @@ SMALL_FORWARD_FLOPS = 1e9
 
 class Threads:
     def __init__(self, num_parameters: int, device: torch.device) -> None:
+        self._pinned = False
         self._flops_per_token = 2.0 * num_parameters
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
+
+    def pin(self) -> None:
+        """All of them from now on: sums that threads share are added in another order by more or fewer."""
+        self._pinned = True
 
     def fit(self, num_tokens: int) -> None:
         """Choose for the forward that begins, and what follows it."""
         if not self._active:
             return
-        wanted = 1 if num_tokens * self._flops_per_token < SMALL_FORWARD_FLOPS else self._most
+        small = not self._pinned and num_tokens * self._flops_per_token < SMALL_FORWARD_FLOPS
+        wanted = 1 if small else self._most
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

@@ -42,7 +42,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """A checked pass. `logprobs` fills up as micro-batches finish."""
 
     objective: Objective
@@ -107,25 +107,25 @@ class Trainer:
         between: Callable[[], None] | None,
     ) -> list[PassResult | UserError]:
         jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
-        good = [job for job in jobs if isinstance(job, _Job)]
+        good = [job for job in jobs if isinstance(job, Job)]
         train, score = [], []
         for job in good:
             for example in job.examples:
                 (train if job.trained is not None and example.has_weight else score).append(example)
-        batches = [(batch, True) for batch in pack(train, self._limit)]
-        batches += [(batch, False) for batch in pack(score, self._limit)]
-        objectives = [job.objective if isinstance(job, _Job) else Objective("", {}) for job in jobs]
+        batches = [(batch, True) for batch in self._cut(train)]
+        batches += [(batch, False) for batch in self._cut(score)]
+        objectives = [job.objective if isinstance(job, Job) else Objective("", {}) for job in jobs]
         buffers = self._run_all(batches, objectives, jobs, between)
-        results = [_result(job) if isinstance(job, _Job) else job for job in jobs]
+        results = [_result(job) if isinstance(job, Job) else job for job in jobs]
         spoiled = {
             id(job.trained.adapter)
             for job, result in zip(jobs, results, strict=True)
-            if isinstance(job, _Job) and isinstance(result, UserError) and job.trained is not None
+            if isinstance(job, Job) and isinstance(result, UserError) and job.trained is not None
         }
         again = [
             index
             for index, job in enumerate(jobs)
-            if isinstance(job, _Job)
+            if isinstance(job, Job)
             and not isinstance(results[index], UserError)
             and job.trained is not None
             and id(job.trained.adapter) in spoiled
@@ -136,10 +136,16 @@ class Trainer:
         trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
         for key, buffer_P in buffers.items():
             if key not in spoiled:
-                trained_by_adapter[key].add_gradient(buffer_P)
+                self._join(trained_by_adapter[key], buffer_P)
         return results
 
-    def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> _Job | UserError:
+    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        return pack(examples, self._limit)
+
+    def _join(self, trained: Trained, buffer_P: Tensor) -> None:
+        trained.add_gradient(buffer_P)
+
+    def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> Job | UserError:
         trained = models.get(pass_.model_id)
         if trained is None:
             return UserError(f"model {pass_.model_id!r} is not loaded")
@@ -148,7 +154,7 @@ class Trainer:
             custom = _custom_run(pass_)
         except UserError as error:
             return error
-        return _Job(
+        return Job(
             Objective(pass_.loss_fn, losses.resolve_config(pass_), custom),
             examples_of(pass_, index, trained.adapter),
             [None] * len(pass_.data),
@@ -159,7 +165,7 @@ class Trainer:
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
         objectives: Sequence[Objective],
-        jobs: Sequence[_Job | UserError],
+        jobs: Sequence[Job | UserError],
         between: Callable[[], None] | None,
     ) -> dict[int, Tensor]:
         """The gradients of this step by id(adapter)."""
@@ -197,11 +203,11 @@ class Trainer:
         return logprob_P.cpu().numpy()
 
     @staticmethod
-    def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[_Job | UserError]) -> None:
+    def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[Job | UserError]) -> None:
         starts = batch.example_starts.tolist()
         for example, start, stop in zip(batch.examples, starts, starts[1:], strict=False):
             job = jobs[example.pass_index]
-            assert isinstance(job, _Job)
+            assert isinstance(job, Job)
             job.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
 
 
@@ -214,7 +220,7 @@ def _custom_run(pass_: Pass) -> CustomRun | None:
     return CustomRun(pass_.custom_loss, pass_.data, max_seconds=math.inf if pass_.replayed else MAX_SECONDS)
 
 
-def _result(job: _Job) -> PassResult | UserError:
+def _result(job: Job) -> PassResult | UserError:
     logprobs = [array for array in job.logprobs if array is not None]
     if job.objective.custom is None:
         metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
