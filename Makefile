@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes fuzz check format bench clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples fuzz check format bench clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -39,6 +39,10 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The examples that `make test` leaves out.
+test-examples: $(STAMP)
+	$(BIN)/python -m pytest -q -m slow tests/test_documentation.py
 
 # The site, into build/site; a warning is an error, and nothing is fetched.
 docs: $(STAMP)

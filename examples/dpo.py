@@ -59,7 +59,7 @@ with tinker.ServiceClient() as service:
             gains = [of_answer(*each) - old for *each, old in zip(data, logprobs, fixed, strict=True)]
             margins = BETA * (torch.stack(gains[0::2]) - torch.stack(gains[1::2]))
             loss = -torch.nn.functional.logsigmoid(margins).mean()
-            return loss, {"dpo_loss": float(loss), "preferred": float((margins > 0).float().mean())}
+            return loss, {"dpo_loss": float(loss.detach()), "preferred": float((margins > 0).float().mean())}
 
         passed = model.forward_backward_custom(data, loss_of)
         stepped = model.optim_step(types.AdamParams(learning_rate=RATE))

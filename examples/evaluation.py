@@ -40,9 +40,9 @@ def graded(sampler: tinker.SamplingClient, tokenizer, task: str) -> list[bool]:
 
 
 with tinker.ServiceClient() as service:
-    samplers = {"base": service.create_sampling_client(base_model=BASE)}
+    samplers = {"base": service.create_sampling_client(base_model=BASE).result()}
     if len(sys.argv) > 1:
-        samplers["adapter"] = service.create_sampling_client(model_path=sys.argv[1])
+        samplers["adapter"] = service.create_sampling_client(model_path=sys.argv[1]).result()
     tokenizer = service.create_lora_training_client(BASE, rank=1).result().get_tokenizer()
     print(f"{'task':<12}" + "".join(f"{name:>16}" for name in samplers))
     for task in TASKS:

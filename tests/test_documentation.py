@@ -6,8 +6,10 @@ import importlib.machinery
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
 EXAMPLES = ROOT / "examples"
+Run = Callable[..., str]
 SNIPPET = re.compile(r'^--8<-- "(\S+)"\n?$')
 
 
@@ -34,19 +37,22 @@ def own_code(page: Path) -> list[str]:
     return [block for block in blocks(page, "python") if not SNIPPET.match(block)]
 
 
-def run(server: LiveServer, directory: Path, *words: str) -> str:
-    environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY}
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def run(nano_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Run:
+    """Runs a script as a user would, in a directory of its own, and gives what it printed. In this process, since each
+    new one would first load torch and transformers.
+    """
+    monkeypatch.setenv("TINKER_BASE_URL", nano_server.url)
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    monkeypatch.chdir(tmp_path)
+
+    def call(path: Path, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(path), run_name="__main__")
+        return capsys.readouterr().out
+
+    return call
 
 
 def numbers(pattern: str, said: str) -> list[float]:
@@ -54,8 +60,10 @@ def numbers(pattern: str, said: str) -> list[float]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if own_code(page)], ids=lambda page: page.stem)
-def test_the_code_of_a_page_runs_in_its_order(page: Path, nano_server: LiveServer, tmp_path: Path) -> None:
-    said = run(nano_server, tmp_path, "-c", "\n".join(own_code(page)))
+def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n".join(own_code(page)))
+    said = run(script)
     losses = numbers(r"loss ([\d.]+)", said)
     assert said and (len(losses) < 2 or losses[-1] < losses[0])
 
@@ -68,43 +76,39 @@ def test_every_example_is_shown_and_tested() -> None:
         assert f"examples/{path.name}" in (ROOT / "README.md").read_text(), path.name
 
 
-def example(server: LiveServer, directory: Path, name: str, *arguments: str) -> str:
-    return run(server, directory, str(EXAMPLES / name), *arguments)
-
-
-def test_sft_and_evaluation(nano_server: LiveServer, tmp_path: Path) -> None:
-    said = example(nano_server, tmp_path, "sft.py")
+def test_sft_and_evaluation(run: Run) -> None:
+    said = run(EXAMPLES / "sft.py")
     losses = numbers(r"loss per token ([\d.]+)", said)
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
     (before, after) = map(int, *re.findall(r"(\d+)% before, (\d+)% after", said))
     assert after >= before + 10
     path = said.split()[-1]
-    table = example(nano_server, tmp_path, "evaluation.py", path)
+    table = run(EXAMPLES / "evaluation.py", path)
     (base, adapter) = map(int, *re.findall(r"pig_latin +(\d+)% \+- \d+% +(\d+)%", table))
     assert adapter >= base + 10
 
 
-def test_rl(nano_server: LiveServer, tmp_path: Path) -> None:
-    rewards = numbers(r"mean reward ([\d.]+)", example(nano_server, tmp_path, "rl.py"))
+def test_rl(run: Run) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "rl.py"))
     assert sum(rewards[-3:]) > 1.15 * sum(rewards[:3])
 
 
-def test_dpo(nano_server: LiveServer, tmp_path: Path) -> None:
-    said = example(nano_server, tmp_path, "dpo.py")
+def test_dpo(run: Run) -> None:
+    said = run(EXAMPLES / "dpo.py")
     losses = numbers(r"loss ([\d.]+)", said)
     assert abs(losses[0] - 0.693) < 0.01 and losses[-1] < 0.8 * losses[0]
     assert numbers(r"preferred (\d+)%", said)[-1] >= 90
 
 
 @pytest.mark.slow
-def test_distillation(nano_server: LiveServer, tmp_path: Path) -> None:
-    divergence = numbers(r"per token (-?[\d.]+)", example(nano_server, tmp_path, "distillation.py"))
+def test_distillation(run: Run) -> None:
+    divergence = numbers(r"per token (-?[\d.]+)", run(EXAMPLES / "distillation.py"))
     assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3])
 
 
 @pytest.mark.slow
-def test_multi_turn(nano_server: LiveServer, tmp_path: Path) -> None:
-    rewards = numbers(r"mean reward ([\d.]+)", example(nano_server, tmp_path, "multi_turn.py"))
+def test_multi_turn(run: Run) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "multi_turn.py"))
     assert sum(rewards[-3:]) > 1.1 * sum(rewards[:3])
 
 
