@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 CURRENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
 """The span in which the present code runs, in the words of W3C's traceparent."""
 
+EXPORT_S = 5.0
+"""How long a collector that does not answer may hold up the end of a process."""
+
 Attributes = Mapping[str, str | int | float]
 
 
@@ -77,7 +80,7 @@ class _Sent:
 
         resource = Resource({"service.name": f"tinsmith-{process}", **attributes})
         self._provider = TracerProvider(resource=resource)
-        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")
+        exporter = OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces", timeout=EXPORT_S)
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000))
         self._tracer = self._provider.get_tracer("tinsmith")
         self._propagator = TraceContextTextMapPropagator()
