@@ -239,8 +239,8 @@ def traced(request: Request, services: Services, tenant_id: str, name: str) -> A
 
 async def run(work: Callable[..., T], *args: object) -> T:
     """Call `work` on a worker thread, which logs and traces as part of the same request."""
-    within = contextvars.copy_context().run
-    return await asyncio.get_running_loop().run_in_executor(None, within, work, *args)
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work, *args))
 
 
 def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
