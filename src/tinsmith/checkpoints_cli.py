@@ -131,7 +131,8 @@ def merge(
 def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool) -> None:
     from tinsmith import adapters
 
-    base = base or adapters.read(directory).base_name
+    named = adapters.read(directory, plain=True).base_name  # before anything is sent
+    base = base or named
     if not base:
         raise UserError(f"{adapters.CONFIG_FILE} names no base model; say which one is served: --base NAME")
     fields = {"base_model": base, "name": name, **({} if ttl is None else {"ttl_seconds": str(ttl)})}
