@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples fuzz check format bench clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -25,6 +25,10 @@ test-crash: $(STAMP)
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes
+
+# Every family of docs/models.md, of which `make test` does the first.
+test-families: $(STAMP)
+	$(BIN)/python -m pytest -q --timeout 3600 tests/test_families.py
 
 # What `make test` does of it in half a minute, with fifty times the examples.
 fuzz: $(STAMP)
@@ -48,8 +52,13 @@ test-examples: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Every benchmark, with its baselines, into build/bench: 20 minutes or less on two cores that do nothing else.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/suite.py --out build/bench
+
+# The same in three minutes or less, with fewer models and runs.
+bench-quick: $(STAMP)
+	$(BIN)/python benchmarks/suite.py --quick --out build/bench
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup
 	PYTHON="$(PYTHON)" scripts/setup "$(VENV)"

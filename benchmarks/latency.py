@@ -1,37 +1,51 @@
 """Round trips through the real SDK: how long one small request takes.
 
-    python benchmarks/latency.py                        # starts a server with tinsmith/nano, measures, stops it
+    python benchmarks/latency.py                        # tiny and nano, the fake backend, and publishing with m50
+    python benchmarks/latency.py --sizes tiny --runs 50 # one of them, quickly
     python benchmarks/latency.py --url http://... --model NAME    # measures any Tinker-compatible address
 
-The client uses only the public SDK, so the same figures can be taken from another server in the same minutes.
-Prints a table; with --json FILE also writes the figures.
+A row is one kind of request, sent again and again by one client or by eight at once (threads of one process); the
+rows of a server of its own also say what the processes spent on a call, and the most memory that they had. `fake` is
+the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. The client uses
+only the public SDK, so the same figures can be taken from another server in the same minutes. Three minutes in all.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import platform
-import socket
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
+from measured import (
+    API_KEY,
+    CPU,
+    Meet,
+    Work,
+    machine,
+    own_server,
+    peak_mib,
+    summary,
+    timed,
+    together,
+    write_json,
+)
+from models import SIZES, make
 from tinker import types
 
-API_KEY = os.environ.get("TINKER_API_KEY", "tml-benchmark")
 LENGTH = 32
+RANK = 32
+AT_ONCE = 8
+FLOOD_CLIENTS, FLOOD_AHEAD = 16, 8
+ROWS = ("forward", "step", "sample", "publish", "crowd")
+SERVERS = ("tiny", "nano", "fake", "m50")
+Figures = dict[str, dict[str, float]]
 
 
 def datum() -> types.Datum:
@@ -42,35 +56,23 @@ def datum() -> types.Datum:
     )
 
 
-def timed(action: Callable[[], object], runs: int) -> list[float]:
-    """Milliseconds of each run, after a few that do not count."""
-    for _ in range(5):
-        action()
-    times = []
-    for _ in range(runs):
-        start = time.perf_counter()
-        action()
-        times.append(1000 * (time.perf_counter() - start))
-    return times
+def measured(action: Callable[[], object], runs: int) -> dict[str, float]:
+    """Times of the action, and what each process spent on one of them."""
+    timed(action, 0)
+    spent = Work.begin()
+    times = timed(action, runs, warm_up=0)
+    spent.end()
+    return summary(times) | spent.of_each(runs)
 
 
-def summary(times_ms: list[float]) -> dict[str, float]:
-    ordered = sorted(times_ms)
-    return {
-        "runs": len(ordered),
-        "min_ms": ordered[0],
-        "p50_ms": statistics.median(ordered),
-        "p95_ms": ordered[int(0.95 * (len(ordered) - 1))],
-        "max_ms": ordered[-1],
-    }
-
-
-def measure(url: str, model: str, runs: int) -> dict[str, dict[str, float]]:
+def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Figures:
     data = [datum()]
     prompt = data[0].model_input
-    figures: dict[str, dict[str, float]] = {}
+    one_token = types.SamplingParams(max_tokens=1)
+    figures: Figures = {}
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-        client = service.create_lora_training_client(model, rank=16).result()
+        client = service.create_lora_training_client(model, rank=RANK).result()
+        sampler = service.create_sampling_client(base_model=model).result()
 
         def forward() -> None:
             client.forward(data, "cross_entropy").result()
@@ -81,85 +83,127 @@ def measure(url: str, model: str, runs: int) -> dict[str, dict[str, float]]:
             passed.result()
             stepped.result()
 
-        def publish_and_sample() -> None:
-            sampler = client.save_weights_and_get_sampling_client().result()
-            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
-
-        sampler = service.create_sampling_client(base_model=model).result()
-
         def sample() -> None:
-            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+            sampler.sample(prompt, 1, one_token).result()
 
-        figures["forward, one datum"] = summary(timed(forward, runs))
-        figures["forward_backward + optim_step"] = summary(timed(step, runs))
-        figures["sample, one token"] = summary(timed(sample, runs))
-        figures["publish + first token"] = summary(timed(publish_and_sample, max(5, runs // 4)))
-    with ThreadPoolExecutor(8) as pool:
-        times = [ms for some in pool.map(lambda _: many_forwards(url, model, runs // 4), range(8)) for ms in some]
-    figures["forward, one datum, 8 clients"] = summary(times)
+        def publish_and_sample() -> None:
+            published = client.save_weights_and_get_sampling_client().result()
+            published.sample(prompt, 1, one_token).result()
+
+        if "forward" in rows:
+            figures["forward, one datum"] = measured(forward, runs)
+        if "step" in rows:
+            figures["forward_backward + optim_step"] = measured(step, runs)
+        if "sample" in rows:
+            figures["sample, one token"] = measured(sample, runs)
+        if "publish" in rows:
+            figures["publish + first token"] = measured(publish_and_sample, max(5, runs // 4))
+    if "crowd" in rows:
+        figures[f"forward, one datum, {AT_ONCE} clients"] = crowd(url, model, runs)
     return figures
 
 
-def many_forwards(url: str, model: str, runs: int) -> list[float]:
-    data = [datum()]
-    with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-        client = service.create_lora_training_client(model, rank=16).result()
-        return timed(lambda: client.forward(data, "cross_entropy").result(), runs)
+def crowd(url: str, model: str, runs: int) -> dict[str, float]:
+    """Clients with a session and a model each, all at once from the first that counts to the last."""
+
+    def one(meet: Meet) -> list[float]:
+        data = [datum()]
+        with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
+            client = service.create_lora_training_client(model, rank=RANK).result()
+
+            def forward() -> None:
+                client.forward(data, "cross_entropy").result()
+
+            timed(forward, 0)
+            meet()
+            times = timed(forward, max(5, runs // 4), warm_up=0)
+            meet()
+            return times
+
+    found, _, spent = together(AT_ONCE, one)
+    times = [ms for some in found for ms in some]
+    return summary(times) | spent.of_each(len(times))
 
 
-@contextlib.contextmanager
-def own_server(model: str | None) -> Iterator[tuple[str, float]]:
-    """`tinsmith serve` until the end of the block; also the moment it was started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def flood(url: str, model: str, runs: int) -> dict[str, float]:
+    """Futures settled a second: clients that each keep some optimizer steps on their way."""
+    adam = types.AdamParams(learning_rate=1e-4)
+
+    def one(meet: Meet) -> None:
+        with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
+            client = service.create_lora_training_client(model, rank=RANK).result()
+            client.optim_step(adam).result()
+            meet()
+            waiting = [client.optim_step(adam) for _ in range(FLOOD_AHEAD)]
+            for _ in range(runs - FLOOD_AHEAD):
+                waiting.pop(0).result()
+                waiting.append(client.optim_step(adam))
+            for future in waiting:
+                future.result()
+            meet()
+
+    _, seconds, spent = together(FLOOD_CLIENTS, one)
+    count = FLOOD_CLIENTS * runs
+    return {"runs": count, "futures_per_s": count / seconds, **spent.of_each(count)}
+
+
+def of_own_server(size: str, runs: int, rows: tuple[str, ...]) -> Figures:
+    """Of `tinsmith serve` with this model, from its start to its end."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
-        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", directory]
-        started = time.perf_counter()
-        with (Path(directory) / "server.log").open("wb") as log:
-            process = subprocess.Popen([*command, *(["--model", model] if model else [])], stdout=log, stderr=log)
-        try:
-            wait_for(port, process)
-            yield f"http://127.0.0.1:{port}", started
-        finally:
-            process.terminate()
-            process.wait()
+        name, model, arguments = "tinsmith/nano", None, ()
+        if size == "fake":
+            arguments = ("--backend", "fake")
+        elif size != "nano":
+            name = f"bench/{size}"
+            model = f"{name}={make(size, Path(directory) / size)}"
+        with own_server(model, *arguments) as (url, started):
+            with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
+                service.create_lora_training_client(name, rank=RANK).result().forward(
+                    [datum()], "cross_entropy"
+                ).result()
+            cold = {"cold start to the first forward": summary([1000 * (time.perf_counter() - started)])}
+            figures = measure(url, name, runs, rows) | cold
+            if size == "fake":
+                figures[f"futures, {FLOOD_CLIENTS} clients"] = flood(url, name, max(FLOOD_AHEAD, runs // 4))
+            figures["peak memory"] = {f"{role}_mib": mib for role, mib in peak_mib().items()}
+    return figures
 
 
-def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    while process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-            return
-        time.sleep(0.02)
-    raise SystemExit("the server did not start")
+def show(figures: Figures) -> None:
+    print(f"{'what':34s} {'runs':>5s} {'min':>8s} {'p50':>8s} {'p95':>8s} {'max':>8s}   ms; processor ms a call")
+    for what, row in figures.items():
+        spent = ", ".join(f"{key.removesuffix(CPU)} {ms:.1f}" for key, ms in row.items() if key.endswith(CPU))
+        if "p50_ms" in row:
+            values = " ".join(f"{row[key]:8.1f}" for key in ("min_ms", "p50_ms", "p95_ms", "max_ms"))
+            print(f"{what:34s} {row['runs']:5.0f} {values}   {spent}")
+        elif "futures_per_s" in row:
+            print(f"{what:34s} {row['runs']:5.0f} {row['futures_per_s']:8,.0f} a second{'':18s}   {spent}")
+        else:
+            print(f"{what:34s} " + ", ".join(f"{key.removesuffix('_mib')} {mib:,.0f} MiB" for key, mib in row.items()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a running server; without it, one is started and stopped")
-    parser.add_argument("--model", help="base model, as the server calls it (or NAME=DIR for a server of its own)")
+    parser.add_argument("--url", help="a running server; without it, servers are started and stopped")
+    parser.add_argument("--model", help="its base model, as it calls it")
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "nano", "fake"], default=list(SERVERS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="only these (default: all; publish of m50 and larger)")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     given = parser.parse_args()
-    name = (given.model or "tinsmith/nano").split("=")[0]
-    if given.url:
-        figures = measure(given.url, name, given.runs)
-    else:
-        with own_server(given.model) as (url, started):
-            with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-                service.create_lora_training_client(name, rank=16).result().forward([datum()], "cross_entropy").result()
-            cold_ms = 1000 * (time.perf_counter() - started)
-            figures = measure(url, name, given.runs)
-        figures["cold start to the first forward"] = summary([cold_ms])
-    print(
-        f"{name}, datum of {LENGTH} tokens, {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}"
-    )
-    print(f"{'what':34s} {'runs':>5s} {'min':>8s} {'p50':>8s} {'p95':>8s} {'max':>8s}   ms")
-    for what, row in figures.items():
-        values = " ".join(f"{row[key]:8.1f}" for key in ("min_ms", "p50_ms", "p95_ms", "max_ms"))
-        print(f"{what:34s} {row['runs']:5.0f} {values}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if given.url and not given.model:
+        parser.error("--url needs --model, the name of a base model there")
+    print(f"a datum of {LENGTH} tokens, rank {RANK}; {machine()}")
+    found: dict[str, Figures] = {}
+    for size in [given.model] if given.url else given.sizes:
+        rows = tuple(given.rows or (("forward", "publish") if size in ("m50", "m500") else ROWS))
+        if given.url:
+            found[size] = measure(given.url, size, given.runs, rows)
+        else:
+            found[size] = of_own_server(size, given.runs, rows)
+        print(f"\n{size}")
+        show(found[size])
+    write_json(given.json, found)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,98 @@
+"""What this machine can do at all: matrix products and memory, so that other figures can be read as shares of it.
+
+    python benchmarks/ceilings.py                   # half a minute; torch alone, no server
+
+Matrix products of 64 rows (training, decoding of many) with a weight of 2,048 x 2,048, as torch's own linear does them
+and with weights that oneDNN has packed beforehand; one row with many such weights in turn, which is bound by reading
+them; and reading, adding to and copying arrays that no cache holds. The best of several runs counts, since whatever
+else the machine does can only take away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from measured import machine, write_json
+
+SIZE, ROWS = 2048, 64
+NUM_WEIGHTS = 32
+"""Of one product each: 512 MiB in float32, which is more than caches hold."""
+ARRAY_BYTES = 256 << 20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Product = Callable[[torch.Tensor], object]
+
+
+def best_s(action: Callable[[], object], runs: int) -> float:
+    action()
+    times = []
+    for _ in range(runs):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def plain(weight: torch.Tensor) -> Product:
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def packed(weight: torch.Tensor) -> Product | None:
+    """None where torch has no such kernels."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return None
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return None
+    kept = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, kept, None, "none", [], "")
+
+
+def pass_through(layers: list[Product], x: torch.Tensor) -> None:
+    for layer in layers:
+        layer(x)
+
+
+@torch.no_grad()
+def products(runs: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, dtype in DTYPES.items():
+        weights = [torch.randn(SIZE, SIZE).to(dtype) for _ in range(NUM_WEIGHTS)]
+        many, one = torch.randn(ROWS, SIZE).to(dtype), torch.randn(1, SIZE).to(dtype)
+        for form, make in (("plain", plain), ("packed", packed)):
+            layers = [layer for layer in map(make, weights) if layer]
+            if layers:
+                seconds = best_s(partial(pass_through, layers[:1] * 8, many), runs) / 8
+                found[f"{name}, {form}, {ROWS} rows, GFLOP/s"] = 2e-9 * ROWS * SIZE * SIZE / seconds
+                seconds = best_s(partial(pass_through, layers, one), runs)
+                found[f"{name}, {form}, 1 row, GB/s"] = 1e-9 * sum(w.nbytes for w in weights) / seconds
+    return found
+
+
+def memory(runs: int) -> dict[str, float]:
+    a, b, c = (torch.ones(ARRAY_BYTES // 4) for _ in range(3))
+    moved = {
+        "read": (lambda: a.sum(), 1),
+        "copy": (lambda: b.copy_(a), 2),
+        "triad": (lambda: torch.add(a, b, alpha=3.0, out=c), 3),
+    }
+    return {f"{name}, GB/s": 1e-9 * n * ARRAY_BYTES / best_s(action, runs) for name, (action, n) in moved.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads; {machine()}")
+    found = products(given.runs) | memory(given.runs)
+    for what, value in found.items():
+        print(f"{what:44s} {value:9,.1f}")
+    write_json(given.json, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""What benchmarks share: a server of their own, clocks, the memory and processor time of processes, tables.
+
+Knows the processes by their command lines, below the benchmark's own process; where there is no /proc, their columns
+stay empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+API_KEY = os.environ.get("TINKER_API_KEY", "tml-benchmark")
+ROLES = {"server": b"tinsmith.cli", "engine": b"tinsmith.engine"}
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+CPU = "_cpu_ms"
+START_S = 180.0
+PATIENCE_S = 300.0
+"""Of threads that wait for each other."""
+
+T = TypeVar("T")
+Meet = Callable[[], object]
+
+
+def timed(action: Callable[[], object], runs: int, warm_up: int = 5) -> list[float]:
+    """Milliseconds of each run, after a few that do not count."""
+    for _ in range(warm_up):
+        action()
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        action()
+        times.append(1000 * (time.perf_counter() - start))
+    return times
+
+
+def summary(times_ms: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(times_ms)
+    return {
+        "runs": len(ordered),
+        "min_ms": ordered[0],
+        "p50_ms": statistics.median(ordered),
+        "p95_ms": ordered[int(0.95 * (len(ordered) - 1))],
+        "max_ms": ordered[-1],
+    }
+
+
+def together(count: int, work: Callable[[Meet], T]) -> tuple[list[T], float, Work]:
+    """`work` on as many threads. Each calls what it is given twice, when it is ready and when it is done: the seconds
+    and the processor time are those between. If one fails, the others do not wait for it, and its error is raised.
+    """
+    barrier = threading.Barrier(count + 1)
+
+    def one(_number: int) -> T:
+        try:
+            return work(lambda: barrier.wait(PATIENCE_S))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(count) as pool:
+        waiting = [pool.submit(one, number) for number in range(count)]
+        seconds, spent = 0.0, Work.begin()
+        with contextlib.suppress(threading.BrokenBarrierError):
+            barrier.wait(PATIENCE_S)
+            spent, started = Work.begin(), time.perf_counter()
+            barrier.wait(PATIENCE_S)
+            seconds = time.perf_counter() - started
+            spent.end()
+    for error in [future.exception() for future in waiting]:
+        if error is not None and not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    return [future.result() for future in waiting], seconds, spent
+
+
+def machine() -> str:
+    """One line: what the figures were taken on, and how busy it was."""
+    model = platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    return f"{model}, {os.cpu_count()} hardware threads, load {os.getloadavg()[0]:.1f}"
+
+
+def write_json(path: Path | None, figures: object) -> None:
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+# A server.
+
+
+@contextlib.contextmanager
+def own_server(model: str | None, *arguments: str) -> Iterator[tuple[str, float]]:
+    """`tinsmith serve` until the end of the block: its URL, and the moment it was started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        command = [sys.executable, "-m", "tinsmith.cli", "serve", "--port", str(port), "--data-dir", directory]
+        log_path = Path(directory) / "server.log"
+        started = time.perf_counter()
+        with log_path.open("wb") as log:
+            given = [*command, *(["--model", model] if model else []), *arguments]
+            process = subprocess.Popen(given, stdout=log, stderr=log)
+        try:
+            _wait_for(port, process, log_path)
+            yield f"http://127.0.0.1:{port}", started
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        time.sleep(0.02)
+    process.kill()
+    raise SystemExit(f"the server did not start:\n{log_path.read_text()[-2000:]}")
+
+
+# Its processes.
+
+
+def processes() -> dict[str, list[int]]:
+    """The pids below this process by what they are: `server`, `engine`."""
+    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    waiting = [os.getpid()]
+    while waiting:
+        pid = waiting.pop()
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            for role, word in ROLES.items():
+                if word in words:
+                    found[role].append(pid)
+    return found
+
+
+def peak_mib() -> dict[str, float]:
+    """The most memory that the processes of each kind had resident, in MiB."""
+    return {role: sum(map(_peak_mib, pids)) for role, pids in processes().items() if pids}
+
+
+def _peak_mib(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) / 1024
+    return 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """Processor time from its beginning to its end, of this process (`client`) and of those below it."""
+
+    _before: Mapping[str, float]
+    _after: Mapping[str, float]
+
+    @classmethod
+    def begin(cls) -> Work:
+        return cls(_processor_ms(), {})
+
+    def end(self) -> None:
+        self._after = _processor_ms()
+
+    def of_each(self, count: int) -> dict[str, float]:
+        """Milliseconds of one of so many calls, by process."""
+        return {f"{role}{CPU}": (ms - self._before.get(role, 0.0)) / count for role, ms in self._after.items()}
+
+
+def _processor_ms() -> dict[str, float]:
+    found = {"client": 1000 * time.process_time()}
+    for role, pids in processes().items():
+        if pids:
+            found[role] = sum(map(_process_ms, pids))
+    return found
+
+
+def _process_ms(pid: int) -> float:
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return 1000 * (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    return 0.0

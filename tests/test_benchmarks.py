@@ -1,0 +1,152 @@
+"""The benchmarks still run: each script once, as small as it gets, on a server whose engine computes nothing.
+
+What they find is not looked at, but that they find it; the scripts run in this process, so that the SDK and torch are
+loaded once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from live import LiveServer, serving
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MODEL = "bench/tiny"
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks_can_be_imported() -> Iterator[None]:
+    """As they are by each other, and by no test after this file's."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """The fake backend behind the shape of a model that benchmarks use."""
+    directory = tmp_path_factory.mktemp("bench")
+    model = importlib.import_module("models").make("tiny", directory / "tiny")
+    with serving(directory / "data", "--backend", "fake", "--model", f"{MODEL}={model}") as live:
+        yield live
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """A script's `main` with flags; what it printed."""
+
+    def call(name: str, *flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+        importlib.import_module(name).main()
+        return capsys.readouterr().out
+
+    return call
+
+
+def at(server: LiveServer) -> tuple[str, ...]:
+    return ("--url", server.url, "--model", MODEL)
+
+
+@pytest.fixture
+def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    latency = importlib.import_module("latency")
+    monkeypatch.setattr(latency, "AT_ONCE", 2)
+    monkeypatch.setattr(latency, "FLOOD_CLIENTS", 2)
+
+
+@pytest.mark.usefixtures("few_clients")
+def test_latency(server: LiveServer, run: Run, tmp_path: Path) -> None:
+    printed = run("latency", *at(server), "--runs", "1", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())[MODEL]
+    assert len(found) == 5
+    for what, row in found.items():
+        assert what in printed
+        assert 0 < row["min_ms"] <= row["p50_ms"] <= row["max_ms"]
+    assert found["forward, one datum"]["client_cpu_ms"] > 0
+
+
+@pytest.mark.usefixtures("few_clients")
+def test_latency_of_a_server_of_its_own(run: Run, tmp_path: Path) -> None:
+    printed = run("latency", "--sizes", "fake", "--rows", "forward", "--runs", "1", "--json", str(tmp_path / "found"))
+    found = json.loads((tmp_path / "found").read_text())["fake"]
+    assert found["futures, 2 clients"]["futures_per_s"] > 0
+    assert found["cold start to the first forward"]["p50_ms"] > 0
+    assert found["peak memory"].keys() == {"server_mib", "engine_mib"}
+    assert min(found["peak memory"].values()) > 10
+    assert "a second" in printed
+
+
+def test_steps(server: LiveServer, run: Run, tmp_path: Path) -> None:
+    printed = run("steps", *at(server), "--clients", "1", "2", "--runs", "1", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found.keys() == {f"{MODEL}, 1 client", f"{MODEL}, 2 clients"}
+    assert found[f"{MODEL}, 2 clients"]["steps"] == 2
+    for what, row in found.items():
+        assert what in printed
+        assert row["sampled_tokens_per_s"] > 0
+        assert row["publish_ms"] + row["sample_ms"] + row["forward_backward_ms"] <= row["most_step_ms"]
+
+
+def test_ceilings(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = importlib.import_module("ceilings")
+    for name, small in (("SIZE", 64), ("NUM_WEIGHTS", 2), ("ARRAY_BYTES", 1 << 16)):
+        monkeypatch.setattr(ceilings, name, small)
+    run("ceilings", "--runs", "1", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {"float32, plain, 64 rows, GFLOP/s", "bfloat16, plain, 1 row, GB/s", "triad, GB/s"} <= found.keys()
+    assert min(found.values()) > 0
+
+
+def test_training(server: LiveServer, run: Run) -> None:
+    assert MODEL in run("training", *at(server), "--works", "0", "--runs", "1")
+
+
+def test_sampling(server: LiveServer, run: Run) -> None:
+    assert MODEL in run("sampling", *at(server), "--at-once", "2", "--adapters", "1", "--runs", "1")
+
+
+def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = importlib.import_module("suite")
+    (tmp_path / "good.py").write_text("import sys; print('found 42'); open(sys.argv[-1], 'w').write('{}')")
+    (tmp_path / "bad.py").write_text("import sys; print('halfway'); sys.exit(3)")
+    (tmp_path / "slow.py").write_text("import time; print('begun', flush=True); time.sleep(600)")
+    parts = (
+        suite.Part("bad", "Bad", "--all", ""),
+        suite.Part("slow", "Slow", "", "", limit_s=2),
+        suite.Part("absent", "Absent", "", ""),
+        suite.Part("good", "Good", "--runs 5", "--runs 1"),
+        suite.Part("long", "Long", "", None),
+    )
+    monkeypatch.setattr(suite, "HERE", tmp_path)
+    monkeypatch.setattr(suite, "PARTS", parts)
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        run("suite", "--quick", "--out", str(out))
+    assert ended.value.code == 1
+    page = (out / "index.md").read_text()
+    assert "found 42" in page and "halfway" in page and "begun" in page
+    assert "python benchmarks/good.py --runs 1`" in page
+    assert re.findall(r"Not whole: (.*)\.", page) == [
+        "it ended with status 3",
+        "it took more than 2 s",
+        "there is no such script in this version",
+    ]
+    assert "Long" not in page
+    assert (out / "good.json").read_text() == "{}"
+
+
+def test_the_suite_asks_for_flags_that_the_scripts_have() -> None:
+    for part in importlib.import_module("suite").PARTS:
+        text = (BENCHMARKS / f"{part.name}.py").read_text()
+        for flag in re.findall(r"--[a-z-]+", f"{part.whole} {part.quick or ''} --json"):
+            assert f'"{flag}"' in text, f"{part.name}.py has no {flag}"
