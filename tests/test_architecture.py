@@ -205,7 +205,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "doctor": {"bases", "errors", "settings"},
     "demo": {"errors", "nano"},
-    "cli": {"", "batch_cli", "checkpoints_cli", "demo", "doctor", "errors", "keys_cli", "logs", "server", "settings"},
+    "bench": {"errors"},
+    "cli": {
+        "",
+        "batch_cli",
+        "bench",
+        "checkpoints_cli",
+        "demo",
+        "doctor",
+        "errors",
+        "keys_cli",
+        "logs",
+        "server",
+        "settings",
+    },
 }
 
 # Process entry -> libraries that importing it must not load.
