@@ -8,7 +8,14 @@ const HEIGHT = 170;
 const MOST_ROWS = 200; // of a table of numbers
 const STEPS = [1, 2, 5].flatMap((unit) => Array.from({ length: 12 }, (_, power) => unit * 10 ** power)).sort((a, b) => a - b);
 
-const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const probe = h("span", { hidden: true });
+document.body.append(probe);
+
+// A canvas knows no names of colours: what one stands for in the theme of the moment.
+const colour = (name) => () => {
+  probe.style.color = `var(${name})`;
+  return getComputedStyle(probe).color;
+};
 
 // One curve over steps. `update(steps, values)` draws it anew.
 export function curve(title, note, signal) {

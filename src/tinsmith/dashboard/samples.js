@@ -72,9 +72,21 @@ function answers(sample) {
   });
 }
 
+// How much of a turn's prompt is the turn before it. The token that ended its answer may have been left out.
+function repeated(sample, before) {
+  if (!before) return 0;
+  const start = before.prompt.tokens.length;
+  const same = before.sequences.map(({ tokens: answer }) => {
+    let length = 0;
+    while (length < answer.length && sample.prompt.tokens[start + length] === answer[length]) length += 1;
+    return length;
+  });
+  return start + Math.max(0, ...same);
+}
+
 // What a turn's prompt adds to the conversation so far.
 function asked(sample, before) {
-  const known = before ? before.prompt_tokens : 0;
+  const known = repeated(sample, before);
   const cut = sample.prompt_cut ? h("p", { class: "quiet" }, `${count(sample.prompt_cut)} tokens before it were not kept.`) : null;
   const all = list(sample.prompt);
   const shown = known ? all.slice(known) : all;
