@@ -29,9 +29,10 @@ FLAGS = {
         "--quantize",
         "--backend",
         "--log-level",
+        "--json",
     },
-    "demo": {"--data-dir", "--stay"},
-    "doctor": {"--model", "-m", "--data-dir"},
+    "demo": {"--data-dir", "--stay", "--json"},
+    "doctor": {"--model", "-m", "--data-dir", "--json"},
     "bench": {"--url", "--model", "--key", "--runs", "--rank", "--timeout", "--json"},
     "batch submit": {
         *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
@@ -53,9 +54,9 @@ FLAGS = {
     "checkpoints merge": {
         *("adapter", "directory", "--base", "--dtype", "--max-shard-gb", "--gguf", "--llama-cpp", "--json")
     },
-    "keys create": {"tenant", "--name", "--quota", "--data-dir"},
+    "keys create": {"tenant", "--name", "--quota", "--data-dir", "--json"},
     "keys list": {"--json", "--data-dir"},
-    "keys revoke": {"key_id", "--data-dir"},
+    "keys revoke": {"key_id", "--data-dir", "--json"},
 }
 
 

@@ -1,9 +1,14 @@
-"""The `tinsmith` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+"""The `tinsmith` command. Each subcommand imports what it needs when it runs, so that `--help` is instant.
+
+With `--json`, standard output holds JSON alone. A command ends with 0 if what was asked for came about, 1 if it was
+done and the answer is no, 2 if it was refused, 130 if the user stopped waiting.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -52,6 +57,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     quantize: Quantize = None,
     backend: Backend = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
     """Serve base models to the tinker SDK until Ctrl-C."""
     given = {
@@ -66,7 +72,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         "backend": backend,
         "log_level": log_level,
     }
-    _serve(load(_without_none(given)))
+    _serve(load(_without_none(given)), as_json=as_json)
 
 
 app.add_typer(keys_cli.app, name="keys")
@@ -80,20 +86,29 @@ def demo(
     stay: Annotated[
         bool | None, typer.Option("--stay/--exit", help="Keep serving afterwards. Default: in a terminal.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON; the rest to errors.")] = False,
 ) -> None:
     """Watch supervised fine-tuning and reinforcement learning by the official SDK, on this machine."""
     from tinsmith.demo import run_demo
 
-    run_demo(output, data_dir, stay=sys.stdout.isatty() if stay is None else stay)
+    stay = sys.stdout.isatty() if stay is None else stay
+    run_demo(errors if as_json else output, data_dir, stay=stay, done=_print_json if as_json else None)
 
 
 @app.command()
-def doctor(model: Model = None, data_dir: DataDir = None) -> None:
+def doctor(
+    model: Model = None,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+) -> None:
     """Look at this machine and say what Tinsmith can do on it."""
     from tinsmith.doctor import examine
 
     given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
     findings = examine(load(given))
+    if as_json:
+        _print_json([asdict(finding) for finding in findings])
+        raise typer.Exit(0 if all(finding.good for finding in findings) else 1)
     table = Table("", "what", "finding", box=None, pad_edge=False)
     for finding in findings:
         table.add_row("[green]ok[/]" if finding.good else "[red]no[/]", finding.what, finding.detail)
@@ -145,7 +160,7 @@ def options(
     """Options of the command itself."""
 
 
-def _serve(settings: Settings) -> None:
+def _serve(settings: Settings, *, as_json: bool) -> None:
     from tinsmith.logs import configure_logs
     from tinsmith.server import build
 
@@ -153,6 +168,11 @@ def _serve(settings: Settings) -> None:
     server = build(settings)
 
     def announce(url: str) -> None:
+        if as_json:
+            models = [shape.name for shape in server.bases]
+            found = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir)}
+            typer.echo(json.dumps(found | {"takes_any_key": server.accepts_anyone}))
+            return
         names = ", ".join(shape.name for shape in server.bases)
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
         key = "tml-local" if server.accepts_anyone else "..."
@@ -160,6 +180,10 @@ def _serve(settings: Settings) -> None:
         output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
 
     server.run(announce)
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=1))
 
 
 def _without_none(given: dict[str, object]) -> dict[str, object]:

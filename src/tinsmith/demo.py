@@ -17,8 +17,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,8 +66,20 @@ class Chat:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
 
-def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
-    """Serve, train by SFT and by RL, show what changed. With `stay`, serve on until Ctrl-C."""
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What one kind of training did: shares of right answers to held-out prompts, and where the weights are."""
+
+    task: str
+    before: float
+    after: float
+    path: str
+
+
+def run_demo(
+    output: Console, data_dir: Path | None, *, stay: bool, done: Callable[[object], None] | None = None
+) -> None:
+    """Serve, train by SFT and by RL, show what changed, and tell `done`. With `stay`, serve on until Ctrl-C."""
     # A plain SIGTERM would end this process without stopping the server that it started.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
@@ -78,10 +90,12 @@ def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
         output.print(f"The server runs at {url} and serves {nano.MODEL_NAME}.", soft_wrap=True)
         chat = Chat(AutoTokenizer.from_pretrained(str(nano.path())))
         service = stack.enter_context(tinker.ServiceClient(base_url=url, api_key=API_KEY))
-        sft_path = _show_sft(output, service, chat)
-        rl_path = _show_rl(output, service, chat)
+        sft = _show_sft(output, service, chat)
+        rl = _show_rl(output, service, chat)
         output.rule("[bold]Done")
-        output.print(f"Checkpoints: {sft_path}\n             {rl_path}", soft_wrap=True)
+        output.print(f"Checkpoints: {sft.path}\n             {rl.path}", soft_wrap=True)
+        if done:
+            done({"url": url, "sft": asdict(sft), "rl": asdict(rl)})
         output.print(f"The server is at [bold]{url}[/]", highlight=False)
         output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={API_KEY}", highlight=False, soft_wrap=True)
         if stay:
@@ -91,7 +105,7 @@ def run_demo(output: Console, data_dir: Path | None, *, stay: bool) -> None:
                     time.sleep(3600)
 
 
-def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
+def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Learned:
     output.rule(f"Supervised fine-tuning: {SFT_TASK}, {SFT_STEPS} steps of {SFT_BATCH} examples")
     client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=1).result()
     held_out = _examples(SFT_TASK, "heldout", NUM_HELD_OUT, seed=1)
@@ -109,11 +123,11 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> str
         _show_step(output, step, SFT_STEPS, "loss per token", loss, 1.0)
     output.print(f"{time.monotonic() - started:.0f} s")
     after = _answers(client, chat, held_out)
-    _show_answers(output, held_out, before, after)
-    return client.save_state("demo-sft").result().path
+    shares = _show_answers(output, held_out, before, after)
+    return Learned(SFT_TASK, *shares, client.save_state("demo-sft").result().path)
 
 
-def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
+def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> Learned:
     output.rule(f"Reinforcement learning: {RL_TASK}, {RL_STEPS} steps of {RL_PROMPTS} prompts x {RL_GROUP} samples")
     client = service.create_lora_training_client(nano.MODEL_NAME, rank=RANK, seed=2).result()
     held_out = _examples(RL_TASK, "heldout", NUM_HELD_OUT, seed=3)
@@ -131,8 +145,8 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> str:
         _show_step(output, step, RL_STEPS, "mean reward", reward, 1.0)
     output.print(f"{time.monotonic() - started:.0f} s")
     after = _answers(client, chat, held_out)
-    _show_answers(output, held_out, before, after)
-    return client.save_state("demo-rl").result().path
+    shares = _show_answers(output, held_out, before, after)
+    return Learned(RL_TASK, *shares, client.save_state("demo-rl").result().path)
 
 
 def _rollouts(
@@ -208,17 +222,18 @@ def _show_step(output: Console, step: int, steps: int, what: str, value: float, 
     output.print(f"step {step + 1:2d}/{steps}  {what} {value:6.3f}  {bar}", highlight=False)
 
 
-def _show_answers(output: Console, examples: Sequence[Example], before: Sequence[str], after: Sequence[str]) -> None:
+def _show_answers(
+    output: Console, examples: Sequence[Example], before: Sequence[str], after: Sequence[str]
+) -> tuple[float, float]:
+    """Returns the shares that are right before and after."""
     table = Table("held-out prompt", "right answer", "before", "after", title="Held-out prompts, greedy")
     for example, old, new in list(zip(examples, before, after, strict=True))[:8]:
         marks = ["[green]" if tasks.is_right(example, text) else "[red]" for text in (old, new)]
         table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
     output.print(table)
-    share = [
-        sum(tasks.is_right(example, text) for example, text in zip(examples, texts, strict=True)) / len(examples)
-        for texts in (before, after)
-    ]
-    output.print(f"Right on {len(examples)} held-out prompts: {share[0]:.0%} before, [bold]{share[1]:.0%}[/] after.")
+    old_share, new_share = (sum(map(tasks.is_right, examples, texts)) / len(examples) for texts in (before, after))
+    output.print(f"Right on {len(examples)} held-out prompts: {old_share:.0%} before, [bold]{new_share:.0%}[/] after.")
+    return old_share, new_share
 
 
 @contextlib.contextmanager

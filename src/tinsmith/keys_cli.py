@@ -22,6 +22,7 @@ from tinsmith.settings import load
 
 if TYPE_CHECKING:
     from tinsmith.db import Database
+    from tinsmith.tenants.keys import Key
 
 app = typer.Typer(
     help="API keys: each names a tenant, and a server that has any takes no others.", no_args_is_help=True
@@ -29,6 +30,7 @@ app = typer.Typer(
 output = Console(soft_wrap=True, highlight=False)
 errors = Console(stderr=True, soft_wrap=True, highlight=False)
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps everything. Default: ~/.tinsmith.")]
 
 
@@ -42,6 +44,7 @@ def create(
             metavar="NAME=VALUE", help="A limit of this tenant in place of the server's; 0 is none. Repeat it."
         ),
     ] = None,
+    as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
     """Make a key and print it, once."""
@@ -53,7 +56,7 @@ def create(
         keys = Keys(database)
         first = not keys.any()
         key, secret = keys.create(tenant, name, read_quotas(quota or []))
-    typer.echo(secret)
+    typer.echo(json.dumps(_shown(key) | {"key": secret}) if as_json else secret)
     errors.print(f"key {key.key_id} of tenant {tenant!r}; it is not stored, so keep it: export TINKER_API_KEY=...")
     if first and tenant != LOCAL_TENANT:
         errors.print(
@@ -64,7 +67,7 @@ def create(
 
 @app.command("list")
 def list_keys(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
     """List the keys, never what they are."""
@@ -73,17 +76,7 @@ def list_keys(
     with _database(data_dir) as database:
         found = Keys(database).list_all()
     if as_json:
-        rows = [
-            {
-                "key_id": key.key_id,
-                "tenant": key.tenant_id,
-                "name": key.name,
-                "created_at": _iso(key.created_at),
-                "revoked_at": _iso(key.revoked_at),
-            }
-            for key in found
-        ]
-        typer.echo(json.dumps(rows, indent=1))
+        typer.echo(json.dumps([_shown(key) for key in found], indent=1))
         return
     table = Table("id", "tenant", "name", "created", "revoked", box=None, pad_edge=False)
     for key in found:
@@ -96,6 +89,7 @@ def list_keys(
 @app.command()
 def revoke(
     key_id: Annotated[int, typer.Argument(help="Its id, as `tinsmith keys list` shows it.")],
+    as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
     """End a key, and every token that was made for it."""
@@ -103,7 +97,10 @@ def revoke(
 
     with _database(data_dir) as database:
         key = Keys(database).revoke(key_id)
-    output.print(f"key {key.key_id} of tenant {key.tenant_id!r} is revoked")
+    if as_json:
+        typer.echo(json.dumps(_shown(key)))
+    else:
+        output.print(f"key {key.key_id} of tenant {key.tenant_id!r} is revoked")
 
 
 @contextmanager
@@ -123,6 +120,16 @@ def _database(data_dir: Path | None) -> Iterator[Database]:
         raise SettingsError(str(error)) from None
     finally:
         database.close()
+
+
+def _shown(key: Key) -> dict[str, object]:
+    return {
+        "key_id": key.key_id,
+        "tenant": key.tenant_id,
+        "name": key.name,
+        "created_at": _iso(key.created_at),
+        "revoked_at": _iso(key.revoked_at),
+    }
 
 
 def _iso(moment_s: float | None) -> str | None:

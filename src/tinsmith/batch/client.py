@@ -18,6 +18,7 @@ from tinsmith.errors import NotFoundError, TinsmithError, UserError
 JOBS = "/api/v1/batch/jobs"
 POOLS = "/api/v1/batch/pools"
 TRY_FOR_S = 60.0
+WAY_OUT = ". `tinsmith serve` starts a server; TINKER_BASE_URL says where it is"
 PAUSE_S = 0.5
 REQUEST_TIMEOUT_S = 60.0
 BUSY = frozenset({429, 502, 503, 504})
@@ -94,7 +95,7 @@ class Client:
                 failing_since = failing_since or time.monotonic()
                 if time.monotonic() - failing_since > self.patience_s:
                     raise TinsmithError(
-                        f"no connection to {self.base_url} for {self.patience_s:g} s: {error}"
+                        f"no connection to {self.base_url} for {self.patience_s:g} s: {error}{WAY_OUT}"
                     ) from error
             time.sleep(PAUSE_S)
 
@@ -125,7 +126,7 @@ class Client:
                 response = self._http.request(method, path, params=query, json=body)
             except httpx.TransportError as error:
                 if time.monotonic() > until:
-                    raise TinsmithError(f"no connection to {self.base_url}: {error}") from error
+                    raise TinsmithError(f"no connection to {self.base_url}: {error}{WAY_OUT}") from error
             else:
                 if not response.is_error:
                     return response.json()
