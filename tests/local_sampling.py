@@ -32,10 +32,22 @@ def reference_model(path: Path, adapter: Adapter | None = None) -> PreTrainedMod
     """transformers' own model, with the adapter added into its weights."""
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
     for name, (a_rI, b_Or) in (adapter.weights if adapter else {}).items():
+        if a_rI.dim() == 3:
+            _add_to_experts(model, name, adapter.scale * b_Or @ a_rI)
+            continue
         module = model.get_submodule(name)
         # A new parameter, so that a tied embedding stays as it was.
         module.weight = torch.nn.Parameter(module.weight.detach() + adapter.scale * b_Or @ a_rI)
     return model
+
+
+def _add_to_experts(model: PreTrainedModel, name: str, delta_EOI: torch.Tensor) -> None:
+    """gpt-oss keeps [E, I, O], with gate and up in turns."""
+    path, _, last = name.rpartition(".")
+    experts = model.get_submodule(path)
+    columns = {"w1": slice(0, None, 2), "w3": slice(1, None, 2), "w2": slice(None)}[last]
+    weight = experts.down_proj if last == "w2" else experts.gate_up_proj
+    weight.data[:, :, columns] += delta_EOI.mT
 
 
 def reference_logprobs(model: PreTrainedModel, tokens: np.ndarray, temperature: float = 1.0) -> torch.Tensor:

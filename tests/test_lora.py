@@ -151,8 +151,8 @@ def test_the_groups_name_what_they_say(arch: str, tmp_path: Path) -> None:
         return {t.name.rpartition(".")[2] for t in layout_for(LoraSpec(1, None, *flags), base.adaptable()).targets}
 
     assert names(True, False, False) == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    experts = arch == "gpt_oss"
-    assert names(False, True, False) == (set() if experts else {"gate_proj", "up_proj", "down_proj"})
+    mlp = {"w1", "w2", "w3"} if arch == "gpt_oss" else {"gate_proj", "up_proj", "down_proj"}
+    assert names(False, True, False) == mlp
     assert names(False, False, True) == {"lm_head"}
 
 

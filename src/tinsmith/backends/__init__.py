@@ -73,15 +73,17 @@ class Backend(Protocol):
         ...
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        """The model as it is now, as `save` writes it; with `gradient`, what has accumulated goes with it."""
+        """The model as it is now, as `save` writes it, stacked; with `gradient`, what has accumulated goes with it."""
         ...
 
     def capture_version(self, version_id: str) -> Capture:
         """A version, as `save_version` writes it."""
         ...
 
-    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        """Write the adapter in PEFT's format, and `optimizer.safetensors` beside it if asked, into a directory."""
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        """Write the adapter in PEFT's format, and `optimizer.safetensors` beside it if asked, into a directory.
+        `stacked`: a mixture's experts as Tinker's exports have them, which is a fraction of what PEFT writes.
+        """
         ...
 
     def load(
@@ -101,7 +103,7 @@ class Backend(Protocol):
         ...
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        """Write a version in PEFT's format, as `load_version` reads it."""
+        """Write a version as `load_version` reads it: in PEFT's format, experts stacked."""
         ...
 
     def has_version(self, version_id: str) -> bool: ...

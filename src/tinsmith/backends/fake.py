@@ -112,7 +112,7 @@ class FakeBackend:
         text = json.dumps({"weight": self._versions[version_id], "step": None})
         return Capture(ADAPTER_BYTES, partial(_write, text))
 
-    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
         self.capture(model_id, optimizer=optimizer).write(directory)
 
     def load(

@@ -136,7 +136,8 @@ class Operations:
         replaced = self._checkpoints.begin(new, overwrite=save.overwrite)
 
         def fill(directory: Path) -> None:
-            self._backend.save(model.model_id, directory, optimizer=kind == "weights")
+            export = kind == "external_weights"
+            self._backend.save(model.model_id, directory, optimizer=kind == "weights", stacked=export)
             if save.recipients:
                 encryption.encrypt_files(directory, save.recipients)
 

@@ -272,6 +272,8 @@ def _dispatch(
 ) -> tuple[Tensor, None]:
     """transformers' calling convention: [1, H, T, D] in, [1, T, H, D] out."""
     plan = cast("AttentionPlan | None", kwargs.pop(PLAN_KEY, None))
+    if getattr(module, "is_causal", True) is False:
+        raise SettingsError(f"{type(module).__name__} attends to later tokens, too; only causal models are served")
     if plan is None or attention_mask is not None:
         raise SettingsError(f"{type(module).__name__} does not hand on the attention plan or builds its own mask")
     options = _options(module, query, kwargs)

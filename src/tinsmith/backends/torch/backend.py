@@ -130,19 +130,19 @@ class TorchBackend:
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
         with memory_errors(self._base.device):
             trained = self._model(model_id).copy(gradient=gradient)
-        return Capture(trained.num_bytes, partial(self._write, trained, optimizer))
+        return Capture(trained.num_bytes, partial(self._write, trained, optimizer, stacked=True))
 
     def capture_version(self, version_id: str) -> Capture:
         if version_id not in self._versions:
             raise UserError(f"version {version_id!r} is not loaded")
         adapter = self._versions[version_id]  # nobody writes to it: there is nothing to copy
-        return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter))
+        return Capture(adapter.flat_P.nbytes, partial(self._save_adapter, adapter, stacked=True))
 
-    def save(self, model_id: str, directory: Path, *, optimizer: bool) -> None:
-        self._write(replace(self._model(model_id), gradient_P=None), optimizer, directory)
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        self._write(replace(self._model(model_id), gradient_P=None), optimizer, directory, stacked=stacked)
 
-    def _write(self, trained: Trained, optimizer: bool, directory: Path) -> None:
-        self._save_adapter(trained.adapter, directory)
+    def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
+        self._save_adapter(trained.adapter, directory, stacked=stacked)
         if optimizer:
             files.save_optimizer(trained, directory)
         files.save_gradient(trained, directory)
@@ -152,12 +152,24 @@ class TorchBackend:
     ) -> None:
         layout = self._layout(spec)
         saved = self._read_adapter(directory)
-        if saved.rank != spec.rank or saved.pairs.keys() != {target.name for target in layout.targets}:
+        missing = {target.name for target in layout.targets} - saved.pairs.keys()
+        groups = {target.group for target in layout.targets if target.name in saved.pairs}
+        if (
+            saved.rank != spec.rank
+            or len(saved.pairs) + len(missing) != len(layout.targets)
+            or groups != {target.group for target in layout.targets}
+        ):
             raise UserError(
                 f"the saved adapter has rank {saved.rank} on {len(saved.pairs)} linears; lora_config asks for "
                 f"rank {spec.rank} on {len(layout.targets)}"
             )
-        adapter = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
+        pairs = dict(saved.pairs)
+        if missing:
+            # It comes from elsewhere, where not every linear of a group was adapted: these begin as in a new adapter.
+            seed = _seed_of(model_id) if spec.seed is None else spec.seed
+            fresh = layout.views(initialise(layout, seed, self._base.device).cpu())
+            pairs |= {name: fresh[name] for name in missing}
+        adapter = self._adapter(spec, layout, files.fill(layout, pairs, self._base.device))
         trained = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
         if optimizer:
             files.load_optimizer(trained, directory)
@@ -210,8 +222,8 @@ class TorchBackend:
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: files.Tensor) -> Adapter:
         return Adapter(spec, layout, flat_P, self._base.dtype)
 
-    def _save_adapter(self, adapter: Adapter, directory: Path) -> None:
-        files.save_adapter(adapter, self._base.shape.name, self._module_names, directory)
+    def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool) -> None:
+        files.save_adapter(adapter, self._base.shape.name, self._module_names, directory, stacked=stacked)
 
     def _read_adapter(self, directory: Path) -> files.AdapterFile:
         return files.load_adapter(directory, {target.name: target for target in self._base.adaptable()})

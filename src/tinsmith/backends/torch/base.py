@@ -1,5 +1,5 @@
 """One frozen base model, shared by training and sampling, with every adaptable linear swapped for a
-MultiLoRALinear.
+MultiLoRALinear, and every module of experts for a MultiLoRAExperts.
 
 Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model
 can be served from packed rows: at load a few tokens go through it under its own attention and under ours,
@@ -21,9 +21,9 @@ import structlog
 import torch
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -31,9 +31,12 @@ from transformers import (
 from tinsmith.backends.torch import quantised
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
 from tinsmith.backends.torch.decoder import Decoder
+from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
+from tinsmith.backends.torch.experts import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
 from tinsmith.backends.torch.quantised import MakeLinear
 from tinsmith.backends.torch.recompute import Recompute
+from tinsmith.backends.torch.servable import LayersSeen, check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
@@ -67,9 +70,11 @@ class BaseModel:
         num_parameters = model.num_parameters()
         quantised.refuse_experts(quantize, model)
         self.targets = _swap_linears(model, self._decoder, self._switchboard, quantised.maker(quantize))
+        self.experts = _swap_experts(model, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
         self._written_out = Decoder.of(self._decoder)
+        self._differentiable = DifferentiableDecoder.of(self._decoder)
         self._threads = Threads(num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
         self.vocab_size = self.unembedding.out_features
@@ -79,7 +84,6 @@ class BaseModel:
         self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
         self._multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
         self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
-        _refuse_shared_rope(text_config)
 
     @classmethod
     def load(
@@ -103,31 +107,32 @@ class BaseModel:
             raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; no other format is loaded")
         # Neither code nor pickles, whatever the directory holds.
         safe = {"trust_remote_code": False, "local_files_only": True}
-        model = AutoModelForCausalLM.from_pretrained(
-            shape.path,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            **safe,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
-        base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
-        if shape.vocab_size > base.vocab_size:
-            raise SettingsError(f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}")
-        base.check_servable()
+        with refusing(shape):
+            model = _loaded(shape, getattr(torch, dtype), safe)
+            tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
+            base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
+            if shape.vocab_size > base.vocab_size:
+                raise SettingsError(
+                    f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
+                )
+            base.check_servable()
+        base._compare_gradients()
         return base
 
     def pin(self) -> None:
         """Compute the same way whatever the number of rows and the memory that is free."""
-        self._written_out = None
+        self._written_out = self._differentiable = None
         self._threads.pin()
 
     def adaptable(self) -> list[Target]:
-        return [linear.target for linear in self.targets.values()]
+        experts = [target for module in self.experts for target in module.targets]
+        return [*(linear.target for linear in self.targets.values()), *experts]
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
         """[T, D]: hidden states after the final norm."""
         self._threads.fit(len(tokens_T))
+        if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
+            return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
         if self._written_out is not None and not torch.is_grad_enabled():
             if not self._written_out.ready:
                 self._written_out = self._compared(self._written_out)
@@ -185,9 +190,26 @@ class BaseModel:
         log.warning("layers that are written out differ from the model's own and are not used", error=error)
         return None
 
+    def _compare_gradients(self) -> None:
+        """Layers that are written out for training are used if they do what the modules do."""
+        if (decoder := self._differentiable) is None:
+            return
+        decoder.prepare()
+        error = largest_error(decoder, self._through_modules, [linear.target for linear in self.targets.values()])
+        if not error < (1e-4 if self.dtype == torch.float32 else 0.1):
+            log.warning("layers that are written out train differently from the modules and are not used", error=error)
+            self._differentiable = None
+
+    def _check_layers(self) -> None:
+        seen, token_T = LayersSeen(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
+        check_parameters(type(self.model).__name__, self._decoder, self.experts)
+
     @torch.no_grad()
     def check_servable(self) -> None:
         """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
+        self._check_layers()
         first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
         ours = []
         for tokens in ([first, second], [second]):
@@ -213,6 +235,18 @@ class BaseModel:
                 )
 
 
+def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
+    check_config(AutoConfig.from_pretrained(shape.path, **safe))
+    return AutoModelForCausalLM.from_pretrained(
+        shape.path,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        experts_implementation="eager",
+        use_safetensors=True,
+        **safe,
+    )
+
+
 def _swap_linears(
     model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard, make: MakeLinear
 ) -> dict[str, MultiLoRALinear]:
@@ -226,9 +260,11 @@ def _swap_linears(
         if type(module) is not nn.Linear or (module is not head and module not in inside):
             continue
         parent_name, _, last = name.rpartition(".")
-        # A linear expert sees rows in an order of its own, so segments do not hold for it.
-        if last in NOT_ADAPTED or ".experts." in name:
+        if not NOT_ADAPTED.isdisjoint(name.split(".")):
             continue
+        if ".experts." in name:
+            # It would see rows in an order of its own, for which segments do not hold.
+            raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
         group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
         targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
         setattr(model.get_submodule(parent_name), last, targets[name])
@@ -237,17 +273,14 @@ def _swap_linears(
     return targets
 
 
-def _refuse_shared_rope(config: PreTrainedConfig) -> None:
-    """These kinds of RoPE look at the longest sequence in the batch, so one tenant would change another's
-    numbers.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
-    for kind in ("dynamic", "longrope"):
-        if kind in kinds:
-            raise SettingsError(
-                f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared"
-            )
+def _swap_experts(model: PreTrainedModel, switchboard: Switchboard) -> list[MultiLoRAExperts]:
+    swapped = []
+    for name, module in list(model.named_modules()):
+        if is_experts(module):
+            swapped.append(MultiLoRAExperts(name, module, switchboard))
+            parent_name, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent_name), last, swapped[-1])
+    return swapped
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:

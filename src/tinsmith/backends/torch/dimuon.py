@@ -53,7 +53,7 @@ def prepare_dimuon(trained: Trained, gradient_P: Tensor, params: DimuonParams) -
     updates: list[tuple[Tensor, Tensor]] = []
     for shape, pairs in groups.items():
         update = orthogonalise(torch.stack([moment for _, moment in pairs]))
-        update *= -params.learning_rate * RMS * math.sqrt(max(shape))
+        update *= -params.learning_rate * RMS * math.sqrt(max(shape[-2:]))
         updates += zip([weight for weight, _ in pairs], update.unbind(), strict=True)
 
     def change() -> None:

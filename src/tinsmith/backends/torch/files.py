@@ -1,9 +1,10 @@
 """Adapters as files: PEFT's format for the weights, safetensors of our own for the optimizer.
 
 An adapter directory holds adapter_model.safetensors and adapter_config.json exactly as PEFT, vLLM and SGLang
-read them; `optimizer.safetensors` beside it makes training continue bit for bit, and `gradient.safetensors`, of a
-snapshot only, holds what has accumulated and was not stepped. Files are fsynced one by one; making the directory appear
-at once is the caller's affair.
+read them, or, where there are experts and whoever saves asks for it, as Tinker's exports are;
+`optimizer.safetensors` beside them makes training continue bit for bit, and `gradient.safetensors`, of a snapshot
+only, holds what has accumulated and was not stepped. Files are fsynced one by one; making the directory appear at
+once is the caller's affair.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tinsmith.backends.torch import expert_files
 from tinsmith.backends.torch.lora import Adapter, Layout, Target
 from tinsmith.backends.torch.optimizers import MOMENTS
 from tinsmith.backends.torch.trained import Trained
@@ -49,14 +51,19 @@ class AdapterFile:
     pairs: Mapping[str, tuple[Tensor, Tensor]]
 
 
-def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path) -> None:
+def save_adapter(
+    adapter: Adapter, base_name: str, module_names: Sequence[str], directory: Path, *, stacked: bool = False
+) -> None:
     """`module_names` are the paths of all modules of the base model: target_modules must select ours
-    exactly.
+    exactly. `stacked`: experts as Tinker's exports have them (see expert_files.py).
     """
+    targets, weights = adapter.layout.targets, adapter.layout.views(adapter.flat_P.cpu())
+    settings = {} if stacked else expert_files.settings(targets, adapter.layout.rank, int(LORA_ALPHA))
+    adapted = [t.name for t in targets if not settings or not (t.bank or expert_files.is_parameter(t))]
     tensors = {}
-    for name, (a_rI, b_Or) in adapter.layout.views(adapter.flat_P.cpu()).items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or
+    for name, (a_rI, b_Or) in (expert_files.packed(weights, targets) if settings else weights).items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = a_rI.contiguous()
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = b_Or.contiguous()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -65,13 +72,14 @@ def save_adapter(adapter: Adapter, base_name: str, module_names: Sequence[str], 
         "lora_alpha": int(LORA_ALPHA),
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": _target_modules(list(adapter.weights), module_names),
+        "target_modules": _target_modules(adapted, module_names),
         "fan_in_fan_out": False,
         "inference_mode": True,
         "init_lora_weights": True,
         "modules_to_save": None,
         "use_rslora": False,
         "use_dora": False,
+        **settings,
     }
     directory.mkdir(parents=True, exist_ok=True)
     _write_tensors(tensors, directory / WEIGHTS_FILE)
@@ -114,17 +122,18 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     if rank < 1 or not 0 < alpha < MAX_ALPHA:
         raise UserError(f"{CONFIG_FILE}: r is {rank!r} and lora_alpha is {alpha!r}; both must be positive numbers")
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    known = targets.keys() | expert_files.names(targets.values())
     pairs: dict[str, list[Tensor | None]] = {}
     for key, tensor in _read_tensors(directory / WEIGHTS_FILE).items():
         name, _, last = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
-        if last not in ("A", "B") or name not in targets:
+        if last not in ("A", "B") or name not in known:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
         if not tensor.is_floating_point():
             raise UserError(f"{WEIGHTS_FILE}: {key!r} is {tensor.dtype}; weights must be floating-point numbers")
         pairs.setdefault(name, [None, None])[last == "B"] = tensor.float()
     complete = {}
-    for name, (a_rI, b_Or) in pairs.items():
-        sizes = (rank, targets[name].in_features), (targets[name].out_features, rank)
+    for name, (a_rI, b_Or) in expert_files.unpacked(pairs, targets.values(), rank).items():
+        sizes = targets[name].shapes(rank)
         if a_rI is None or b_Or is None or (tuple(a_rI.shape), tuple(b_Or.shape)) != sizes:
             raise UserError(f"{WEIGHTS_FILE}: {name} must have lora_A {list(sizes[0])} and lora_B {list(sizes[1])}")
         # Exact when the file is ours: the factor is 1.
@@ -182,7 +191,7 @@ def _flat(layout: Layout, tensors: Mapping[str, Tensor], kind: str, path: Path, 
         raise UserError(f"{path.name} has no {error}") from None
     for target in layout.targets:
         # A smaller tensor would be repeated until it fits.
-        sizes = (layout.rank, target.in_features), (target.out_features, layout.rank)
+        sizes = target.shapes(layout.rank)
         if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
             raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
     return fill(layout, pairs, device)
@@ -205,7 +214,8 @@ def _read_config(directory: Path) -> dict[str, object]:
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter")
-    found = [name for name in UNSUPPORTED if config.get(name)]
+    understood = expert_files.understood(config)
+    found = [name for name in UNSUPPORTED if config.get(name) and name not in understood]
     if found or config.get("bias", "none") != "none":
         raise UserError(f"{CONFIG_FILE} uses {', '.join(found or ['bias'])}, which is not supported here")
     return config

@@ -2,25 +2,30 @@
 
 Owns: an adapter's weights (one flat float32 buffer with a view per matrix, so that the optimizer, a publish
 and a clone are a few calls whatever the number of layers), the routing of rows to adapters, and the linear
-that applies it. A row only ever meets its own segment's adapter, so what is not finite in one never reaches
+that applies it. A row only ever meets its own segment's adapter (`sites`), so what is not finite in one never reaches
 another. Gradients of A and B are added straight into the adapter's own float32 buffers during backward;
 nothing is a leaf of autograd. Knows no loss, no optimizer, no file and no tenant.
 
-Shapes: T rows of a packed batch, n rows of a segment, I inputs, O outputs, r rank, P all numbers of an
-adapter.
+Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, r rank, P all
+numbers of an adapter.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tinsmith.backends.torch.products import product
+from tinsmith.backends.torch.sites import Shares, Site, Stacks
 from tinsmith.ops import LORA_ALPHA, LoraSpec
 
 ALIGN = 16
@@ -31,27 +36,41 @@ like.
 Pair = tuple[Tensor, Tensor]
 
 
-ONEDNN_ROWS = 16
-"""From here on a float32 product on a CPU goes to oneDNN: torch's own choice, MKL, is 1.6 (32 rows) to 2.5 times
-(2,048 rows) slower on processors that are not Intel's. That holds for an adapter's narrow products too.
-"""
+@dataclass(frozen=True, slots=True)
+class Bank:
+    """That a target is one projection of all experts of a mixture, and which of its matrices, 'A' or 'B', they have in
+    common. `interleaved`: outputs of gate and up alternate in the model's own parameter.
+    """
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    num_experts: int
+    common: str
+    interleaved: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One linear that may carry adapters: its path in the model, its group and its sizes."""
+    """One linear, or one projection of experts, that may carry adapters: its path, its group and its sizes."""
 
     name: str
     group: str  # 'attn', 'mlp' or 'unembed'
     in_features: int
     out_features: int
+    bank: Bank | None = None
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of A [r, I] and B [O, r]; those of experts are stacked, [E, r, I] and [E, O, r]."""
+        a_shape, b_shape = (rank, self.in_features), (self.out_features, rank)
+        if self.bank is None:
+            return a_shape, b_shape
+        num_a, num_b = (1 if self.bank.common == matrix else self.bank.num_experts for matrix in "AB")
+        return (num_a, *a_shape), (num_b, *b_shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each matrix of an adapter lies in its flat buffer. Gaps between matrices stay zero for ever."""
+    """Where each matrix of an adapter lies in its flat buffer: all A's, then all B's, so that neighbours' A's are one
+    matrix. Gaps between matrices stay zero for ever. Equal layouts are one object.
+    """
 
     rank: int
     targets: tuple[Target, ...]
@@ -60,21 +79,26 @@ class Layout:
 
     @classmethod
     def of(cls, rank: int, targets: Iterable[Target]) -> Layout:
-        targets, offsets, end = tuple(targets), [], 0
-        for target in targets:
-            start_a, end = end, _aligned(end + rank * target.in_features)
-            start_b, end = end, _aligned(end + rank * target.out_features)
-            offsets.append((start_a, start_b))
-        return cls(rank, targets, end, tuple(offsets))
+        return _layout(rank, tuple(targets))
 
     def views(self, flat_P: Tensor) -> dict[str, Pair]:
         """name -> (A [r, I], B [O, r]), views of a flat buffer."""
         views = {}
-        for target, (start_a, start_b) in zip(self.targets, self.offsets, strict=True):
-            a_rI = flat_P[start_a : start_a + self.rank * target.in_features].view(self.rank, -1)
-            b_Or = flat_P[start_b : start_b + self.rank * target.out_features].view(-1, self.rank)
+        for target, starts in zip(self.targets, self.offsets, strict=True):
+            a_rI, b_Or = (
+                flat_P[start : start + math.prod(shape)].view(shape)
+                for start, shape in zip(starts, target.shapes(self.rank), strict=True)
+            )
             views[target.name] = (a_rI, b_Or)
         return views
+
+
+@lru_cache(maxsize=256)
+def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
+    shapes = [target.shapes(rank) for target in targets]
+    sizes = [math.prod(shape) for matrices in zip(*shapes, strict=True) for shape in matrices]
+    *starts, end = accumulate((_aligned(size) for size in sizes), initial=0)
+    return Layout(rank, targets, end, tuple(zip(starts[: len(targets)], starts[len(targets) :], strict=True)))
 
 
 class Adapter:
@@ -82,11 +106,11 @@ class Adapter:
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
     tensors, or copies in the model's dtype that `refresh` renews after the weights change. `fused` keeps what
-    others derive from `compute`, until then. `gradients` is None but during a training step, when it maps a name
-    to the float32 buffers that backward adds to.
+    others derive from `compute`, until then; `shares` are views of it by site. `gradients` is None but during a
+    training step, when it maps a name to the float32 buffers that backward adds to.
     """
 
-    __slots__ = ("compute", "compute_P", "flat_P", "fused", "gradients", "layout", "scale", "spec", "weights")
+    __slots__ = ("compute", "compute_P", "flat_P", "fused", "gradients", "layout", "scale", "shares", "spec", "weights")
 
     def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -97,6 +121,7 @@ class Adapter:
         self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
         self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
         self.fused: dict[str, Pair | None] = {}
+        self.shares: dict[Site, Shares] = {}
         self.gradients: Mapping[str, Pair] | None = None
 
     def refresh(self) -> None:
@@ -139,13 +164,43 @@ class Segment(NamedTuple):
     adapter: Adapter | None
 
 
+class Run:
+    """Segments of adapters of one layout, of `length` rows each, one after the other from row `start`.
+
+    `stacks` keeps what sites made of their matrices, for as long as the micro-batch lasts.
+    """
+
+    __slots__ = ("adapters", "length", "stacks", "start")
+
+    def __init__(self, start: int, length: int, adapters: list[Adapter]) -> None:
+        self.start = start
+        self.length = length
+        self.adapters = adapters
+        self.stacks: dict[Site, Stacks] = {}
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * len(self.adapters)
+
+    def takes(self, start: int, length: int, adapter: Adapter) -> bool:
+        return start == self.stop and length == self.length and adapter.layout is self.adapters[0].layout
+
+    def rows(self, x_TI: Tensor) -> Tensor:
+        """[S, n, I]"""
+        return x_TI[self.start : self.stop].unflatten(0, (len(self.adapters), self.length))
+
+    def apart(self) -> list[Run]:
+        starts = range(self.start, self.stop, self.length)
+        return [Run(start, self.length, [adapter]) for start, adapter in zip(starts, self.adapters, strict=True)]
+
+
 class Routing:
     """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
 
-    `records` says whether autograd follows these rows into the adapters' gradients.
+    `runs` are the same segments, but for those of the base model, beside the neighbours that could join them.
     """
 
-    __slots__ = ("num_rows", "segments")
+    __slots__ = ("_runs", "num_rows", "segments")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -154,7 +209,14 @@ class Routing:
                 raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
             end = segment.stop
         self.segments = tuple(segments)
+        self._runs: list[Run] | None = None
         self.num_rows = end
+
+    @property
+    def runs(self) -> list[Run]:
+        if self._runs is None:
+            self._runs = _runs(self.segments)
+        return self._runs
 
     @classmethod
     def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
@@ -203,6 +265,7 @@ class MultiLoRALinear(nn.Module):
         self.bias = linear.bias
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self._site = Site([self.target])
         self._switchboard = switchboard
         self._anchor: Tensor | None = None
 
@@ -222,31 +285,24 @@ class MultiLoRALinear(nn.Module):
         x_TI = x.reshape(-1, self.in_features)
         return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
 
-    def work(self, routing: Routing) -> list[Segment]:
-        """The segments whose adapter has this linear."""
-        return [s for s in routing.segments if s.adapter is not None and self.name in s.adapter.compute]
+    def work(self, routing: Routing) -> list[Run]:
+        """The runs whose adapters have this linear."""
+        return self._site.work(routing)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Segment], out_dtype: torch.dtype | None = None
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """y [T, O], and each segment's x A^T [n, r], which backward needs again."""
+        """y [T, O], and each run's scale * x A^T, which backward needs again."""
         y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
         if self.bias is not None:
             y_TO += self.bias
-        inner = []
-        for start, stop, adapter in work:
-            assert adapter is not None
-            a_rI, b_Or = adapter.compute[self.name]
-            u_nr = product(x_TI[start:stop], a_rI.t(), x_TI.dtype)
-            inner.append(u_nr)
-            add_product_(y_TO[start:stop], u_nr, b_Or.t(), adapter.scale)
-        return y_TO, inner
+        return y_TO, self._site.forward_(y_TO, x_TI, work)
 
     def backward_rows(
         self,
         grad_TO: Tensor,
         x_TI: Tensor,
-        work: Sequence[Segment],
+        work: Sequence[Run],
         inner: Sequence[Tensor],
         *,
         need_input: bool,
@@ -255,17 +311,7 @@ class MultiLoRALinear(nn.Module):
         exist.
         """
         grad_TI = product(grad_TO, self.weight, grad_TO.dtype) if need_input else None
-        for (start, stop, adapter), u_nr in zip(work, inner, strict=True):
-            assert adapter is not None
-            a_rI, b_Or = adapter.compute[self.name]
-            grad_nO = grad_TO[start:stop]
-            grad_nr = product(grad_nO, b_Or, grad_nO.dtype)
-            if adapter.gradients is not None:
-                grad_a_rI, grad_b_Or = adapter.gradients[self.name]
-                add_product_(grad_a_rI, grad_nr.t(), x_TI[start:stop], adapter.scale)
-                add_product_(grad_b_Or.t(), u_nr.t(), grad_nO, adapter.scale)
-            if grad_TI is not None:
-                add_product_(grad_TI[start:stop], grad_nr, a_rI, adapter.scale)
+        self._site.backward_(grad_TI, grad_TO, x_TI, work, inner)
         return grad_TI
 
     def _grad_anchor(self, x: Tensor) -> Tensor:
@@ -278,7 +324,7 @@ class MultiLoRALinear(nn.Module):
 
 class _LoRALinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Segment]) -> Tensor:
+    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run]) -> Tensor:
         x_TI = x.reshape(-1, module.in_features)
         y_TO, ctx.inner = module.forward_rows(x_TI, work)
         ctx.save_for_backward(x)
@@ -299,34 +345,17 @@ class _LoRALinearFunction(torch.autograd.Function):
         return None if grad_x is None else grad_x.view(x.shape), None, None, None
 
 
-def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a @ b in `out_dtype`, without rounding the result to the operands' dtype where the device can."""
-    if out_dtype == a.dtype:
-        return _onednn(a, b) if _suits_onednn(a) else a @ b
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=out_dtype)
-    return (a @ b).to(out_dtype)
-
-
-def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
-    """out += scale * a @ b, where `out` may be of a wider dtype than the operands."""
-    if out.dtype == a.dtype:
-        if _suits_onednn(a):
-            out.add_(_onednn(a, b), alpha=scale)
+def _runs(segments: Iterable[Segment]) -> list[Run]:
+    """Neighbours of equal length and layout together."""
+    runs: list[Run] = []
+    for start, stop, adapter in segments:
+        if adapter is None:
+            continue
+        if runs and runs[-1].takes(start, stop - start, adapter):
+            runs[-1].adapters.append(adapter)
         else:
-            out.addmm_(a, b, alpha=scale)
-    elif a.is_cuda:
-        out.add_(torch.mm(a, b, out_dtype=out.dtype), alpha=scale)
-    else:
-        out.addmm_(a.to(out.dtype), b.to(out.dtype), alpha=scale)
-
-
-def _suits_onednn(a: Tensor) -> bool:
-    return HAS_ONEDNN and a.dtype == torch.float32 and len(a) >= ONEDNN_ROWS and a.device.type == "cpu"
-
-
-def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+            runs.append(Run(start, stop - start, [adapter]))
+    return runs
 
 
 def _aligned(offset: int) -> int:

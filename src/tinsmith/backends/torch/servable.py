@@ -1,0 +1,111 @@
+"""Whether a model can be served from packed rows, and if not, why, in words.
+
+A model is refused at start rather than served nearly right. Its configuration tells most. The rest is seen when a
+token goes through it: every layer has to attend exactly once, through our attention, and with the window that its
+configuration speaks of, since what lies beyond a window is too far for the comparison with the model's own forward
+at load. Knows no adapter and no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from tinsmith.errors import SettingsError
+from tinsmith.ops import ModelShape
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+class LayersSeen:
+    """An AttentionPlan that attends to nothing and notes what each layer asks of it."""
+
+    def __init__(self) -> None:
+        self.windows: dict[int, list[int | None]] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        self.windows.setdefault(layer, []).append(window)
+        return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Raises SettingsError on what a configuration rules out."""
+    text = config.get_text_config()
+    name = f"{config.model_type!r}"
+    if config.is_encoder_decoder:
+        raise SettingsError(f"{name} is an encoder and a decoder; only models that are one decoder are served")
+    other = sorted({str(kind) for kind in _kinds(text)} - {FULL, SLIDING})
+    if other:
+        raise SettingsError(
+            f"{name} has layers of kind {', '.join(other)}; in every layer a token must attend to all tokens before "
+            "it, or to a window of them"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [r.get("rope_type") for r in (rope, *rope.values()) if isinstance(r, dict)]
+    for kind in ("dynamic", "longrope"):
+        if kind in kinds:
+            # One tenant would change another's numbers.
+            raise SettingsError(
+                f"RoPE of type {kind!r} depends on the longest sequence of a batch; it cannot be shared"
+            )
+
+
+def check_layers(name: str, config: PreTrainedConfig, seen: Mapping[int, Sequence[int | None]]) -> None:
+    """Raises SettingsError unless each layer asked for what its configuration says."""
+    kinds = _kinds(config)
+    window = cast("int | None", getattr(config, "sliding_window", None))
+    for layer in range(cast(int, config.num_hidden_layers)):
+        asked = seen.get(layer, ())
+        if len(asked) != 1:
+            times = "does not attend" if not asked else f"attends {len(asked)} times"
+            raise SettingsError(
+                f"{name} cannot be served: layer {layer} {times} through our attention; it has to, once"
+            )
+        sliding = kinds[layer] == SLIDING if kinds else window is not None
+        if asked[0] != (window if sliding else None):
+            raise SettingsError(
+                f"{name} cannot be served: layer {layer} attends to a window of {asked[0]}, and its configuration "
+                f"says {window if sliding else None}"
+            )
+
+
+def check_parameters(name: str, decoder: nn.Module, experts: Iterable[nn.Module]) -> None:
+    """Raises SettingsError if there are experts that cannot carry adapters."""
+    known = {id(parameter) for module in experts for parameter in module.parameters()}
+    for path, parameter in decoder.named_parameters():
+        if parameter.dim() > 2 and id(parameter) not in known:
+            raise SettingsError(
+                f"{name} cannot be served: {path} holds many matrices, such as experts', in a form that cannot carry "
+                "adapters here"
+            )
+
+
+@contextmanager
+def refusing(shape: ModelShape) -> Iterator[None]:
+    """What goes wrong becomes a SettingsError, since trying again would not help; want of memory stays as it is."""
+    try:
+        yield
+    except (SettingsError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise SettingsError(f"{shape.name} ({shape.arch}) cannot be served: {type(error).__name__}: {error}") from error
+
+
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    return list(getattr(config, "layer_types", None) or [])
