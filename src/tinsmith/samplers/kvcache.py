@@ -65,6 +65,9 @@ class KVCache:
     def __init__(self, layers: Mapping[int, LayerShape], block_size: int, device: torch.device) -> None:
         self.block_size = block_size
         self._shapes = layers
+        self.members: dict[LayerShape, list[int]] = {}
+        for layer, shape in layers.items():
+            self.members.setdefault(shape, []).append(layer)
         self._device = device
         self._stores: dict[LayerShape, Tensor] = {}  # [layers, blocks, S, G, D]
         self._layers: dict[int, Tensor] = {}  # [blocks, S, G, D]
@@ -76,10 +79,7 @@ class KVCache:
 
     def resize(self, num_blocks: int) -> None:
         """Grow; what was cached stays, what is new is zero."""
-        members: dict[LayerShape, list[int]] = {}
-        for layer, shape in self._shapes.items():
-            members.setdefault(shape, []).append(layer)
-        for shape, layers in members.items():
+        for shape, layers in self.members.items():
             size = (
                 len(layers),
                 num_blocks,
@@ -113,6 +113,12 @@ class KVCache:
         key_dim = self._shapes[layer].key_dim
         rows = rows.transpose(1, 2)
         return rows[..., :key_dim], rows[..., key_dim:]
+
+    def gather(self, shape: LayerShape, blocks_nC: Tensor) -> Tensor:
+        """Keys and values of all layers of one shape, [layers, n, K, G, D] with values behind keys."""
+        store = self._stores[shape]
+        rows = store.index_select(1, blocks_nC.flatten())
+        return rows.view(len(store), len(blocks_nC), -1, *store.shape[3:])
 
 
 def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:

@@ -33,6 +33,7 @@ from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
 from tinsmith.samplers.grammars import Grammars
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
+from tinsmith.samplers.lanes import LaneCache
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
 from tinsmith.samplers.sampling import Chosen, Draws, choose, uniform
@@ -75,6 +76,7 @@ class LocalSampler:
             max_sequences=options.max_sequences,
             max_tokens=options.max_tokens_per_step,
         )
+        self._lanes = LaneCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -182,9 +184,9 @@ class LocalSampler:
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
         spans = sorted(step.spans, key=lambda span: span.sequence.request.weights.number)
         adapters = [span.sequence.request.weights.adapter for span in spans]
-        rows = [Rows(span.start, span.stop, span.sequence.blocks) for span in spans]
+        rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        plan = PagedPlan(self._cache, rows, self._base.device)
+        plan = PagedPlan(self._cache, rows, self._base.device, self._lanes)
         routing = Routing.of(adapters, [span.stop - span.start for span in spans])
         hidden_TD = self._base.hidden(
             torch.from_numpy(tokens_T).to(self._base.device, torch.int64), plan.positions_T, plan, routing

@@ -2,9 +2,9 @@
 
 `PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into
 the cache and then attends, in as few kernel calls as the step allows: all decoding rows of similar context
-length together, fresh prompts of similar length together without reading the cache, and chunks that continue
-a prompt together. Every sequence has a batch row of its own in those calls, and padding is its own last row
-or the null block, so a NaN stays with its sequence.
+length together (in `lanes`, if they have some), fresh prompts of similar length together without reading the
+cache, and chunks that continue a prompt together. Every sequence has a batch row of its own in those calls, and
+padding is its own last row or the null block, so a NaN stays with its sequence.
 
 Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached
 positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim.
@@ -12,7 +12,7 @@ positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.backends.torch.attention import AttentionOptions
 from tinsmith.samplers.kvcache import KVCache
+from tinsmith.samplers.lanes import Decoding, LaneCache, LaneStep
 
 I64 = npt.NDArray[np.int64]
 
@@ -31,11 +33,14 @@ MIN_WASTE = 64
 
 
 class Rows(NamedTuple):
-    """A sequence's part of a step: `stop - start` tokens behind `start` cached ones."""
+    """A sequence's part of a step: `stop - start` tokens behind `start` cached ones. An `owner` that decodes may have a
+    lane.
+    """
 
     start: int
     stop: int
     blocks: Sequence[int]
+    owner: Hashable = None
 
 
 @dataclass(slots=True)
@@ -56,7 +61,9 @@ class _Group:
 class PagedPlan:
     """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`."""
 
-    def __init__(self, cache: KVCache, sequences: Sequence[Rows], device: torch.device) -> None:
+    def __init__(
+        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, lanes: LaneCache | None = None
+    ) -> None:
         self._cache = cache
         self._device = device
         start_N = np.array([s.start for s in sequences], np.int64)
@@ -73,8 +80,17 @@ class PagedPlan:
         slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
         self.positions_T = self._tensor(positions_T)
         self._slots_T = self._tensor(slots_T)
+        self._lanes: list[LaneStep] = []
+        kept_N = np.ones(len(sequences), np.bool_)
+        if lanes is not None:
+            decoding = np.flatnonzero((size_N == 1) & (start_N > 0)).tolist()
+            members = [
+                Decoding(sequences[i].owner, int(first_N[i]), sequences[i].start, sequences[i].blocks) for i in decoding
+            ]
+            self._lanes, rows = lanes.place(members, len(owner_T))
+            kept_N[owner_T[rows]] = False
         self._groups = [
-            self._group(members, first_N, size_N, start_N, table_NC) for members in _buckets(start_N, size_N)
+            self._group(members, first_N, size_N, start_N, table_NC) for members in _buckets(start_N, size_N, kept_N)
         ]
 
     def attend(
@@ -91,6 +107,14 @@ class PagedPlan:
     ) -> Tensor:
         self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
         out_THD = None
+        for lanes in self._lanes:
+            options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+            part = lanes.attend(layer, q_THD, k_TGD, v_TGD, **options)
+            if lanes.row_n is None:
+                return part
+            if out_THD is None:
+                out_THD = part.new_empty(len(q_THD), *part.shape[1:])
+            out_THD.index_copy_(0, lanes.row_n, part)
         for group in self._groups:
             rows_nLHD = self._own(group, q_THD)
             if group.blocks_nC is None:
@@ -161,15 +185,15 @@ class PagedPlan:
         return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
 
 
-def _buckets(start_N: I64, size_N: I64) -> list[I64]:
-    """Indices of sequences that share a kernel call: of one kind, and of similar length."""
+def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I64]:
+    """Indices of those to be kept that share a kernel call: of one kind, and of similar length."""
     keys_N = start_N + size_N
     # Decoding rows (one row, something cached), fresh prompts, and continued prompts by the magnitude of
     # their size.
     kind_N = np.where(start_N == 0, 0, np.where(size_N == 1, 1, 1 + np.ceil(np.log2(size_N)).astype(np.int64)))
     buckets = []
-    for kind in np.unique(kind_N):
-        members = np.flatnonzero(kind_N == kind)
+    for kind in np.unique(kind_N[kept_N]):
+        members = np.flatnonzero((kind_N == kind) & kept_N)
         order = members[np.argsort(-keys_N[members], kind="stable")]
         longest_first = keys_N[order]
         begin = 0

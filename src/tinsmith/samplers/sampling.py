@@ -136,8 +136,8 @@ def draw_each(logits_RV: Tensor, temperature: float, uniform_Rk: Tensor) -> Tens
 def _relative_(logits_BV: Tensor, temperature_B: npt.NDArray[np.float32]) -> Tensor:
     """Logits over the temperature, less the row's largest, in place.
 
-    Less the largest first, so that a tiny temperature sends others to -inf and none to NaN. A row with NaN or +inf is NaN
-    in at least one place.
+    Less the largest first, so that a tiny temperature sends others to -inf and none to NaN. A row with NaN or +inf
+    has NaN somewhere.
     """
     logits_BV.sub_(logits_BV.amax(-1, keepdim=True))
     if np.any(temperature_B != 1):

@@ -1,0 +1,310 @@
+"""Keys and values of decoding sequences side by side, so that a step attends to them without gathering their blocks.
+
+Blocks are the truth: prefixes are shared by them, and whoever leaves a lane finds everything there. A lane is a copy of
+one sequence's blocks in tensors of a fixed number of cells, which every decode step extends by one. Sequences of a
+similar length share a group of lanes, whose attention is two batched products, each sequence a batch of its own: no two
+are mixed, and shapes stay the same from step to step. Keys are float32: scores are not rounded before their softmax.
+
+A lane is its sequence's as long as every step computes it. Few sequences of a length, and more than there is room for,
+stay with their blocks. Used on CPUs, where the fused kernel is slow for one row a sequence.
+
+Letters: n rows, N lanes of a group, K cells of a lane, H query heads, G key heads, R = H / G, D head dim.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.ops import I64
+from tinsmith.samplers.kvcache import KVCache, LayerShape
+
+FEWEST = 4
+"""Sequences of one length class that are worth a group; below, blocks are as fast."""
+
+CELLS = 64
+"""Lanes have this many cells, or a multiple: 1, 2, 3, 4, 6, 8, 12 ... times."""
+
+SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+"""Lanes of a group; beyond, multiples of the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A sequence whose token at `position` is computed in this step, behind what its blocks hold."""
+
+    owner: Hashable
+    row: int
+    position: int
+    blocks: Sequence[int]
+
+
+def capacity_for(length: int, block_size: int) -> int:
+    """The cells of the lane of a sequence of this length."""
+    units = -(-length // CELLS)
+    power = 1 << (units.bit_length() - 1)
+    if units > power:
+        power = power * 3 // 2 if power > 1 and units <= power * 3 // 2 else 2 * power
+    return -(-power * CELLS // block_size) * block_size
+
+
+class Lanes:
+    """One group: sequences of at most `capacity` tokens. Lanes in use are the first `num_used` or fewer."""
+
+    def __init__(self, shapes: Mapping[LayerShape, Sequence[int]], capacity: int, device: torch.device) -> None:
+        self.capacity = capacity
+        self.num_lanes = 0
+        self.num_used = 0
+        self._shapes = shapes
+        self._device = device
+        self._owners: dict[Hashable, int] = {}
+        self._free: list[int] = []  # a heap: the first free lane comes first
+        self._lengths: I64 = np.zeros(0, np.int64)
+        self._stores: dict[LayerShape, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Tensor, Tensor, LayerShape]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._owners
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_lanes * self.capacity * cell_bytes(self._shapes)
+
+    def length_of(self, owner: Hashable) -> int:
+        """How many tokens the owner's lane holds; -1 without a lane."""
+        lane = self._owners.get(owner)
+        return -1 if lane is None else int(self._lengths[lane])
+
+    def keep(self, owners: Iterable[Hashable]) -> None:
+        """Free the lanes of all others."""
+        for owner in self._owners.keys() - set(owners):
+            heapq.heappush(self._free, self._owners.pop(owner))
+
+    def grow(self, num_lanes: int) -> None:
+        """What is in lanes stays there. New lanes hold anything until they are filled."""
+        for shape, layers in self._shapes.items():
+            size = (len(layers), num_lanes, shape.num_heads, self.capacity)
+            keys = torch.empty(*size, shape.key_dim, device=self._device)
+            values = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=self._device)
+            if self._owners:
+                old_keys, old_values = self._stores[shape]
+                keys[:, : self.num_used] = old_keys[:, : self.num_used]
+                values[:, : self.num_used] = old_values[:, : self.num_used]
+            self._stores[shape] = keys, values
+            for place, layer in enumerate(layers):
+                self._layers[layer] = keys[place], values[place], shape
+        self._lengths = np.append(self._lengths, np.zeros(num_lanes - self.num_lanes, np.int64))
+        self._free += range(self.num_lanes, num_lanes)
+        heapq.heapify(self._free)
+        self.num_lanes = num_lanes
+
+    def close_up(self) -> None:
+        """Where fewer than half of the lanes that are computed are somebody's, the last ones move to the front."""
+        wanted = _size(len(self._owners))
+        last = max(self._owners.values(), default=-1)
+        if 2 * wanted <= _size(last + 1):
+            for owner, lane in self._owners.items():
+                if lane >= wanted:
+                    target = self._owners[owner] = heapq.heappop(self._free)
+                    heapq.heappush(self._free, lane)
+                    self._lengths[target] = self._lengths[lane]
+                    for keys, values in self._stores.values():
+                        keys[:, target] = keys[:, lane]
+                        values[:, target] = values[:, lane]
+            last = max(self._owners.values(), default=-1)
+        self.num_used = min(_size(last + 1), self.num_lanes)
+
+    def fill(self, members: Sequence[Decoding], cache: KVCache) -> None:
+        """Copy what the blocks of these hold into lanes, which are cleared behind it."""
+        lanes = []
+        for member in members:
+            if member.owner not in self._owners:
+                self._owners[member.owner] = heapq.heappop(self._free)
+            lanes.append(self._owners[member.owner])
+            self._lengths[lanes[-1]] = member.position
+        table_nC = np.zeros((len(members), self.capacity // cache.block_size), np.int64)  # block 0 holds zeros
+        for row, member in zip(table_nC, members, strict=True):
+            used = -(-member.position // cache.block_size)
+            row[:used] = member.blocks[:used]
+        blocks_nC = torch.from_numpy(table_nC).to(self._device)
+        lanes_n = torch.tensor(lanes, device=self._device)
+        for shape, (keys, values) in self._stores.items():
+            cells = cache.gather(shape, blocks_nC).transpose(2, 3)  # [layers, n, G, K, D]
+            keys.index_copy_(1, lanes_n, cells[..., : shape.key_dim].float())
+            values.index_copy_(1, lanes_n, cells[..., shape.key_dim :])
+
+    def step(self, members: Sequence[Decoding], num_rows: int) -> LaneStep:
+        """What the attention of every layer needs; the members' lanes count their tokens as there from now on."""
+        lane_n = np.array([self._owners[member.owner] for member in members])
+        row_n = np.array([member.row for member in members])
+        position_n = np.array([member.position for member in members])
+        row_N = np.full(self.num_used, row_n[0])  # a lane that is not used computes something for nobody
+        row_N[lane_n] = row_n
+        position_N = np.zeros(self.num_used, np.int64)
+        position_N[lane_n] = position_n
+        self._lengths[lane_n] = position_n + 1
+        in_order = num_rows == self.num_used and np.array_equal(row_N, np.arange(num_rows))
+        return LaneStep(
+            self._layers,
+            self.num_used,
+            self.capacity,
+            None if num_rows == len(members) else self._tensor(row_n),
+            self._tensor(lane_n),
+            None if in_order else self._tensor(row_N),
+            self._tensor(position_n),
+            self._tensor(position_N),
+            {},
+            {},
+        )
+
+    def _tensor(self, array: I64) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+@dataclass(slots=True)
+class LaneStep:
+    """A step's attention over one group."""
+
+    layers: Mapping[int, tuple[Tensor, Tensor, LayerShape]]
+    num_lanes: int
+    capacity: int
+    row_n: Tensor | None  # the step's rows that are the members'; None: all, in their order
+    lane_n: Tensor
+    row_N: Tensor | None  # of each lane; None: all, in their order
+    position_n: Tensor
+    position_N: Tensor
+    cells: dict[int, Tensor]  # by key heads
+    masks: dict[int | None, Tensor]
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """[n, H, D]"""
+        keys_NGKD, values_NGKD, shape = self.layers[layer]
+        keys_NGKD, values_NGKD = keys_NGKD[: self.num_lanes], values_NGKD[: self.num_lanes]
+        num, groups, cells, _ = keys_NGKD.shape
+        at = self._cells(groups)
+        if self.row_n is not None:
+            k_TGD, v_TGD = k_TGD.index_select(0, self.row_n), v_TGD.index_select(0, self.row_n)
+        keys_NGKD.view(-1, shape.key_dim).index_copy_(0, at, k_TGD.reshape(-1, shape.key_dim).float())
+        values_NGKD.view(-1, shape.value_dim).index_copy_(0, at, v_TGD.reshape(-1, shape.value_dim))
+
+        q_NHD = q_THD if self.row_N is None else q_THD.index_select(0, self.row_N)
+        repeat = q_NHD.shape[1] // groups
+        q_bRD = (q_NHD.float() * scale).view(num * groups, repeat, -1)
+        scores = torch.bmm(q_bRD, keys_NGKD.view(num * groups, cells, -1).transpose(1, 2))
+        scores_NGRK = scores.view(num, groups, repeat, cells)
+        if softcap is not None:
+            scores_NGRK = softcap * torch.tanh(scores_NGRK / softcap)
+        scores_NGRK += self._mask(window)
+        if sinks_H is not None:
+            sinks = sinks_H.float().view(1, groups, repeat, 1).expand(num, -1, -1, -1)
+            probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
+        else:
+            probs_NGRK = torch.softmax(scores_NGRK, -1)
+        probs_bRK = probs_NGRK.reshape(num * groups, repeat, cells).to(values_NGKD.dtype)
+        out_NHD = torch.bmm(probs_bRK, values_NGKD.view(num * groups, cells, -1)).view(num, groups * repeat, -1)
+        return out_NHD if self.row_N is None else out_NHD.index_select(0, self.lane_n)
+
+    def _cells(self, groups: int) -> Tensor:
+        """[n * G]: where the step's keys and values go."""
+        if groups not in self.cells:
+            heads_G = torch.arange(groups, device=self.lane_n.device)
+            at_nG = (self.lane_n[:, None] * groups + heads_G) * self.capacity + self.position_n[:, None]
+            self.cells[groups] = at_nG.flatten()
+        return self.cells[groups]
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[N, 1, 1, K]: 0 where a lane's row sees a cell, else -inf. Made once for all layers."""
+        if window is not None and window >= self.capacity:
+            window = None
+        if window not in self.masks:
+            key_K = torch.arange(self.capacity, device=self.position_N.device)
+            hidden_NK = key_K > self.position_N[:, None]
+            if window is not None:
+                hidden_NK |= key_K <= self.position_N[:, None] - window
+            mask_NK = torch.zeros(hidden_NK.shape, device=key_K.device).masked_fill_(hidden_NK, float("-inf"))
+            self.masks[window] = mask_NK[:, None, None]
+        return self.masks[window]
+
+
+class LaneCache:
+    """All groups of one KVCache, in at most `max_bytes`."""
+
+    def __init__(self, cache: KVCache, max_bytes: int, device: torch.device) -> None:
+        self._cache = cache
+        self._max_bytes = max_bytes
+        self._device = device
+        self._groups: dict[int, Lanes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(group.num_bytes for group in self._groups.values())
+
+    def place(self, decoding: Sequence[Decoding], num_rows: int) -> tuple[list[LaneStep], list[int]]:
+        """A step's groups, and the rows that have their place in one."""
+        classes: dict[int, list[Decoding]] = {}
+        for one in decoding:
+            classes.setdefault(capacity_for(one.position + 1, self._cache.block_size), []).append(one)
+        classes = {capacity: members for capacity, members in classes.items() if len(members) >= FEWEST}
+        for capacity, group in self._groups.items():
+            group.keep(one.owner for one in classes.get(capacity, ()))
+        steps: list[LaneStep] = []
+        rows: list[int] = []
+        for capacity, members in classes.items():
+            group = self._group(capacity, members)
+            if group is None:
+                continue
+            if new := [one for one in members if group.length_of(one.owner) != one.position]:
+                group.fill(new, self._cache)
+            group.close_up()
+            steps.append(group.step(members, num_rows))
+            rows += [one.row for one in members]
+        return steps, rows
+
+    def _group(self, capacity: int, members: Sequence[Decoding]) -> Lanes | None:
+        """The group, with a lane for each of these; None if there is no room for it."""
+        group = self._groups.get(capacity)
+        if group is None:
+            group = Lanes(self._cache.members, capacity, self._device)
+        if group.num_lanes < len(members):
+            wanted = _size(len(members))
+            added = wanted * capacity * cell_bytes(self._cache.members) - group.num_bytes
+            self._drop_unused(added, group)
+            if self.num_bytes + added > self._max_bytes:
+                return None
+            group.grow(wanted)
+        self._groups[capacity] = group
+        return group
+
+    def _drop_unused(self, num_bytes: int, but: Lanes) -> None:
+        for capacity, group in list(self._groups.items()):
+            if self.num_bytes + num_bytes > self._max_bytes and group.is_empty and group is not but:
+                del self._groups[capacity]
+
+
+def cell_bytes(members: Mapping[LayerShape, Sequence[int]]) -> int:
+    """What one token takes in a lane, all layers together."""
+    return sum(
+        len(layers) * shape.num_heads * (4 * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
+        for shape, layers in members.items()
+    )
+
+
+def _size(num: int) -> int:
+    return next((size for size in SIZES if size >= num), -(-num // SIZES[-1]) * SIZES[-1])
