@@ -12,6 +12,7 @@ demo: $(STAMP)
 	$(BIN)/tinsmith demo
 
 test: $(STAMP)
+	scripts/setup-browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,36 @@ def lesson(model: tinker.TrainingClient) -> types.Datum:
     tokens = model.get_tokenizer().encode(text)
     inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def new_key(data_dir: Path, tenant: str, *more: str) -> str:
+    command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", tenant, *more, "--data-dir", str(data_dir)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
+    return made.stdout.strip()
+
+
+@contextlib.contextmanager
+def neighbour(alice: Site) -> Iterator[None]:
+    """Another tenant, who trains until the end of the block."""
+    key, ended = new_key(alice.server.data_dir, "bob"), threading.Event()
+
+    def train() -> None:
+        with tinker.ServiceClient(base_url=alice.server.url, api_key=key) as service:
+            model = service.create_lora_training_client(BASE, rank=4).result()
+            data = [lesson(model)] * 3
+            while not ended.is_set():
+                passed = model.forward_backward(data, "cross_entropy")
+                stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
+                passed.result()
+                stepped.result()
+
+    working = threading.Thread(target=train)
+    working.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        working.join()
 
 
 @contextlib.contextmanager

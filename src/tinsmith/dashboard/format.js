@@ -51,8 +51,9 @@ export const when = (moment) => (moment ? new Date(moment).toLocaleString("sv-SE
 
 export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
-// A run's id without the middle of its session's.
+// An id without most of its session's, and without digests.
 export function shortId(id) {
   const [session, ...rest] = id.split(":");
-  return [session.length > 13 ? `${session.slice(0, 8)}` : session, ...rest].join(":");
+  const shown = rest.map((part) => (part.length > 16 ? `${part.slice(0, 14)}\u2026` : part));
+  return [session.length > 16 ? session.slice(0, 8) : session, ...shown].join(":");
 }
