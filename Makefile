@@ -29,7 +29,7 @@ test-recipes: $(STAMP)
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 3600 tests/test_families.py
+	$(BIN)/python -m pytest -q --timeout 3600 tests/test_families.py tests/test_families_live.py
 
 # What `make test` does of it in half a minute, with fifty times the examples.
 fuzz: $(STAMP)

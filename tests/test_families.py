@@ -133,6 +133,25 @@ def test_a_family_is_what_transformers_and_peft_compute(family: Family, tmp_path
         assert torch.equal(backend._versions[name].flat_P, adapter.flat_P), name
 
 
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.model_type in ("qwen3_moe", "gpt_oss", "deepseek_v3")],
+                         ids=lambda family: family.model_type)  # fmt: skip
+def test_the_cookbook_merges_and_converts_an_export(family: Family, tmp_path: Path) -> None:
+    from tinker_cookbook import weights
+
+    backend = TorchBackend(make(tmp_path / "base", family), device="cpu")
+    backend.create_model("m", LoraSpec(3, seed=1))
+    train(backend, "m")
+    backend.save("m", tmp_path / "export", optimizer=False, stacked=True)
+    base, export = str(tmp_path / "base"), str(tmp_path / "export")
+    weights.build_hf_model(base_model=base, adapter_path=export, output_path=str(tmp_path / "merged"), dtype="float32")
+    check_training(backend, "m", reference(tmp_path / "merged"))
+    if family.model_type == "qwen3_moe":
+        # Which PEFT can load as long as no dense layer has linears of the experts' names.
+        weights.build_lora_adapter(base_model=base, adapter_path=export, output_path=str(tmp_path / "peft"))
+        keys = load_file(tmp_path / "peft" / "adapter_model.safetensors").keys()
+        assert "base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_B.weight" in keys
+
+
 @pytest.mark.parametrize("refusal", [pytest.param(r, id=r.model_type) for r in REFUSED])
 def test_what_cannot_be_served_is_refused_in_words(refusal: Refusal, tmp_path: Path) -> None:
     shape = make_refused(tmp_path, refusal)
