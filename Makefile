@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-harness test-vllm fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -23,6 +23,15 @@ test-postgres: $(STAMP)
 
 test-crash: $(STAMP)
 	$(BIN)/python -m pytest -q tests/crash
+
+# lm-eval brings packages that nothing else needs, so it is installed when it is asked for.
+test-harness: $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt 'lm-eval[api]==0.4.13'
+	$(BIN)/python -m pytest -q tests/test_evaluation_harness.py
+
+# vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
+test-vllm: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_vllm_export.py
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import shlex
 import sys
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +30,7 @@ from tinsmith.cli import app
 from tinsmith.errors import TinsmithError, UserError
 
 TOKENS = list(range(40, 60))
+GUIDE = Path(__file__).parents[1] / "docs" / "export.md"
 PULLED = ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"]
 
 
@@ -147,6 +150,19 @@ def test_an_adapter_from_elsewhere_is_imported_and_trained(trained: Trained, tmp
     close(expected(nano.path(), tmp_path / "after"), logprobs(client))
     again = trained.service.create_training_client_from_state_with_optimizer(saved).result()
     np.testing.assert_array_equal(logprobs(again), logprobs(client))
+
+
+def test_the_commands_of_the_guide_run_as_they_stand(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for line in block.replace("$CHECKPOINT", trained.state).splitlines():
+        program, group, *words = shlex.split(line)
+        assert (program, group) == ("tinsmith", "checkpoints")
+        said = trained.cli(*words)
+    assert "/weights/rewritten" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
 
 
 def test_what_cannot_be_sent_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from tinsmith.bases import Bases, read_shape
 from tinsmith.checkpoints import CheckpointRef
 
 NANO = nano.MODEL_NAME
+PAGE = Path(__file__).parents[1] / "docs" / "hub.md"
 
 
 @pytest.fixture
@@ -244,9 +246,8 @@ SCRIPT = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 import peft, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 repo = sys.argv[1]
-tokenizer = AutoTokenizer.from_pretrained("tinsmith/nano")
 with torch.no_grad():
     model = AutoModelForCausalLM.from_pretrained("tinsmith/nano", dtype=torch.float32)
     tokens = torch.arange(3, 15)[None]
@@ -265,8 +266,9 @@ def test_a_machine_without_internet_loads_tokenizer_model_and_adapter(
 ) -> None:
     online = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
     given = {"HF_ENDPOINT": f"{server.url}/hub", "HF_TOKEN": API_KEY, "HF_HOME": str(tmp_path / "home")}
+    (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, uploaded],
+        [sys.executable, "-c", example + SCRIPT, uploaded],
         cwd=tmp_path,
         env={**os.environ, **online, **given},
         capture_output=True,
@@ -282,5 +284,5 @@ def test_a_machine_without_internet_loads_tokenizer_model_and_adapter(
         ("at_once", peft_adapters.logits(nano.path(), adapter)),
     ):
         torch.testing.assert_close(torch.tensor(found[name]), expected, rtol=1e-4, atol=1e-4)
-    assert found["ids"]
+    assert found["ids"] and done.stdout.startswith("Say hello.")
     assert {path.name for path in (tmp_path / "home" / "hub").iterdir()} >= {"models--tinsmith--nano"}
