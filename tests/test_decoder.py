@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
 
 import tiny_models
+from tinsmith.backends.torch import banks as banks_module
 from tinsmith.backends.torch import decoder as decoder_module
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
@@ -137,3 +138,91 @@ def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     with torch.no_grad():
         assert torch.equal(base.hidden(*given), base._through_modules(*given))
     assert base._written_out is None
+
+
+def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `both`, for sequences of these lengths."""
+    total = sum(lengths)
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (total,), generator=torch.Generator().manual_seed(total))
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    given = (tokens_T, positions_T, PackedCausal(lengths), Routing.of(adapters, lengths))
+    with torch.no_grad():
+        return base._through_modules(*given), base.hidden(*given)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "qwen3", dtype)
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    many = [adapter(base, seed, rank=5 + seed % 3, mlp=seed != 2, attn=seed != 3) for seed in range(6)]
+    other = adapter(base, 9, 20)
+    works: list[tuple[list[Adapter | None], list[int]]] = [
+        (list(many), [2] * 6),
+        (list(many), [2] * 6),
+        ([*many[1:4], None], [1, 3, 2, 4]),
+        ([None, many[5], None, many[0], many[2]], [2, 1, 1, 3, 3]),
+        ([many[4], many[1]], [9, 1]),
+        ([many[0], other], [2, 2]),
+        (list(many[::-1]), [3] * 6),
+    ]
+    batched = []
+    for adapters, lengths in works:
+        modules, ours = stepped(base, adapters, lengths)
+        bank = base._written_out._banks.get(8)
+        batched.append(bank is not None and bank._clock)
+        if dtype == "float32":
+            torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+        else:
+            assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+    assert batched == [False, 1, 2, 3, 4, 4, 5], "the first time, and with a rank of another class, by segment"
+
+
+def test_a_bank_gives_slots_to_whoever_comes_and_notices_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = loaded(tmp_path, "llama")
+    monkeypatch.setattr(banks_module, "MOST_SLOTS", 3)
+    many = [adapter(base, seed, 4) for seed in range(5)]
+    with torch.inference_mode():  # as the sampler does; the bank outlives it
+        stepped(base, [*many[:3]], [1, 1, 1])
+        stepped(base, [*many[:3]], [1, 1, 1])
+    for chosen in ((0, 1, 2), (3, 4), (4, 3), (0, 4, 2), (1, 2), (0, 1, 2, 3)):
+        for _ in range(2):
+            modules, ours = stepped(base, [many[i] for i in chosen], [2] * len(chosen))
+            torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    many[1].flat_P.mul_(1.5)
+    many[1].refresh()
+    for _ in range(2):
+        modules, ours = stepped(base, [many[1], many[2]], [1, 1])
+        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    assert base._written_out is not None
+    (bank,) = base._written_out._banks.values()
+    assert len(bank._tokens) == 3
+
+
+def test_in_a_bank_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    many = [adapter(base, seed, 4) for seed in range(3)]
+    for lengths in ([2, 2, 2], [3, 1, 2], [2, 2, 2]):
+        _, alone = stepped(base, [*many], lengths)
+    many[1].flat_P.fill_(float("nan"))
+    many[1].refresh()
+    for lengths in ([2, 2, 2], [2, 2, 2], [2, 2, 2]):
+        _, beside = stepped(base, [*many], lengths)
+    assert beside[2:4].isnan().all()
+    assert torch.equal(beside[:2], alone[:2]) and torch.equal(beside[4:], alone[4:])
+
+
+def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
+    found = {decoder_module.round_up(num) for num in range(1, 513)}
+    assert len(found) < 50 and found >= {1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512}
+    assert all(num <= decoder_module.round_up(num) <= max(1.42 * num, num + 1) for num in range(1, 5000))
+
+
+def test_rotations_reach_as_far_as_positions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "FEWEST_POSITIONS", 8)
+    base = loaded(tmp_path, "llama")
+    for length in (5, 9, 70):
+        modules, ours = stepped(base, [None], [length])
+        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)

@@ -2,9 +2,9 @@
 gradient will be asked of.
 
 Llama, Mistral, Qwen2 and Qwen3 are the same layers but for biases, norms of queries and keys, and windows. Here the
-linears that read the same input are one product over weights packed once for oneDNN, an adapter's matrices go with
-them in two products, and norms and rotations take all heads together. The modules stay the oracle: whatever is not
-exactly those layers is refused (None from `of`), and at load the base model compares the two.
+linears that read the same input are one product over weights packed once for oneDNN, adapters' matrices go with
+them in two products (`banks`), and norms and rotations take all heads together. The modules stay the oracle: whatever
+is not exactly those layers is refused (None from `of`), and at load the base model compares the two.
 
 Packed weights are a second copy, made when the first rows come, and only where there is memory to spare. Knows no
 loss, no sampler and no request; attention is the plan's affair, as it is the modules'.
@@ -21,11 +21,13 @@ from typing import Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import pad, rms_norm, silu
 from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan
-from tinsmith.backends.torch.lora import HAS_ONEDNN, Adapter, MultiLoRALinear, Pair, Routing, add_product_, product
+from tinsmith.backends.torch.banks import Bank, Work
+from tinsmith.backends.torch.lora import Adapter, MultiLoRALinear, Pair, Routing
+from tinsmith.backends.torch.products import HAS_ONEDNN
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
@@ -37,48 +39,55 @@ DOWN = "mlp.down_proj"
 SPARE_SHARE = 0.25
 """Packed weights may take this share of the memory that is free."""
 
+FEWEST_POSITIONS = 1024
+"""Of the tables of rotations."""
+
 
 class FusedLinear:
     """Linears that read the same rows, as one: their weights below each other, their adapters beside each other."""
 
     def __init__(self, linears: Sequence[MultiLoRALinear]) -> None:
         self._linears = linears
-        self._name = linears[0].name
+        self.name = linears[0].name
+        self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
         weight_OI = torch.cat([linear.weight for linear in linears])
         self._weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
         biases = [linear.bias for linear in linears]
         self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
 
-    def __call__(self, x_TI: Tensor, routing: Routing) -> Tensor:
+    def __call__(self, x_TI: Tensor, work: Work) -> Tensor:
         """[T, O]: every linear's outputs, one after the other."""
         y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight_OI, self._bias_O, "none", [], "")
-        for start, stop, adapter in routing.segments:
-            if adapter is not None and (pair := self._pair(adapter)) is not None:
-                inner = product(x_TI[start:stop], pair[0].t(), x_TI.dtype)
-                add_product_(y_TO[start:stop], inner, pair[1].t(), 1.0)
+        work.add_(y_TO, x_TI, self)
         return y_TO
 
-    def _pair(self, adapter: Adapter) -> Pair | None:
-        """A of all linears below each other, and B times its scale, each linear's own in its own rows and columns."""
-        if self._name not in adapter.fused:
-            adapter.fused[self._name] = self._fuse(adapter)
-        return adapter.fused[self._name]
+    def pair(self, adapter: Adapter) -> Pair | None:
+        """The fused matrices of an adapter that has any of these linears, kept with it."""
+        if self.name not in adapter.fused:
+            carried = any(linear.name in adapter.compute for linear in self._linears)
+            adapter.fused[self.name] = pair = self.empty_pair(adapter.layout.rank) if carried else None
+            if pair is not None:
+                self.fuse_into(adapter, pair)
+        return adapter.fused[self.name]
 
-    def _fuse(self, adapter: Adapter) -> Pair | None:
-        carried = [linear for linear in self._linears if linear.name in adapter.compute]
-        if not carried:
-            return None
-        a_rI = torch.cat([adapter.compute[linear.name][0] for linear in carried])
-        b_Or = a_rI.new_zeros(self.out_features, len(a_rI))
-        row, column = 0, 0
-        for linear in self._linears:
+    def empty_pair(self, rank: int) -> Pair:
+        """Zeros for the A's of all linears below each other, and for their B's, each in its own rows and columns."""
+        weight = self._linears[0].weight
+        a_RI = weight.new_zeros(rank * len(self._linears), self.in_features)
+        return a_RI, weight.new_zeros(self.out_features, len(a_RI))
+
+    def fuse_into(self, adapter: Adapter, pair: Pair) -> None:
+        """Put an adapter's A's and B's, these times its scale, into matrices of zeros that have room for its rank."""
+        a_RI, b_OR = pair
+        room, output = len(a_RI) // len(self._linears), 0
+        for place, linear in enumerate(self._linears):
             if linear.name in adapter.compute:
-                own = adapter.compute[linear.name][1]
-                torch.mul(own, adapter.scale, out=b_Or[row : row + len(own), column : column + own.shape[1]])
-                column += own.shape[1]
-            row += linear.out_features
-        return a_rI, b_Or
+                own_a, own_b = adapter.compute[linear.name]
+                inner = slice(place * room, place * room + len(own_a))
+                a_RI[inner] = own_a
+                torch.mul(own_b, adapter.scale, out=b_OR[output : output + len(own_b), inner])
+            output += linear.out_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +134,15 @@ class Decoder:
     def __init__(self, modules: nn.Module) -> None:
         self._modules = modules
         self._layers: list[_Layer] = []
+        self._linears: list[FusedLinear] = []
+        self._banks: dict[int, Bank] = {}
         self._final = _norm(modules, "norm")
+        self._rotary = (torch.empty(0), torch.empty(0))
 
     @classmethod
     def of(cls, modules: nn.Module) -> Decoder | None:
         """None where the modules do anything that is not written out here, or oneDNN is not there for them."""
-        layers = getattr(modules, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not all(_is_known(layer) for layer in layers):
+        if not are_known(modules):
             return None
         weight = next(modules.parameters())
         return cls(modules) if _has_onednn(weight) else None
@@ -146,40 +157,71 @@ class Decoder:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
             return False
-        asked, token = _Asked(), torch.zeros(1, 1, dtype=torch.int64)
-        self._modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: asked})
+        asked = asked_of_attention(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        self._layers = [_layer(index, layer, asked.options[index]) for index, layer in enumerate(layers)]
+        self._layers = [_layer(index, layer, asked[index]) for index, layer in enumerate(layers)]
+        self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
         return True
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
         """[T, D]: hidden states after the final norm."""
+        num_rows = len(tokens_T)
+        padding = round_up(num_rows) - num_rows
+        if padding:
+            # More of the last row: oneDNN compiles each product for each number of rows.
+            tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
+        work = Work(routing, num_rows + padding, self._banks, self._linears)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        rotary = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
-        cos_T1E, sin_T1E = (table[0][:, None] for table in rotary)
-        half = sin_T1E.shape[-1] // 2
-        signed_T1E = torch.cat((-sin_T1E[..., :half], sin_T1E[..., half:]), -1)
+        rotation = self._rotation(x_TD, positions_T)
         for layer in self._layers:
-            x_TD = x_TD + _attend(layer, layer.before_attention(x_TD), cos_T1E, signed_T1E, plan, routing)
-            gate_up = layer.gate_up(layer.before_mlp(x_TD), routing)
+            x_TD = x_TD + _attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
+            gate_up = layer.gate_up(layer.before_mlp(x_TD), work)
             gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
-            x_TD += layer.down(silu(gate).mul_(up), routing)
-        return self._final(x_TD)
+            x_TD += layer.down(silu(gate).mul_(up), work)
+        return self._final(x_TD)[:num_rows]
+
+    def _rotation(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, 1, E] each: cosines, and sines whose first half is negative, of tables that grow with the positions."""
+        last = int(positions_T.max())
+        if last >= len(self._rotary[0]):
+            all_P = torch.arange(max(1 << last.bit_length(), FEWEST_POSITIONS))
+            cos_1PE, sin_1PE = cast(nn.Module, self._modules.rotary_emb)(x_TD, all_P[None])
+            half = sin_1PE.shape[-1] // 2
+            signed_1PE = torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), -1)
+            self._rotary = cos_1PE[0][:, None], signed_1PE[0][:, None]
+        cos_PE, signed_PE = self._rotary
+        return cos_PE.index_select(0, positions_T), signed_PE.index_select(0, positions_T)
+
+
+def round_up(num_rows: int) -> int:
+    """The rows that are computed for so many: multiples of a quarter, above 32 of an eighth, of a power of two."""
+    power = 1 << max(num_rows - 1, 0).bit_length()
+    step = max(power // (4 if num_rows <= 32 else 8), 1)
+    return -(-num_rows // step) * step
 
 
 def _attend(
-    layer: _Layer, x_TD: Tensor, cos_T1E: Tensor, signed_T1E: Tensor, plan: AttentionPlan, routing: Routing
+    layer: _Layer,
+    x_TD: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    plan: AttentionPlan,
+    work: Work,
+    num_rows: int,
 ) -> Tensor:
     heads, keys = layer.num_heads, layer.num_keys
-    qkv = layer.qkv(x_TD, routing).view(len(x_TD), heads + 2 * keys, layer.head_dim)
+    qkv = layer.qkv(x_TD, work).view(len(x_TD), heads + 2 * keys, layer.head_dim)
     turned = qkv[:, : heads + keys]
     if layer.head_norms is not None:
         weight, eps = layer.head_norms
         turned = rms_norm(turned, turned.shape[-1:], None, eps) * weight
     # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
-    turned = torch.addcmul(turned * cos_T1E, turned.roll(layer.head_dim // 2, -1), signed_T1E)
-    out_THE = plan.attend(layer.index, turned[:, :heads], turned[:, heads:], qkv[:, heads + keys :], **layer.attention)
-    return layer.out(out_THE.reshape(len(x_TD), -1), routing)
+    cos_T1E, signed_T1E = rotation
+    turned = torch.addcmul(turned * cos_T1E, turned.roll(layer.head_dim // 2, -1), signed_T1E)[:num_rows]
+    values = qkv[:num_rows, heads + keys :]
+    out_TO = plan.attend(layer.index, turned[:, :heads], turned[:, heads:], values, **layer.attention).flatten(1)
+    if len(x_TD) > num_rows:
+        out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
+    return layer.out(out_TO, work)
 
 
 def _has_onednn(weight: Tensor) -> bool:
@@ -188,6 +230,20 @@ def _has_onednn(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return weight.dtype == torch.float32
+
+
+def are_known(modules: nn.Module) -> bool:
+    """Whether a decoder's layers are exactly those that are written out."""
+    layers = getattr(modules, "layers", None)
+    return isinstance(layers, nn.ModuleList) and all(_is_known(layer) for layer in layers)
+
+
+@torch.no_grad()
+def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
+    """What each layer asks of attention, by index."""
+    asked, token = _Asked(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
+    modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: asked})
+    return asked.options
 
 
 def _is_known(layer: nn.Module) -> bool:
