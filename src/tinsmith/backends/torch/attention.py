@@ -6,7 +6,8 @@ kernel.
 cache. No plan may mix rows of two sequences, not even under a mask of zeros: 0 * NaN is NaN, and the
 sequences may be two tenants'.
 
-Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L.
+Shapes: T rows, H query heads, G key heads, D head dim, n sequences of one group padded to L; N = n * G, and R the H / G
+query heads of a key head with their L rows each.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ _UNDERSTOOD = frozenset(
 
 MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
+
+
+SHORT = 256
+"""Up to this length a CPU is faster with all scores at once than with its fused kernel, whose backward is slow in
+bfloat16 (4 times at 32 rows, twice at 256, no more at 512; in float32 never).
+"""
 
 
 class AttentionPlan(Protocol):
@@ -77,6 +84,7 @@ class PackedCausal:
             if not torch.equal(kept, torch.arange(len(kept), device=device)):
                 self._order = torch.argsort(kept)
         self._masks: dict[tuple[int, int], Tensor] = {}
+        self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
         self,
@@ -93,7 +101,10 @@ class PackedCausal:
         outputs = []
         for group in self._groups:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
-            if softcap is None and sinks_H is None:
+            if softcap is None and sinks_H is None and _is_short(q_nHLD):
+                bias_LL = self._bias(group.length, window)
+                out_nHLD = cast(Tensor, _ShortCausal.apply(q_nHLD, k_nGLD, v_nGLD, bias_LL, scale))
+            elif softcap is None and sinks_H is None:
                 mask_LL = self._window_mask(group.length, window, q_THD.device)
                 if mask_LL is not None:
                     # With a mask, CUDA's fused kernels want as many key heads as query heads.
@@ -115,6 +126,13 @@ class PackedCausal:
         if (length, window) not in self._masks:
             self._masks[length, window] = _visible(length, window, device)
         return self._masks[length, window]
+
+    def _bias(self, length: int, window: int | None) -> Tensor:
+        """[L, L] 0 where a row may look, -inf elsewhere."""
+        if (length, window) not in self._biases:
+            hidden_LL = ~_visible(length, window, torch.device("cpu"))
+            self._biases[length, window] = torch.zeros(length, length).masked_fill_(hidden_LL, float("-inf"))
+        return self._biases[length, window]
 
 
 class _Group(NamedTuple):
@@ -222,6 +240,41 @@ class _Select(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
+
+
+def _is_short(q_nHLD: Tensor) -> bool:
+    on_cpu = q_nHLD.device.type == "cpu" and q_nHLD.dtype == torch.bfloat16
+    return on_cpu and q_nHLD.requires_grad and q_nHLD.shape[2] <= SHORT
+
+
+class _ShortCausal(torch.autograd.Function):
+    """Scores and their softmax in float32, as the fused kernel has them; products of probabilities in bfloat16."""
+
+    @staticmethod
+    def forward(ctx, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, bias_LL: Tensor, scale: float) -> Tensor:
+        num_keys, length = k_nGLD.shape[1:3]
+        q_NRD = q_nHLD.unflatten(1, (num_keys, -1)).flatten(2, 3).flatten(0, 1)
+        k_NLD, v_NLD = k_nGLD.flatten(0, 1), v_nGLD.flatten(0, 1)
+        scores_NRL = torch.bmm(q_NRD.float().mul_(scale), k_NLD.float().mT)
+        scores_NRL.view(-1, length, length).add_(bias_LL)
+        probs_NRL = torch.softmax(scores_NRL, -1).to(v_NLD.dtype)
+        out_NRD = torch.bmm(probs_NRL, v_NLD)
+        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL, out_NRD)
+        ctx.scale, ctx.shape = scale, (q_nHLD.shape, k_nGLD.shape)
+        return out_NRD.view(q_nHLD.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_nHLD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q_NRD, k_NLD, v_NLD, probs_NRL, out_NRD = ctx.saved_tensors
+        q_shape, k_shape = ctx.shape
+        grad_NRD = grad_nHLD.reshape(out_NRD.shape)
+        grad_v_NLD = torch.bmm(probs_NRL.mT, grad_NRD)
+        grad_NRL = torch.bmm(grad_NRD, v_NLD.mT)
+        # Of a softmax: p (g - sum p g), and that sum is the output's product with its gradient.
+        grad_NRL.sub_((grad_NRD * out_NRD).sum(-1, keepdim=True)).mul_(probs_NRL).mul_(ctx.scale)
+        grad_q_NRD, grad_k_NLD = torch.bmm(grad_NRL, k_NLD), torch.bmm(grad_NRL.mT, q_NRD)
+        return grad_q_NRD.view(q_shape), grad_k_NLD.view(k_shape), grad_v_NLD.view(k_shape), None, None
 
 
 def _visible(length: int, window: int | None, device: torch.device) -> Tensor:

@@ -29,14 +29,14 @@ Gemma2), the rest is for what backward needs while it runs. Fused experts are no
 
 
 class Recompute:
-    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load."""
+    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose."""
 
     def __init__(self, mode: str, switchboard: Switchboard) -> None:
         if mode not in ("auto", "on", "off"):
             raise SettingsError(f"backend option recompute is {mode!r}; choose 'auto', 'on' or 'off'")
         self._mode = mode
         self._switchboard = switchboard
-        self._active = False
+        self.active = False
         self._bytes_per_token = 0.0
 
     def wrap(self, decoder: nn.Module) -> None:
@@ -51,11 +51,11 @@ class Recompute:
     def decide(self, num_tokens: int, device: torch.device) -> None:
         """Choose for the next forward."""
         needed = num_tokens * self._bytes_per_token
-        self._active = self._mode == "on" or (self._mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+        self.active = self._mode == "on" or (self._mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
-            if not (self._active and torch.is_grad_enabled()):
+            if not (self.active and torch.is_grad_enabled()):
                 return forward(*args, **kwargs)
             routing = self._switchboard.routing
 
