@@ -79,6 +79,14 @@ def test_metrics_that_are_none_are_refused_with_the_reason(
     assert harness.get(f"training_runs/{model_id}/metrics").json()["points"] == []
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "NaN", "Infinity"])
+def test_a_number_that_is_none_is_refused(harness: Harness, number: str) -> None:
+    body = f'{{"model_id": "{harness.model()}", "metrics": {{"reward": {number}}}}}'
+    headers = {"X-API-Key": ALICE, "Content-Type": "application/json"}
+    answer = harness.client.post("/api/v1/log_metrics", content=body, headers=headers)
+    assert answer.status_code == 400 and answer.json()["detail"]
+
+
 @pytest.mark.parametrize("after", ["x", "-1", "nan", "inf", "1e300", "%00"])
 def test_a_cursor_that_is_none_is_refused(harness: Harness, after: str) -> None:
     assert harness.get(f"training_runs/{harness.model()}/metrics?after={after}").status_code == 400

@@ -57,6 +57,7 @@ class KeptSample:
     created_at: float
 
 
+_OTHERS = KEPT_SAMPLES.alias("others")
 _COLUMNS = [KEPT_SAMPLES.c[name] for name in KeptSample.__dataclass_fields__]
 
 
@@ -109,11 +110,10 @@ class KeptSamples:
 def keeping(sample: KeptSample, content: SampleContent, most: int) -> list[sa.Executable]:
     """Statements for the transaction that settles the sample; the tenant has at most `most` afterwards."""
     packed = zstandard.ZstdCompressor(level=1).compress(orjson.dumps(content))
-    others = KEPT_SAMPLES.alias("others")
     oldest_kept = (
-        sa.select(others.c.position)
-        .where(others.c.tenant_id == sample.tenant_id)
-        .order_by(others.c.position.desc())
+        sa.select(_OTHERS.c.position)
+        .where(_OTHERS.c.tenant_id == sample.tenant_id)
+        .order_by(_OTHERS.c.position.desc())
         .offset(most - 1)
         .limit(1)
     ).scalar_subquery()

@@ -8,6 +8,7 @@ Steps are written about once a second. Whatever fails here fails nothing else.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -251,6 +252,8 @@ class SampleKeeper:
 
 
 def _kept_sequence(sequence: SampledSequence) -> KeptSequence:
-    logprobs = sequence.logprobs_T[:MOST_SEQUENCE_TOKENS].astype(np.float64)
-    shown: Sequence[float | None] = [round(value, 6) if np.isfinite(value) else None for value in logprobs.tolist()]
+    logprobs = np.round(sequence.logprobs_T[:MOST_SEQUENCE_TOKENS].astype(np.float64), 6)
+    shown: Sequence[float | None] = logprobs.tolist()
+    if not np.isfinite(logprobs).all():
+        shown = [value if math.isfinite(value) else None for value in logprobs.tolist()]
     return KeptSequence(sequence.tokens_T[:MOST_SEQUENCE_TOKENS].tolist(), shown, sequence.stop_reason)

@@ -36,11 +36,7 @@ def _metrics(fields: Fields) -> dict[str, float]:
     for name in names:
         if not 0 < len(name) <= MOST_NAME_LETTERS or not name.isprintable():
             raise UserError(f"metrics names {show(name)}; a name has 1 to {MOST_NAME_LETTERS} printable characters")
-    found = {name: fields.number(name) for name in names}
-    for name, value in found.items():
-        if not math.isfinite(value):
-            raise UserError(f"metrics.{show(name)} is too large for a 64-bit float")
-    return found
+    return {name: fields.number(name) for name in names}
 
 
 def metrics(call: Call) -> JsonObject:

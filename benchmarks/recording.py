@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""What it costs to record curves, steps and samples: settling with and without it, by turns, on a SQLite file.
+
+    python benchmarks/recording.py [--rounds 400]
+
+No server and no device; half a minute. Prints the medians of one settlement of an optimizer step, of one of a sample,
+and of what a pass adds, in microseconds of this process's processors, and writes them as JSON with --json FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.db import Database
+from tinsmith.engine.recording import Recorder, Records, SampleKeeper
+from tinsmith.futures import Futures, NewFuture, Settlement
+from tinsmith.models import Models, NewModel
+from tinsmith.ops import (
+    AdamParams,
+    LoraSpec,
+    OptimStep,
+    PassResult,
+    Pending,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+)
+from tinsmith.sampling_sessions import SamplingSession
+
+BASE, MODEL, SESSION = "base", "s:train:0", "s"
+PROMPT_TOKENS, ANSWER_TOKENS, ANSWERS = 512, 256, 8
+METRICS = {"loss:sum": 1.0, "tokens:sum": 4096.0, "ratio:mean": 1.0, "ppo_kl:mean": 0.01, "pg_clipfrac:mean": 0.0}
+OUTCOME = {"grad_norm": 1.0, "learning_rate": 1e-4, "step": 1.0}
+
+
+class Bench:
+    def __init__(self, directory: Path) -> None:
+        self.db = Database(f"sqlite:///{directory / 'bench.db'}")
+        self.db.migrate()
+        self.futures = Futures(self.db)
+        Models(self.db).create(NewModel(MODEL, SESSION, "alice", BASE, LoraSpec(8)))
+        self.number = 0
+
+    def new(self, kind: str) -> Pending:
+        self.number += 1
+        request_id = f"{MODEL}:{self.number}"
+        new = NewFuture(request_id, "alice", SESSION, BASE, kind, b"{}", 0, MODEL, None, self.number)
+        self.futures.submit(new)
+        found = self.futures.arrived([request_id])
+        return found[0]
+
+    def settle(self, request: Pending, effects: Callable[[], Sequence[object]]) -> float:
+        """Microseconds of settling one request with what it leaves behind."""
+        started = time.process_time()
+        settlement = Settlement(request.request_id, body=b"{}", effects=effects())  # type: ignore[arg-type]
+        self.futures.settle([settlement], {})
+        return 1e6 * (time.process_time() - started)
+
+
+def compare(
+    bench: Bench, kind: str, effects: Callable[[Pending], Sequence[object]], rounds: int
+) -> tuple[float, float]:
+    without, with_it = [], []
+    for _ in range(rounds):
+        without.append(bench.settle(bench.new(kind), list))
+        request = bench.new(kind)
+        with_it.append(bench.settle(request, lambda request=request: effects(request)))
+    return statistics.median(without), statistics.median(with_it)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        bench = Bench(Path(directory))
+        records = Records(bench.db, 200)
+        recorder, keeper = Recorder(BASE, records), SampleKeeper(records)
+        passed = PassResult((np.zeros(1, np.float32),) * 64, METRICS)
+        step = OptimStep("r", MODEL, AdamParams())
+
+        def stepped(request: Pending) -> Sequence[object]:
+            recorder.passed(request, passed)
+            return recorder.stepped(request, step, OUTCOME)
+
+        sampler = SamplingSession("s:sample:0", SESSION, "alice", BASE, None, None, None, None, 0.0, 0)
+        tokens = np.arange(ANSWER_TOKENS, dtype=np.int32)
+        sequence = SampledSequence(tokens, np.full(ANSWER_TOKENS, -0.5, np.float32), "stop")
+        asked = Sample("r", None, np.arange(PROMPT_TOKENS, dtype=np.int32), ANSWERS, SamplingParams())
+        answered = SampleResult("r", (sequence,) * ANSWERS)
+
+        def kept(request: Pending) -> Sequence[object]:
+            keeper._allowances.clear()
+            begun = keeper.begin(request, sampler, asked)
+            return [] if begun is None else keeper.kept(begun, answered)
+
+        compare(bench, "optim_step", stepped, 50)
+        found = {}
+        for name, kind, effects in (("optimizer step", "optim_step", stepped), ("kept sample", "sample", kept)):
+            found[name] = compare(bench, kind, effects, arguments.rounds)
+            without, with_it = found[name]
+            print(f"settling, {name}: {without:.0f} us without, {with_it:.0f} us with ({with_it - without:+.0f} us)")
+        request = bench.new("forward_backward")
+        started = time.process_time()
+        for _ in range(10_000):
+            recorder.passed(request, passed)
+        found["pass"] = (0.0, 1e6 * (time.process_time() - started) / 10_000)
+        print(f"a pass: {found['pass'][1]:.1f} us")
+        bench.db.close()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
