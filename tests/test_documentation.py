@@ -199,3 +199,9 @@ def test_the_site_shows_examples_tables_and_pictures(site: Path) -> None:
     for picture in re.findall(r"images/(\w+\.svg)", concepts):
         assert (site / "images" / picture).is_file()
     assert "tinsmith_queue_requests" in (site / "metrics.html").read_text()
+
+
+def test_each_page_is_in_the_navigation_once() -> None:
+    named = re.findall(r"[\w./-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(named) == sorted(pages), "mkdocs.yml has the navigation"
