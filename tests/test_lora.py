@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from pathlib import Path
 
@@ -27,7 +28,8 @@ from tinsmith.backends.torch.lora import (
     initialise,
     layout_for,
 )
-from tinsmith.backends.torch.optimizers import step_together
+from tinsmith.backends.torch.optimizers import _norm, step_together
+from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -289,6 +291,23 @@ def test_a_step_without_a_gradient_is_a_step_with_zero() -> None:
     assert torch.equal(one.adapter.flat_P, before)
     step_together([(one, AdamParams(0.1, weight_decay=0.5))])
     torch.testing.assert_close(one.adapter.flat_P, before * 0.95)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-21, 1e-3, 1.0, 1e15, 1e25])
+@pytest.mark.parametrize("length", [7, 4096, 10_001])
+def test_the_norm_of_a_gradient_is_float64s_at_every_size(size: float, length: int) -> None:
+    gradient_P = torch.randn(length, generator=torch.Generator().manual_seed(0)) * size
+    assert _norm(gradient_P) == pytest.approx(float(gradient_P.double().norm()), rel=1e-6)
+    gradient_P[-1] = torch.nan
+    assert math.isnan(_norm(gradient_P))
+
+
+def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(64, 48, generator=generator)
+    a, b = torch.randn(20, 64, generator=generator), wide[:, 16:32]
+    torch.testing.assert_close(product(a, b, torch.float32), (a.double() @ b.double()).float())
+    assert not _suits_onednn(a, b) and (_suits_onednn(a, wide) or not HAS_ONEDNN)
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,52 @@ def test_nan_in_one_sequence_stays_there(
     assert torch.equal(healthy_leaf.grad[others], sick_leaf.grad[others])
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@settings(max_examples=8, deadline=None)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
+def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
+    window: int | None, lengths: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    q, k, v, grad = (torch.randn(total, heads, 4, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = PackedCausal(lengths).attend(0, *leaves, scale=0.3, window=window)
+    assert out.dtype == torch.bfloat16
+    out.backward(grad)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide = PackedCausal(lengths).attend(0, *exact, scale=0.3, window=window)
+    wide.backward(grad.double())
+    for found, expected in zip(
+        (out.detach(), *(x.grad for x in leaves)), (wide.detach(), *(x.grad for x in exact)), strict=True
+    ):
+        assert found is not None and expected is not None
+        # Where the true gradient is nearly nothing, what is left is rounding of the size of the output's gradient.
+        assert float((found.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
+
+
+@settings(max_examples=20, deadline=None)
+@given(lengths=LENGTHS, sick=st.integers(0, 8))
+def test_nan_in_a_short_sequence_in_bfloat16_stays_there(lengths: list[int], sick: int) -> None:
+    sick %= len(lengths)
+    start = sum(lengths[:sick])
+    others = torch.ones(sum(lengths), dtype=torch.bool)
+    others[start : start + lengths[sick]] = False
+    x = torch.randn(len(others), 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for value in (None, torch.nan):
+        leaf = x.clone()
+        if value is not None:
+            leaf[~others] = value
+        leaf.requires_grad_()
+        out = PackedCausal(lengths).attend(0, leaf, leaf, leaf, scale=0.5)
+        out.backward(torch.ones_like(out))
+        assert leaf.grad is not None
+        found.append((out.detach(), leaf.grad))
+    for healthy, beside in zip(*found, strict=True):
+        assert torch.equal(healthy[others], beside[others])
+
+
 def test_sequences_of_one_length_share_one_kernel_call_without_a_copy() -> None:
     plan = PackedCausal([8] * 5)
     (group,) = plan._groups
