@@ -151,7 +151,8 @@ _OUTCOME = (
 _APPLIED = sa.select(MODELS.c.applied_seq_id).where(MODELS.c.model_id == FUTURES.c.model_id).scalar_subquery()
 _INCOMING = (
     sa.select(*_COLUMNS)
-    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
+    .where(FUTURES.c.base_model == sa.bindparam("base_model"))
+    .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
     .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > _APPLIED))
     .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
     .order_by(FUTURES.c.arrival)
@@ -163,7 +164,8 @@ _ARRIVED = (
     .order_by(FUTURES.c.arrival)
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
-_FREE = BODIES.delete().where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+_BODY = sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id"))
+_FREE = BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id"))
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
@@ -238,12 +240,10 @@ class Futures:
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
         with self._db.write() as connection:
-            if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
-                return new.request_id
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if connection.execute(self._add, row).rowcount == 0:
-                return new.request_id  # another server was a moment faster
+                return new.request_id  # it was there
             if packed is not None:
                 connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model), [new.request_id])
@@ -418,7 +418,9 @@ class Futures:
         with self._db.read() as connection:
             for start in range(0, len(request_ids), _CHUNK):
                 some = request_ids[start : start + _CHUNK]
-                for row in connection.execute(_BODIES, {"request_ids": some}):
+                one = len(some) == 1  # as it mostly is; a list is written out each time
+                asked = (_BODY, {"request_id": some[0]}) if one else (_BODIES, {"request_ids": some})
+                for row in connection.execute(*asked):
                     found[row.request_id] = unpack(row.body)
         return found
 
@@ -450,8 +452,8 @@ class Futures:
                     connection.execute(_ADD_RESULT, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     connection.execute(effect)
-            for start in range(0, len(freed), _CHUNK):
-                connection.execute(_FREE, {"request_ids": freed[start : start + _CHUNK]})
+            if freed:
+                connection.execute(_FREE, [{"freed_id": request_id} for request_id in freed])
             for model_id, seq_id in applied.items():
                 connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
             self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])

@@ -69,7 +69,15 @@ class Model:
             raise GoneError(f"model {self.model_id!r} was unloaded: {self.reason}")
 
 
-_BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))  # built once: every request asks
+_COLUMNS = [column.name for column in MODELS.columns]
+# Built once: every request asks.
+_BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))
+_SESSION_ENDED = sa.case((SESSIONS.c.closed_at.is_not(None), sa.func.coalesce(SESSIONS.c.reason, ""))).label("ended")
+_WITH_SESSION = (
+    sa.select(MODELS, _SESSION_ENDED)
+    .select_from(MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id))
+    .where(MODELS.c.model_id == sa.bindparam("model_id"), MODELS.c.tenant_id == sa.bindparam("tenant_id"))
+)
 
 
 class Models:
@@ -90,6 +98,16 @@ class Models:
         if model is None or model.tenant_id != tenant_id:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         return model
+
+    def get_with_session(self, tenant_id: str, model_id: str) -> tuple[Model, str | None]:
+        """The model, and why its session has ended; None while it may still be used. Raises NotFoundError."""
+        asked = {"model_id": model_id, "tenant_id": tenant_id}
+        with self._db.read() as connection:
+            row = connection.execute(_WITH_SESSION, asked).one_or_none()
+        if row is None:
+            raise NotFoundError(f"model_id {model_id!r} is unknown")
+        *columns, ended = row
+        return Model(**dict(zip(_COLUMNS, columns, strict=True))), ended
 
     def find(self, model_id: str) -> Model | None:
         """A model whoever owns it; for the engine."""

@@ -114,7 +114,7 @@ class Sessions:
         """The session, if it may still be used. Raises GoneError with the reason why it ended."""
         session = self.get(tenant_id, session_id)
         if session.closed_at is not None:
-            raise GoneError(f"session {session_id!r} has ended ({session.reason}); create a new ServiceClient")
+            raise session_has_ended(session_id, session.reason)
         return session
 
     def heartbeat(self, tenant_id: str, session_id: str) -> None:
@@ -229,6 +229,11 @@ class Sessions:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
         with self._db.read() as connection:
             return list(connection.scalars(query))
+
+
+def session_has_ended(session_id: str, reason: str | None) -> GoneError:
+    """What whoever uses a closed session is told."""
+    return GoneError(f"session {session_id!r} has ended ({reason}); create a new ServiceClient")
 
 
 def _finish_reason(finish_type: str, detail: str) -> str:

@@ -22,6 +22,7 @@ from tinsmith.errors import NotFoundError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject
+from tinsmith.sessions import session_has_ended
 from tinsmith.wire.fields import Fields, show
 
 MAX_ID_LENGTH = 128
@@ -95,11 +96,12 @@ def owned_model(call: Call, model_id: str) -> Model:
     """The tenant's own model in a session that has not ended."""
     if len(model_id) > MAX_ID_LENGTH or "\x00" in model_id:  # from protobuf it comes unbounded
         raise NotFoundError(f"model_id {show(model_id)} is unknown")
-    model = call.services.models.get(call.tenant_id, model_id)
+    model, ended = call.services.models.get_with_session(call.tenant_id, model_id)
     if model.state == "copied":
         raise UserError(
             f"training run {model_id!r} holds a copied checkpoint ({model.reason}) and cannot be trained; "
             "create a model from its checkpoint (create_training_client_from_state)"
         )
-    call.services.sessions.require_active(call.tenant_id, model.session_id)
+    if ended is not None:
+        raise session_has_ended(model.session_id, ended)
     return model
