@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.decoder import round_up
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.ops import Grammar, Partial, Sample, SampleResult
@@ -51,7 +52,7 @@ class SamplerOptions:
     kv_cache_bytes: int | None = None
     """The cache grows up to this. None: 512 MiB, or one whole context if that is more and fits in memory."""
 
-    max_sequences: int = 64
+    max_sequences: int = 256
     """Sequences that run at once; the others wait."""
 
     max_tokens_per_step: int = 512
@@ -213,11 +214,12 @@ class LocalSampler:
         """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
         if not spans:
             return
-        adapters = [span.sequence.request.weights.adapter for span, _ in spans]
-        rows = torch.tensor([row for _, row in spans], device=hidden_TD.device)
-        if len(rows) < len(hidden_TD):
-            hidden_TD = hidden_TD.index_select(0, rows)
-        logits_BV = self._base.logits(hidden_TD, Routing.of(adapters, [1] * len(adapters)))
+        # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
+        last, repeated = spans[-1], round_up(len(spans)) - len(spans)
+        computed = [*spans, *[last] * repeated]
+        rows = torch.tensor([row for _, row in computed], device=hidden_TD.device)
+        routing = Routing.of([span.sequence.request.weights.adapter for span, _ in computed], [1] * len(computed))
+        logits_BV = self._base.logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
         if len(sequences) > len(spans):

@@ -43,6 +43,7 @@ class Weights:
 class Request:
     def __init__(self, sample: Sample, weights: Weights, number: int, max_new_tokens: int) -> None:
         self.sample = sample
+        self.num_prompt = len(sample.prompt_T)
         self.weights = weights
         self.number = number
         self.max_new_tokens = max_new_tokens
@@ -55,10 +56,6 @@ class Request:
     def prompt_ids(self) -> I64:
         """Every token that the prompt has, once."""
         return np.unique(self.sample.prompt_T).astype(np.int64)
-
-    @property
-    def num_prompt(self) -> int:
-        return len(self.sample.prompt_T)
 
     def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
         params = self.sample.params
