@@ -141,13 +141,26 @@ def train_and_sample(server: LiveServer) -> None:
         sampler.sample(types.ModelInput.from_ints([1, 2, 3]), num_samples=2, sampling_params=params).result()
 
 
+def scraped_with(server: LiveServer, *wanted: tuple[str, tuple[str, ...]]) -> str:
+    """The first text that has all of these."""
+    deadline = time.monotonic() + 60
+    while True:
+        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        if set(wanted) <= set(samples_of(text)):
+            return text
+        assert time.monotonic() < deadline, f"{wanted} are not all there"
+        time.sleep(0.1)
+
+
 def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
-        train_and_sample(server)
-        time.sleep(1.2)  # gauges are written once a second
-        text = httpx.get(f"{server.url}/metrics").text
-        found = samples_of(text)
         nano = "tinsmith/nano"
+        train_and_sample(server)
+        # What an engine has now is written once a second, and a sample is counted right after its client was told.
+        text = scraped_with(
+            server, ("tinsmith_engine_samples_running", (nano,)), ("tinsmith_engine_tokens_total", (nano, "sampled"))
+        )
+        found = samples_of(text)
         assert found["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 8
         assert found["tinsmith_engine_tokens_total", (nano, "prompt")] == 3
         assert found["tinsmith_engine_tenant_tokens_total", (nano, "training", "local")] == 8
@@ -166,7 +179,7 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
         (pid,) = server.engine_pids()
         os.kill(pid, signal.SIGKILL)
         train_and_sample(server)
-        found = samples_of(httpx.get(f"{server.url}/metrics").text)
+        found = samples_of(httpx.get(f"{server.url}/metrics", timeout=60).text)
         assert found["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 16
         alive = list((server.data_dir / "metrics").glob("gauge_live*.db"))
         assert all(f"_{pid}.db" not in path.name for path in alive)
