@@ -22,6 +22,7 @@ from tinsmith.db import MODELS, Database
 PAGES = {
     "overview": "Overview",
     "runs": "Runs",
+    "sessions": "Sessions",
     "queue": "Queue and packing",
     "checkpoints": "Checkpoints",
     "playground": "Playground",
@@ -57,7 +58,13 @@ def browser(alice: Site, chromium: Browser) -> Iterator[Browser]:
 
 def details_of(alice: Site) -> dict[str, str]:
     """The pages of one thing, and how their headings begin."""
-    return {f"runs/{alice.run}": "Run ", f"samples/{alice.sample}": "Sample ", f"jobs/{alice.job_id}": "Job "}
+    session_id = alice.run.partition(":")[0]
+    return {
+        f"sessions/{session_id}": "Session ",
+        f"runs/{alice.run}": "Run ",
+        f"samples/{alice.sample}": "Sample ",
+        f"jobs/{alice.job_id}": "Job ",
+    }
 
 
 def rows(browser: Browser) -> list[str]:
@@ -92,7 +99,7 @@ def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium:
 # Every page.
 
 
-@pytest.mark.parametrize("name", [*PAGES, "run", "sample", "job"])
+@pytest.mark.parametrize("name", [*PAGES, "runs/", "sessions/", "samples/", "jobs/"])
 def test_a_page_is_usable_by_everybody_in_both_themes(alice: Site, browser: Browser, name: str) -> None:
     page, heading = name, PAGES.get(name, "")
     if not heading:
@@ -138,7 +145,7 @@ def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
         browser.driver.switch_to.active_element.send_keys(Keys.TAB)
         seen.append(browser.driver.switch_to.active_element.text)
     assert seen[0] == "Skip to content"
-    assert seen[1:9] == [*list(PAGES.values())[:2], "Queue", *list(PAGES.values())[3:]]
+    assert seen[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
     links = browser.all("nav#nav a")
     links[1].send_keys(Keys.ENTER)
     browser.until(lambda: browser.text("h1") == "Runs", "the page")
@@ -221,6 +228,21 @@ def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Bro
         with database.write() as connection:
             connection.execute(MODELS.delete().where(MODELS.c.model_id.startswith("many:")))
         database.close()
+
+
+def test_a_session_leads_to_its_runs(alice: Site, browser: Browser) -> None:
+    browser.open("sessions", "Sessions")
+    browser.until(lambda: len(rows(browser)) >= 2 and STRANGE_NAME in browser.text("tbody"), "the sessions")
+    browser.one("#search").send_keys("quotes img")
+    browser.until(lambda: len(rows(browser)) == 1, "the one that has these words")
+    browser.click("tbody a")
+    browser.until(lambda: browser.text("h1").startswith("Session "), "the session")
+    browser.until(lambda: [link for link in browser.all("tbody a") if link.text == STRANGE_NAME], "its run")
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "deny"})
+    browser.click("button", "Download the timeline")
+    browser.until(lambda: "The timeline is downloaded" in browser.text("#news"), "the news")
+    browser.click("tbody a")
+    browser.until(lambda: browser.text("h1").startswith("Run "), "the run")
 
 
 # The other pages.
@@ -369,6 +391,19 @@ def test_keys_and_quotas_are_shown(browser: Browser) -> None:
     browser.until(lambda: "laptop" in browser.text("main"), "the key")
     assert "in use here" in browser.text("main")
     assert [row for row in rows(browser) if row.startswith("Models loaded 2 8")]
+
+
+def test_a_server_that_is_away_is_waited_for(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: browser.all(".cards .card"), "the page")
+    gone = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    browser.driver.execute_cdp_cmd("Network.enable", {})
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", gone)
+    browser.until(lambda: browser.all("body.offline"), "the notice")
+    assert browser.all(".cards .card"), "what was there stays"
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**gone, "offline": False})
+    browser.until(lambda: not browser.all("body.offline"), "the end of the notice")
+    assert all("ERR_INTERNET_DISCONNECTED" in complaint for complaint in browser.complaints())
 
 
 def test_what_is_not_there_is_said(browser: Browser) -> None:

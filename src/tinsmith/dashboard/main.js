@@ -10,8 +10,9 @@ import playground from "./playground.js";
 import queue from "./queue.js";
 import runs from "./runs.js";
 import samples from "./samples.js";
+import sessions from "./sessions.js";
 
-const PAGES = { overview, runs, queue, checkpoints, playground, samples, jobs, account };
+const PAGES = { overview, runs, sessions, queue, checkpoints, playground, samples, jobs, account };
 const main = document.getElementById("main");
 let shown = null;
 let hasKey = false;

@@ -39,7 +39,7 @@ function card(name, value, note, href) {
 function cards({ counts }) {
   return [
     card("Runs loaded", count(counts.loaded_runs), `of ${count(counts.runs)}`, "#/runs"),
-    card("Open sessions", count(counts.open_sessions), "with a live client", "#/runs"),
+    card("Open sessions", count(counts.open_sessions), "with a live client", "#/sessions"),
     card("Waiting", count(counts.waiting_requests), `requests, ${bytes(counts.waiting_bytes)}`, "#/queue"),
     card("Checkpoints", count(counts.checkpoints), bytes(counts.checkpoint_bytes), "#/checkpoints"),
     card("Bulk jobs", count(counts.running_jobs), "running", "#/jobs"),

@@ -121,7 +121,7 @@ function describe(run) {
     ["LoRA rank", count(run.lora_rank)],
     ["Optimizer", run.optimizer_type],
     ["Owner", run.owner],
-    ["Session", run.display_name],
+    ["Session", h("a", { href: `#${path`/sessions/${run.session_id}`}` }, run.display_name || shortId(run.session_id))],
     ["Project", run.project_id],
     ["Created", when(run.created_at)],
     ["Last request", when(run.last_request_at)],
