@@ -16,7 +16,7 @@ import tiny_models
 from tinsmith import adapters, merging
 from tinsmith.backends.torch import files, optimizers
 from tinsmith.errors import UserError
-from tinsmith.ops import LORA_ALPHA, ModelShape
+from tinsmith.ops import LORA_ALPHA, LoraSpec, ModelShape
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = {
@@ -293,6 +293,26 @@ def test_what_is_said_of_adapters_twice_agrees() -> None:
         name: held for held, name in adapters.OPTIMIZERS.items()
     }
     assert set(files.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}
+
+
+def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: Path) -> None:
+    from tinsmith.backends.torch import TorchBackend
+
+    shape = tiny_models.make(tmp_path / "base", "gpt_oss")
+    backend = TorchBackend(shape, device="cpu")
+    spec = LoraSpec(4, None, True, True, False)
+    backend.create_model("m", spec)
+    backend.save("m", tmp_path / "adapter", optimizer=True)
+    facts = adapters.read(tmp_path / "adapter", plain=True)
+    assert facts.spec == spec and facts.experts
+    assert adapters.optimizer_type(tmp_path / "adapter") == "adamw"
+    adapters.check_fits(facts, tmp_path / "base")
+    backend.load("n", facts.spec, tmp_path / "adapter", optimizer=True)
+    with pytest.raises(UserError, match="sets 'target_parameters'"):
+        merging.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    changed(tmp_path / "adapter", rank_pattern={"experts.gate_up_proj": 5})
+    with pytest.raises(UserError, match="sets 'target_parameters'"):
+        adapters.read(tmp_path / "adapter", plain=True)
 
 
 def test_groups_are_those_of_the_engines(llama: Path) -> None:

@@ -49,7 +49,12 @@ where it is set."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin an adapter that leave the base as it is; the others (PiSSA, OLoRA, ...) subtract something from it."""
 
+EXPERTS = "experts.gate_up_proj"
+"""Where the files of our own adapters of experts say that two matrices are one of twice the rank."""
+
 IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
+
+EXPERT_SETTINGS = ("target_parameters", "rank_pattern", "alpha_pattern")
 
 _COPY = re.compile(r"(?:base_model\.model\.)?(?P<name>.+?)(?:\.base_layer)?\.weight")
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>\w+))?\.weight")
@@ -76,6 +81,9 @@ class AdapterFacts:
     linears: Mapping[str, Linear]
     copies: Mapping[str, str]
     """Weights of the base that PEFT puts beside an adapter of the unembedding: module -> key."""
+
+    experts: frozenset[str]
+    """Those of `linears` that are all experts of a layer, in the form of our own checkpoints."""
 
     @property
     def spec(self) -> LoraSpec:
@@ -120,6 +128,10 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     engines do not load as it is.
     """
     config = _read_config(directory)
+    stacked = plain and _has_our_experts(config)
+    if stacked:
+        config = {name: value for name, value in config.items() if name not in EXPERT_SETTINGS}
+    _refuse_unknown(config)
     if plain:
         _require_plain(config)
     rank, alpha = config["r"], config["lora_alpha"]
@@ -128,8 +140,9 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     linears, copies = _read_linears(directory / WEIGHTS_FILE)
     if plain and copies:
         raise UserError(f"{WEIGHTS_FILE} holds {next(iter(copies.values()))!r}, a copy of the base's weights; {IMPORT}")
+    experts = frozenset(name for name in linears if stacked and name.endswith((".experts", ".experts.base_layer")))
     facts = AdapterFacts(
-        rank=max(linear.rank for linear in linears.values()),
+        rank=max((linear.rank for name, linear in linears.items() if name not in experts), default=cast(int, rank)),
         alpha=float(cast(float, alpha)),
         rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern(config, "rank_pattern"),
@@ -137,8 +150,11 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
         base_name=str(config.get("base_model_name_or_path") or ""),
         linears=linears,
         copies=copies,
+        experts=experts,
     )
     for name, linear in linears.items():
+        if name in experts:
+            continue  # whose form the engine knows
         said = _of_pattern(facts.rank_pattern, name, cast(int, rank))
         if linear.rank != said:
             raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {said}")
@@ -163,6 +179,8 @@ def check_fits(facts: AdapterFacts, base: Path) -> None:
     if not any(f"{name}.weight" in shapes for name in facts.linears):
         return
     for name, linear in facts.linears.items():
+        if name in facts.experts:
+            continue
         shape = shapes.get(f"{name}.weight")
         sizes = (linear.out_features, linear.in_features)
         if shape not in (sizes, None) or (shape is None and group_of(name) != "unembed"):
@@ -213,9 +231,6 @@ def _read_config(directory: Path) -> dict[str, object]:
         raise UserError(f"{CONFIG_FILE} is not JSON: {error}") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA" or not {"r", "lora_alpha"} <= config.keys():
         raise UserError(f"{CONFIG_FILE} does not describe a LoRA adapter (peft_type LORA, r, lora_alpha)")
-    refused = sorted(name for name, value in config.items() if value and name not in HARMLESS)
-    if refused:
-        raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, refused))}, which is not supported here")
     if config.get("bias", "none") != "none":
         raise UserError(f"{CONFIG_FILE}: bias is {config['bias']!r}; only adapters without biases are supported")
     start = config.get("init_lora_weights", True)
@@ -225,6 +240,20 @@ def _read_config(directory: Path) -> dict[str, object]:
             "PEFT (save_pretrained with path_initial_model_for_weight_conversion) first"
         )
     return config
+
+
+def _has_our_experts(config: Mapping[str, object]) -> bool:
+    rank, alpha = config["r"], config["lora_alpha"]
+    if not (config.get("target_parameters") and _is_number(rank, int) and _is_number(alpha, int, float)):
+        return False
+    twice = {EXPERTS: 2 * cast(int, rank)}, {EXPERTS: 2 * cast(float, alpha)}
+    return (config.get("rank_pattern"), config.get("alpha_pattern")) == twice
+
+
+def _refuse_unknown(config: Mapping[str, object]) -> None:
+    refused = sorted(name for name, value in config.items() if value and name not in HARMLESS)
+    if refused:
+        raise UserError(f"{CONFIG_FILE} sets {', '.join(map(ascii, refused))}, which is not supported here")
 
 
 def _require_plain(config: Mapping[str, object]) -> None:
