@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tinker
 import torch
+from tinker import types
 
 import tiny_models
+from live import API_KEY, serving
 from local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import SettingsError, UserError
@@ -251,9 +256,9 @@ def as_bytes(result: SampleResult | UserError) -> bytes:
     return b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
 
 
-def alone(backend: TorchBackend) -> dict[str, bytes]:
+def alone(backend: TorchBackend, samples: list[Sample] = OWN) -> dict[str, bytes]:
     found = {}
-    for sample in OWN:
+    for sample in samples:
         found |= outcomes(sampler_of(backend), [sample])
     return found
 
@@ -264,7 +269,7 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("arch", "dtype"),
-    [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16"), ("gpt_oss", "float32")],
+    [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16")],
 )
 def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
@@ -277,6 +282,13 @@ def test_samples_have_the_same_bits_in_any_company(shapes: dict[str, ModelShape]
     token_bytes = pieces._cache.token_bytes
     tight = sampler_of(backend, kv_cache_bytes=token_bytes * 160, max_sequences=5)
     assert own_of(outcomes(tight, [*NOISE[:3], *OWN])) == expected
+
+
+def test_samples_of_experts_have_the_same_bits_in_company(shapes: dict[str, ModelShape]) -> None:
+    backend = backend_of(shapes["gpt_oss"])
+    published(backend)
+    own = [replace(sample, prompt_T=sample.prompt_T[:9]) for sample in OWN[:3]]
+    assert own_of(outcomes(sampler_of(backend), [*NOISE[:2], *own])) == alone(backend, own)
 
 
 def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(shapes: dict[str, ModelShape]) -> None:
@@ -344,3 +356,63 @@ def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
 def test_it_is_on_or_off_and_of_the_cpu(shapes: dict[str, ModelShape]) -> None:
     with pytest.raises(SettingsError, match="deterministic is 'yes'"):
         TorchBackend(shapes["qwen3"], device="cpu", deterministic="yes")
+
+
+# Through the whole service
+
+
+def datum(seed: int, length: int) -> types.Datum:
+    tokens = np.random.default_rng(seed).integers(0, 400, length + 1)
+    inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
+
+
+DATA = [datum(seed, length) for seed, length in enumerate((40, 7, 90, 23))]
+
+
+def journey(service: tinker.ServiceClient, cut: int) -> list[object]:
+    """Every number that a client sees of two steps, with its data in requests of `cut`, and of samples after them."""
+    client = service.create_lora_training_client("tinsmith/nano", rank=8, seed=5).result()
+    seen: list[object] = []
+    for _ in range(2):
+        passes = [client.forward_backward(DATA[at : at + cut], "cross_entropy") for at in range(0, len(DATA), cut)]
+        stepped = client.optim_step(types.AdamParams(learning_rate=1e-3))
+        for passed in passes:
+            seen += [output["logprobs"].tolist() for output in passed.result().loss_fn_outputs]
+        seen.append(stepped.result().metrics["grad_norm"])
+    sampler = client.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=24, seed=3, stop=[])
+    for prompt in (DATA[0].model_input, DATA[2].model_input):
+        found = sampler.sample(prompt, 2, params, include_prompt_logprobs=True).result()
+        seen += [found.prompt_logprobs, [(list(s.tokens), list(s.logprobs or ())) for s in found.sequences]]
+    return seen
+
+
+def make_noise(url: str, seed: int, stop: threading.Event) -> None:
+    """Another tenant, busy until told to stop."""
+    with tinker.ServiceClient(base_url=url, api_key=f"tml-noise-{seed}") as service:
+        client = service.create_lora_training_client("tinsmith/nano", rank=4 + seed).result()
+        sampler = service.create_sampling_client(base_model="tinsmith/nano").result()
+        while not stop.is_set():
+            waiting = [sampler.sample(DATA[i].model_input, 1, types.SamplingParams(max_tokens=9)) for i in range(4)]
+            client.forward_backward([datum(seed, 15), datum(seed + 1, 33)], "cross_entropy").result()
+            client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+            for future in waiting:
+                future.result()
+
+
+def test_a_server_gives_the_same_bits_beside_busy_tenants(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--deterministic") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            alone = journey(service, len(DATA))
+            stop = threading.Event()
+            noise = [threading.Thread(target=make_noise, args=(server.url, seed, stop)) for seed in (1, 2)]
+            for thread in noise:
+                thread.start()
+            try:
+                beside = journey(service, 1)
+            finally:
+                stop.set()
+                for thread in noise:
+                    thread.join()
+    assert beside == alone

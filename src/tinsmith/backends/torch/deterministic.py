@@ -38,6 +38,11 @@ class DeterministicTrainer(Trainer):
     def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
         return [MicroBatch((example,)) for example in examples]
 
+    def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
+        # Some kernels are chosen by whether there will be a way back.
+        hidden_TD = super()._hidden(batch, train=True)
+        return hidden_TD if train else hidden_TD.detach()
+
     def _join(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.gradient_P = buffer_P  # which began with what had accumulated
 

@@ -187,13 +187,7 @@ class Trainer:
 
     def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
-        device = self._base.device
-        tokens_T = torch.from_numpy(batch.tokens_T).to(device)
-        positions_T = torch.from_numpy(batch.positions_T).to(device)
-        plan = PackedCausal(batch.lengths, device)
-        self._base.recompute.decide(len(tokens_T), device)
-        with torch.set_grad_enabled(train):
-            hidden_TD = self._base.hidden(tokens_T, positions_T, plan, batch.routing)
+        hidden_TD = self._hidden(batch, train=train)
         if not train:
             return self._head.score(batch, hidden_TD).cpu().numpy()
         logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), objectives)
@@ -201,6 +195,16 @@ class Trainer:
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
         return logprob_P.cpu().numpy()
+
+    def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
+        """[T, D], with a way back to the adapters if they are trained."""
+        device = self._base.device
+        tokens_T = torch.from_numpy(batch.tokens_T).to(device)
+        positions_T = torch.from_numpy(batch.positions_T).to(device)
+        plan = PackedCausal(batch.lengths, device)
+        self._base.recompute.decide(len(tokens_T), device)
+        with torch.set_grad_enabled(train):
+            return self._base.hidden(tokens_T, positions_T, plan, batch.routing)
 
     @staticmethod
     def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[Job | UserError]) -> None:

@@ -1,0 +1,330 @@
+"""How far numbers move with the company that they are computed in, and what it costs that they do not.
+
+    python benchmarks/invariance.py                               # nano and tiny, both dtypes; about three minutes
+    python benchmarks/invariance.py --models nano --dtypes float32 --json invariance.json
+
+In process, without a service: one adapter's requests are computed alone, and then otherwise: split into one request
+per sequence, in another order, and in two requests packed with those of seven other tenants. The first table has the
+largest difference of a logprob, the relative difference of the gradient, and that of the weights after ten optimizer
+steps (also of how far they have moved). The second has what sampled logprobs and tokens do in company, in small pieces
+and behind cached prefixes, and how far training is from sampling. Each row again for `--deterministic`, where all but
+the order of one's own data must be 0; the third table is its price, measured by turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import make
+
+from tinsmith import nano
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.bases import read_shape
+from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
+from tinsmith.samplers.local import LocalSampler, SamplerOptions
+
+MODELS = ("nano", "tiny")
+DTYPES = ("float32", "bfloat16")
+LENGTHS = (12, 100, 16, 32, 60, 24, 8, 48)
+TENANTS, STEPS, RANK = 8, 10, 32
+PROMPTS, PROMPT, NEW, OTHERS = 8, 48, 32, 24
+ADAM = AdamParams(1e-3)
+
+Batches = list[list[Pass]]
+"""Requests by the step that they share."""
+
+
+def shape_of(model: str, directory: Path) -> ModelShape:
+    return read_shape(model, nano.path() if model == "nano" else make(model, directory / model))
+
+
+def data_of(backend: TorchBackend, tenant: int) -> list[Datum]:
+    rng = np.random.default_rng(tenant)
+    found = []
+    for length in rng.permutation(LENGTHS):
+        tokens = rng.integers(1, backend.base.shape.vocab_size, length + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+        found.append(Datum(tokens[:-1].astype(np.int32), inputs))
+    return found
+
+
+def request(model_id: str, data: Sequence[Datum], *, forward_only: bool = False) -> Pass:
+    return Pass("r", model_id, tuple(data), "cross_entropy", {}, forward_only)
+
+
+def alone(data: list[Datum], others: list[Pass]) -> Batches:
+    return [[request("m", data)]]
+
+
+def split(data: list[Datum], others: list[Pass]) -> Batches:
+    return [[request("m", [datum])] for datum in data]
+
+
+def reordered(data: list[Datum], others: list[Pass]) -> Batches:
+    return [[request("m", data[::-1])]]
+
+
+def in_company(data: list[Datum], others: list[Pass]) -> Batches:
+    half = len(data) // 2
+    return [[*others[:3], request("m", data[:half]), request("m", data[half:])]]
+
+
+WAYS: dict[str, Callable[[list[Datum], list[Pass]], Batches]] = {
+    "split": split,
+    "reordered": reordered,
+    "split, in company": in_company,
+}
+
+
+class Trained:
+    """Ten steps in one way: the first step's logprobs by sequence and gradient, the weights before and after."""
+
+    def __init__(self, backend: TorchBackend, way: Callable[[list[Datum], list[Pass]], Batches]) -> None:
+        spec = LoraSpec(RANK, seed=0)
+        for tenant in range(TENANTS):
+            backend.create_model(f"t{tenant}", LoraSpec(8 * (tenant + 1), seed=tenant))
+        backend.create_model("m", spec)
+        trained = backend._models["m"]
+        self.start_P = trained.adapter.flat_P.clone()
+        data = data_of(backend, 0)
+        others = [request(f"t{tenant}", data_of(backend, tenant)) for tenant in range(1, TENANTS)]
+        for step in range(STEPS):
+            logprobs: list[np.ndarray] = []
+            for batch in way(data, others):
+                for given, result in zip(batch, backend.run_passes(batch), strict=True):
+                    assert isinstance(result, PassResult), result
+                    if given.model_id == "m":
+                        logprobs += result.logprobs
+            if step == 0:
+                ordered = logprobs[::-1] if way is reordered else logprobs
+                self.logprobs = np.concatenate(ordered)
+                self.gradient_P = trained.gradient_or_zeros().clone()
+            backend.optim_step([OptimStep("o", "m", ADAM)])
+        self.weights_P = trained.adapter.flat_P.clone()
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def training_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
+    expected = Trained(backend, alone)
+    rows = []
+    for name, way in WAYS.items():
+        found = Trained(backend, way)
+        rows.append(
+            {
+                **labels,
+                "way": name,
+                "logprobs": float(np.abs(found.logprobs - expected.logprobs).max()),
+                "gradient": relative(found.gradient_P, expected.gradient_P),
+                "weights": relative(found.weights_P, expected.weights_P),
+                "movement": relative(found.weights_P - expected.start_P, expected.weights_P - expected.start_P),
+            }
+        )
+    return rows
+
+
+def prompts_of(backend: TorchBackend, first: int, num: int, length: int | None = None) -> list[np.ndarray]:
+    size = backend.base.shape.vocab_size
+    return [
+        np.random.default_rng([1, i]).integers(1, size, length or PROMPT).astype(np.int32)
+        for i in range(first, first + num)
+    ]
+
+
+def sample_of(name: str, prompt: np.ndarray, version: str, new: int | None = None) -> Sample:
+    return Sample(
+        name, version, prompt, 1, SamplingParams(max_tokens=new or NEW, temperature=1.0, stop_eos=False, seed=1)
+    )
+
+
+def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Tokens and logprobs of each request."""
+    found = {}
+    for sample in samples:
+        sampler.submit(sample)
+    while sampler.has_work:
+        for name, result in sampler.step():
+            sequence = result.sequences[0]  # pyright: ignore[reportAttributeAccessIssue]
+            found[name] = sequence.tokens_T, sequence.logprobs_T
+    return found
+
+
+def fresh_sampler(backend: TorchBackend, **options: int) -> LocalSampler:
+    return type(backend.sampler)(backend.base, backend._versions, options=SamplerOptions(**options))
+
+
+def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
+    for tenant in range(TENANTS):
+        backend.publish(f"t{tenant}", f"v{tenant}")
+    backend.publish("m", "v")
+    prompts = prompts_of(backend, 0, PROMPTS)
+    own = [sample_of(f"own{i}", prompt, "v") for i, prompt in enumerate(prompts)]
+    others = [
+        sample_of(f"other{i}", prompt, f"v{i % TENANTS}")
+        for i, prompt in enumerate(prompts_of(backend, PROMPTS, OTHERS, PROMPT // 3))
+    ]
+    expected: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    by_itself = fresh_sampler(backend)
+    for sample in own:
+        expected |= answers(by_itself, [sample])
+    warm = fresh_sampler(backend)
+    longer = [sample_of(f"seed{i}", np.concatenate([p, expected[f"own{i}"][0][:16]]), "v", 1)
+              for i, p in enumerate(prompts)]  # fmt: skip
+    answers(warm, longer)
+    ways = {
+        "in company": (fresh_sampler(backend), [*others[::2], *own, *others[1::2]]),
+        "in small pieces": (fresh_sampler(backend, max_tokens_per_step=9), own),
+        "behind a cached prefix": (warm, own),
+    }
+    rows: list[dict[str, object]] = []
+    for name, (sampler, samples) in ways.items():
+        found = answers(sampler, samples)
+        flipped, worst = 0, 0.0
+        for sample in own:
+            (tokens, logprobs), (ours, theirs) = expected[sample.request_id], found[sample.request_id]
+            same = int(np.argmin(np.append(tokens == ours, False)))
+            flipped += same < len(tokens)
+            worst = max(worst, float(np.abs(logprobs[:same] - theirs[:same]).max(initial=0)))
+        rows.append({**labels, "way": name, "logprobs": worst, "flipped": flipped, "of": len(own)})
+    gaps = np.concatenate([gap_to_training(backend, p, *expected[f"own{i}"]) for i, p in enumerate(prompts)])
+    rows.append({**labels, "way": "against training", "logprobs": float(gaps.max()), "mean": float(gaps.mean())})
+    return rows
+
+
+def gap_to_training(backend: TorchBackend, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    whole = np.concatenate([prompt, tokens]).astype(np.int64)
+    inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
+    (result,) = backend.run_passes([request("m", [Datum(whole[:-1].astype(np.int32), inputs)], forward_only=True)])
+    assert isinstance(result, PassResult)
+    return np.abs(result.logprobs[0][len(prompt) - 1 :] - logprobs)
+
+
+def training_price(backend: TorchBackend, clients: int, lengths: Sequence[int]) -> tuple[Callable[[], None], int]:
+    for client in range(clients):
+        backend.create_model(f"p{client}", LoraSpec(RANK, seed=client))
+    rng = np.random.default_rng(0)
+    passes = []
+    for client in range(clients):
+        data = []
+        for length in lengths:
+            tokens = rng.integers(1, backend.base.shape.vocab_size, length + 1)
+            inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+            data.append(Datum(tokens[:-1].astype(np.int32), inputs))
+        passes.append(request(f"p{client}", data))
+
+    def run() -> None:
+        backend.run_passes(passes)
+        backend.optim_step([OptimStep("o", f"p{client}", ADAM) for client in range(clients)])
+
+    return run, clients * sum(lengths)
+
+
+def sampling_price(backend: TorchBackend, adapters: int, at_once: int) -> tuple[Callable[[], None], int]:
+    for index in range(adapters):
+        backend.create_model(f"s{index}", LoraSpec(RANK, seed=index))
+        backend.publish(f"s{index}", f"s{index}")
+    numbers = iter(range(10_000, 10**9, at_once))
+
+    def run() -> None:
+        prompts = prompts_of(backend, next(numbers), at_once)
+        answers(backend.sampler, [sample_of(f"{i}", p, f"s{i % adapters}") for i, p in enumerate(prompts)])  # pyright: ignore[reportArgumentType]
+
+    return run, at_once * NEW
+
+
+Price = Callable[[TorchBackend], tuple[Callable[[], None], int]]
+PRICES: dict[str, Price] = {
+    "train 1 x (4 x 128)": lambda backend: training_price(backend, 1, (128,) * 4),
+    "train 8 x (1 x 32)": lambda backend: training_price(backend, 8, (32,)),
+    "train ragged 8-100": lambda backend: training_price(backend, 1, LENGTHS),
+    "sample 1": lambda backend: sampling_price(backend, 1, 1),
+    "sample 16": lambda backend: sampling_price(backend, 1, 16),
+    "sample 64": lambda backend: sampling_price(backend, 1, 64),
+    "sample 16, 8 adapters": lambda backend: sampling_price(backend, 8, 16),
+}
+
+
+def price_rows(
+    plain: TorchBackend, exact: TorchBackend, labels: dict[str, object], runs: int
+) -> list[dict[str, object]]:
+    """Tokens per second of both, measured by turns, and the median of the ratios."""
+    rows: list[dict[str, object]] = []
+    for name, price in PRICES.items():
+        (first, num_tokens), (second, _) = price(plain), price(exact)
+        seconds: list[tuple[float, float]] = []
+        for run in range(runs + 1):
+            pair = seconds_of(first), seconds_of(second)
+            if run:
+                seconds.append(pair)
+        usual, slow = (statistics.median(num_tokens / pair[side] for pair in seconds) for side in (0, 1))
+        ratio = statistics.median(usual_s / exact_s for usual_s, exact_s in seconds)
+        rows.append({**labels, "work": name, "usual": usual, "deterministic": slow, "ratio": ratio})
+    return rows
+
+
+def figures_of(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[str, list[dict[str, object]]]:
+    """Of one model in one dtype, shown as they come."""
+    options = {"device": "cpu", "dtype": str(labels["dtype"])}
+    backends = {mode: TorchBackend(shape, **options, deterministic=mode) for mode in ("off", "on")}
+    training = [row for mode in backends for row in training_rows(backends[mode], {**labels, "deterministic": mode})]
+    show("Training: differences from the same requests alone", training)
+    sampling = [row for mode in backends for row in sampling_rows(backends[mode], {**labels, "deterministic": mode})]
+    show("Sampling: differences from the same requests alone", sampling)
+    prices = price_rows(backends["off"], backends["on"], labels, runs) if runs else []
+    if prices:
+        show("Tokens per second", prices)
+    return {"training": training, "sampling": sampling, "prices": prices}
+
+
+def seconds_of(run: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def show(title: str, rows: Sequence[dict[str, object]]) -> None:
+    """As a table of Markdown."""
+    print(f"\n{title}\n")
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    print("| " + " | ".join(columns) + " |")
+    print("|" + "---|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |", flush=True)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
+    return str(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each price; 0 leaves the prices out")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    figures: dict[str, list[dict[str, object]]] = {"training": [], "sampling": [], "prices": []}
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        for model in given.models:
+            for dtype in given.dtypes:
+                found = figures_of(shape_of(model, Path(directory)), {"model": model, "dtype": dtype}, given.runs)
+                for name, rows in found.items():
+                    figures[name] += rows
+    if given.json:
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
