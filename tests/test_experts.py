@@ -13,6 +13,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from tinsmith.backends.torch import recompute
 from tinsmith.backends.torch.experts import MultiLoRAExperts
 from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Switchboard
 from tinsmith.errors import SettingsError
@@ -211,6 +212,19 @@ def test_half_precision_is_near(kind: str) -> None:
     found = call(half, Routing.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
     assert found.dtype == torch.bfloat16
     assert (found.float() - expected).norm() < 0.03 * expected.norm()
+
+
+def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, _ = made("concatenated")
+    switchboard = experts._switchboard
+    choice = recompute.Recompute("auto", switchboard)
+    choice.wrap(nn.ModuleList([experts]))
+    call(experts, Routing.of([None], [3]), rows(3))
+    needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
+    for free, expected in ((1.01 * needed / recompute.RECOMPUTE_SHARE, False), (needed, True)):
+        monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
+        choice.decide(100, torch.device("cpu"))
+        assert choice.active == expected
 
 
 def test_what_tinker_counts_is_what_an_adapter_has() -> None:

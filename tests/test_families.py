@@ -152,6 +152,20 @@ def test_the_cookbook_merges_and_converts_an_export(family: Family, tmp_path: Pa
         assert "base_model.model.model.layers.1.mlp.experts.3.gate_proj.lora_B.weight" in keys
 
 
+def test_experts_that_run_again_in_backward_give_the_same_gradients(tmp_path: Path) -> None:
+    (family,) = (family for family in FAMILIES if family.model_type == "qwen3_moe")
+    shape, gradients = make(tmp_path, family), []
+    for mode in ("off", "on"):
+        backend = TorchBackend(shape, device="cpu", recompute=mode)
+        for number, model_id in enumerate("mn"):
+            backend.create_model(model_id, LoraSpec(3 + number, seed=number))
+        train(backend, "m", "n")
+        backend.run_passes([batch("m", 3), batch("n", 3)])
+        gradients.append([backend._models[model_id].gradient_P for model_id in "mn"])
+    for once, twice in zip(*gradients, strict=True):
+        assert once is not None and torch.equal(once, twice)
+
+
 @pytest.mark.parametrize("refusal", [pytest.param(r, id=r.model_type) for r in REFUSED])
 def test_what_cannot_be_served_is_refused_in_words(refusal: Refusal, tmp_path: Path) -> None:
     shape = make_refused(tmp_path, refusal)

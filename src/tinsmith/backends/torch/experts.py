@@ -91,6 +91,7 @@ class MultiLoRAExperts(nn.Module):
             gate, up = slice(0, None, 2), slice(1, None, 2)
         self.columns = {f"{name}.{GATE}": gate, f"{name}.{UP}": up}
         self.down_name = f"{name}.{DOWN}"
+        self._choices = 1
         self._switchboard = switchboard
         self._anchor: Tensor | None = None
 
@@ -104,10 +105,16 @@ class MultiLoRAExperts(nn.Module):
             Target(self.down_name, "mlp", inner, outer, shared),
         ]
 
+    @property
+    def features_per_row(self) -> int:
+        """Inputs and outputs of the linears that a row meets in its experts, as many as the last rows chose."""
+        return self._choices * (2 * self.hidden_features + 3 * self.inner_features)
+
     def forward(self, hidden_TD: Tensor, index_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         routing = self._switchboard.routing
         if routing is None:
             return self._experts[0](hidden_TD, index_Tk, weights_Tk)
+        self._choices = index_Tk.shape[1]
         assert hidden_TD.shape == (routing.num_rows, self.hidden_features)
         names = {target.name for target in self.targets}
         adapters = [s.adapter if s.adapter and not names.isdisjoint(s.adapter.compute) else None

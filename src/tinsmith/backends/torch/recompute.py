@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tinsmith.backends.torch.experts import MultiLoRAExperts
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
 from tinsmith.errors import SettingsError
 
@@ -24,7 +25,7 @@ RECOMPUTE_SHARE = 0.4
 
 KEPT_PER_LINEAR = 2.0
 """Numbers per token for each input and output of a linear: 1.0 to 1.7 are kept (measured on Qwen3, Llama and
-Gemma2), the rest is for what backward needs while it runs. Fused experts are not counted.
+Gemma2), the rest is for what backward needs while it runs. An expert is two linears for each of its rows.
 """
 
 
@@ -37,21 +38,26 @@ class Recompute:
         self._mode = mode
         self._switchboard = switchboard
         self.active = False
-        self._bytes_per_token = 0.0
+        self._linears: list[MultiLoRALinear] = []
+        self._experts: list[MultiLoRAExperts] = []
 
     def wrap(self, decoder: nn.Module) -> None:
         for layer in decoder.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.forward = self._recomputing(layer.forward)
-        linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
-        self._bytes_per_token = KEPT_PER_LINEAR * sum(
-            (linear.in_features + linear.out_features) * linear.weight.element_size() for linear in linears
-        )
+        self._linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
+        self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
         """Choose for the next forward."""
-        needed = num_tokens * self._bytes_per_token
+        needed = num_tokens * self._bytes_per_token()
         self.active = self._mode == "on" or (self._mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+
+    def _bytes_per_token(self) -> float:
+        linears = sum((own.in_features + own.out_features) * own.weight.element_size() for own in self._linears)
+        # How many experts a row chooses is known once rows have come.
+        experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
+        return KEPT_PER_LINEAR * (linears + experts)
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
