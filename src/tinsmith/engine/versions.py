@@ -2,8 +2,9 @@
 
 An ephemeral publish is a copy in memory. Its files are written behind, before a snapshot covers the publish, so that
 it can always be had again: from its files, or by replaying its model's log. When the engine is idle the oldest of a
-model leave memory, so that memory does not grow with the length of a run. Versions that came from files are kept until
-others take their place. An inflight version is replaced by every publish; the newest one counts.
+model leave memory, so that memory does not grow with the length of a run; beyond the room for all of them, whichever
+was not published or sampled for longest, so that it does not grow with the number of models. Versions that came from
+files are kept until others take their place. An inflight version is replaced by every publish; the newest one counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import structlog
 
 from tinsmith.backends import Backend, Capture
 from tinsmith.checkpoints import Checkpoints, parse_path
@@ -29,6 +32,13 @@ MOST_VERSIONS_IN_MEMORY = 64
 LOADED_VERSIONS = 32
 """Versions kept loaded from disk for sampling, least recently used first out."""
 
+log = structlog.get_logger()
+
+SHARE_OF_ROOM = 0.25
+"""Ephemeral versions may take this share of what models in training may: one that is sampled takes twice as much again,
+for copies that multiply faster.
+"""
+
 BringBack = Callable[[str], TinsmithError | None]
 """Bring a model to its acknowledged state, versions included; why not, if that is impossible."""
 
@@ -41,14 +51,22 @@ class CapturedVersion:
 
 class Versions:
     def __init__(
-        self, backend: Backend, samplers: SamplingSessions, checkpoints: Checkpoints, directories: Directories
+        self,
+        backend: Backend,
+        samplers: SamplingSessions,
+        checkpoints: Checkpoints,
+        directories: Directories,
+        room_bytes: int,
     ) -> None:
         self._backend = backend
+        self._room_bytes = SHARE_OF_ROOM * room_bytes
         self._samplers = samplers
         self._checkpoints = checkpoints
         self._directories = directories
         # By model, oldest first; inflight versions are not among them.
         self._ephemeral: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._in_memory: dict[str, tuple[str, int]] = {}  # of these: model and bytes, least recently used first
+        self._bytes_in_memory = 0
         self._written: set[str] = set()
         self._being_written: set[str] = set()
         self._newer_inflight: set[str] = set()  # published since they were written
@@ -65,8 +83,13 @@ class Versions:
         if version_id == inflight_version(model_id):
             self._newer_inflight.add(version_id)
         else:
+            self._forget_size(version_id)
             self._ephemeral[model_id][version_id] = None
+            num_bytes = self._backend.capture_version(version_id).num_bytes
+            self._in_memory[version_id] = model_id, num_bytes
+            self._bytes_in_memory += num_bytes
             self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
+            self._make_room(version_id)
 
     def republish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
         """The same in a replay, where a version may have outlived what is replayed."""
@@ -94,6 +117,8 @@ class Versions:
             self._loaded[version_id] = None
         if version_id in self._loaded:
             self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
+        elif version_id in self._in_memory:
+            self._in_memory[version_id] = self._in_memory.pop(version_id)
         while len(self._loaded) > LOADED_VERSIONS:
             oldest = next(iter(self._loaded))
             del self._loaded[oldest]
@@ -165,21 +190,42 @@ class Versions:
         """False if there are no more than `leave` that can move now."""
         versions = self._ephemeral[model_id]
         moved = False
-        while len(versions) > leave:
-            oldest = next(iter(versions))
-            if oldest in self._being_written:
-                break
-            if oldest not in self._written:
-                self.write([CapturedVersion(oldest, self._backend.capture_version(oldest))])
-            del versions[oldest]
-            self._drop(oldest)
+        while len(versions) > leave and self._move(model_id, next(iter(versions))):
             moved = True
         return moved
+
+    def _make_room(self, but: str) -> None:
+        """Move what was not used for longest, until the others fit."""
+        for version_id, (model_id, _) in list(self._in_memory.items()):
+            if self._bytes_in_memory <= self._room_bytes:
+                return
+            if version_id == but:
+                continue
+            try:
+                self._move(model_id, version_id)
+            except OSError as error:  # a full disk: they stay where they are, in memory
+                log.error("an ephemeral version could not be moved to disk", exc_info=error)
+                return
+
+    def _move(self, model_id: str, version_id: str) -> bool:
+        """To disk, out of memory; False if it is being written just now."""
+        if version_id in self._being_written:
+            return False
+        if version_id not in self._written:
+            self.write([CapturedVersion(version_id, self._backend.capture_version(version_id))])
+        del self._ephemeral[model_id][version_id]
+        self._drop(version_id)
+        return True
 
     def _drop(self, version_id: str) -> None:
         self._backend.drop_version(version_id)
         self._written.discard(version_id)
         self._newer_inflight.discard(version_id)
+        self._forget_size(version_id)
+
+    def _forget_size(self, version_id: str) -> None:
+        _, num_bytes = self._in_memory.pop(version_id, ("", 0))
+        self._bytes_in_memory -= num_bytes
 
 
 def inflight_version(model_id: str) -> str:
