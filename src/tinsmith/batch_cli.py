@@ -19,6 +19,7 @@ import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tinsmith.errors import TinsmithError, UserError
@@ -273,7 +274,9 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         return
     client.patience_s = 60.0
     try:
-        status = job.wait(progress=not as_json, check=not as_json)
+        if not as_json:
+            _show_progress(client, job_id)
+        status = job.wait(check=not as_json)
     except JobFailedError as error:
         notes.print(f"[red]error:[/] {escape(str(error))}")
         raise typer.Exit(NOT_SUCCEEDED) from None
@@ -287,6 +290,21 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         return
     for each in status["outputs"]:
         output.print(escape(_said(each)))
+
+
+def _show_progress(client: Client, job_id: int) -> None:
+    """A bar of batches, and the rest beside it, until the job's end."""
+    from tinsmith.batch.job import progress_of
+
+    columns = ("[bold]{task.description}", BarColumn(), TaskProgressColumn(), "{task.fields[told]}")
+    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=notes) as bar:
+        task = bar.add_task(f"job {job_id}", total=None, told="")
+        for status in client.statuses(job_id):
+            now = progress_of(status)
+            told = f"{now.status}, {now.rows_per_second:.0f} rows/s, {now.tokens_per_second:.0f} tokens/s"
+            failed = f", [red]{now.rows_failed} failed[/]" if now.rows_failed else ""
+            done = now.batches if now.status == "SUCCEEDED" else now.batches_done
+            bar.update(task, total=now.batches or None, completed=done, told=told + failed)
 
 
 def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
