@@ -487,7 +487,7 @@ def _use_wal(cursor: sa.engine.interfaces.DBAPICursor) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A writer locks at once, since upgrading a reader can fail without waiting. By the driver: ten times as fast.
+    # A writer locks at once, since upgrading a reader can fail without waiting. By the driver, which is quicker.
     statement = "BEGIN IMMEDIATE" if connection.get_execution_options().get("tinsmith_write", False) else "BEGIN"
     try:
         connection.connection.cursor().execute(statement)

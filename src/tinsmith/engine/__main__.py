@@ -9,6 +9,7 @@ another engine serves it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -113,6 +114,8 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
     engine = Engine(shape, backend, open_nouns(database, settings, tracing), mailbox, settings)
     time_connections(partial(event.listen, database.engine), engine.meters.database_used)
     threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()
+    # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
+    gc.freeze()
     engines.set_state(shape.name, "ready")
     log.info("engine ready", base_model=shape.name)
     try:
