@@ -30,18 +30,26 @@ if TYPE_CHECKING:
 
 MAX_RANK = 256
 
-MAX_TOKENS = {False: 2048, True: 8192}
-"""Tokens of a micro-batch without and with CUDA. A CPU is as fast at 2048, and decoding waits for a shorter time."""
+MAX_TOKENS = {False: 1024, True: 8192}
+"""Tokens of a micro-batch without and with CUDA. A CPU is as fast at 1024, with activations of half the size, and
+decoding waits for a shorter time.
+"""
+
+CHUNK_NUMBERS = {False: 2**22, True: 2**26}
+"""Logits that exist at once, without and with CUDA, in float32. A CPU goes over them several times, in its cache."""
+
+LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
+"""Fewer rows than this make no efficient product, more gain nothing."""
 
 
 class TorchBackend:
     """Options come as text from settings.
 
     `max_tokens_per_microbatch` bounds activations: more packs better, and needs more memory. `logits_chunk`
-    bounds logits: at most that many rows of the vocabulary exist at once. `recompute` ('auto', 'on', 'off')
-    trades a third more compute for activations that need not be kept. `deterministic` ('on', 'off') makes every bit
-    of a result independent of what is computed beside it. `quantize` ('off', 'int8', 'nf4') keeps the base in fewer
-    bits.
+    bounds logits: at most that many rows of the vocabulary exist at once ('auto': as many as suit the device).
+    `recompute` ('auto', 'on', 'off') trades a third more compute for activations that need not be kept.
+    `deterministic` ('on', 'off') makes every bit of a result independent of what is computed beside it. `quantize`
+    ('off', 'int8', 'nf4') keeps the base in fewer bits.
     """
 
     def __init__(
@@ -51,14 +59,15 @@ class TorchBackend:
         device: str = "auto",
         dtype: str = "auto",
         max_tokens_per_microbatch: int | str = "auto",
-        logits_chunk: int | str = 1024,
+        logits_chunk: int | str = "auto",
         recompute: str = "auto",
         deterministic: str = "off",
         quantize: str = "off",
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
-        chunk_rows = _positive("logits_chunk", logits_chunk)
+        if logits_chunk != "auto":
+            logits_chunk = _positive("logits_chunk", logits_chunk)
         self._base = BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
@@ -67,7 +76,10 @@ class TorchBackend:
         self._deterministic = deterministic == "on"
         if self._deterministic:
             pin(self._base)
-        self._trainer = (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
+        if not isinstance(logits_chunk, int):
+            fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
+            logits_chunk = min(max(fitting, LEAST_CHUNK), LARGEST_CHUNK)
+        self._trainer = (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, logits_chunk)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.products import add_product_, product
+from tinsmith.backends.torch.products import add_product_, column_product, product
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.lora import Adapter, Routing, Run, Target
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 BATCHED_ROWS = 64
 """Segments of at most this many rows, if neighbours are of equal length and layout, are batched."""
 
-BATCHED_NUMBERS = 1 << 16
+BATCHED_NUMBERS = 1 << 15
 """But only where no matrix has more numbers: larger products are fast enough one by one, and a batched one needs
 copies of all matrices beside each other.
 """
@@ -108,9 +108,9 @@ class Site:
         grad_nR = _beside(grads, adapter.scale)
         if adapter.gradients is not None:
             # Every linear's inner rows with every linear's outputs: a few large products beat the right ones in strips.
-            found_RO = product(u_nR.t(), grad_nO, grad_nO.dtype)
+            found_OR = column_product(grad_nO, u_nR)
             for name, columns, ranks, _ in shares.members:
-                adapter.gradients[name][1].add_(found_RO[ranks, columns].t())
+                adapter.gradients[name][1].add_(found_OR[columns, ranks])
             for name, ranks, a_RI in shares.blocks:
                 own_RI = _rows_from(adapter.gradients[name][0], len(a_RI))
                 add_product_(own_RI, grad_nR[:, ranks].t(), x_TI[rows], 1.0)
