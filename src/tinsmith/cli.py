@@ -91,8 +91,8 @@ def demo(
     """Watch supervised fine-tuning and reinforcement learning by the official SDK, on this machine."""
     from tinsmith.demo import run_demo
 
-    stay = sys.stdout.isatty() if stay is None else stay
-    run_demo(errors if as_json else output, data_dir, stay=stay, done=_print_json if as_json else None)
+    stays = sys.stdout.isatty() if stay is None else stay
+    run_demo(errors if as_json else output, data_dir, stay=stays, done=_print_json if as_json else None)
 
 
 @app.command()
