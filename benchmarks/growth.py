@@ -27,7 +27,7 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import httpx
 import sqlalchemy as sa
-from latency import API_KEY, summary, wait_for
+from measured import API_KEY, summary, wait_for
 
 from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints

@@ -117,21 +117,23 @@ def own_server(model: str | None, *arguments: str) -> Iterator[tuple[str, float]
             given = [*command, *(["--model", model] if model else []), *arguments]
             process = subprocess.Popen(given, stdout=log, stderr=log)
         try:
-            _wait_for(port, process, log_path)
+            wait_for(port, process, log_path)
             yield f"http://127.0.0.1:{port}", started
         finally:
             process.terminate()
             process.wait()
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes], log_path: Path) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes], log_path: Path | None = None) -> None:
+    """Until the port can be connected to; ends the benchmark if the process does, and shows its log."""
     deadline = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.02)
     process.kill()
-    raise SystemExit(f"the server did not start:\n{log_path.read_text()[-2000:]}")
+    log = log_path.read_text()[-2000:] if log_path else ""
+    raise SystemExit(f"the server did not start\n{log}")
 
 
 # Its processes.

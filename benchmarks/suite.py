@@ -42,9 +42,9 @@ PARTS = (
     Part("ceilings", "What the machine can do", "", "--runs 3"),
     Part("latency", "Round trips", "--runs 100", "--sizes tiny fake --runs 30"),
     Part("steps", "Steps of reinforcement learning", "--runs 5", "--sizes tiny --runs 2"),
-    Part("training", "Training", "--sizes tiny m50 --runs 5", "--sizes tiny --dtypes float32 --works 0 2 --runs 2"),
+    Part("training", "Training", "--sizes tiny m50 --runs 5", "--sizes tiny --dtypes float32 --works 0 3 --runs 2"),
     Part("sampling", "Sampling", "--sizes tiny m50 --runs 5", "--sizes tiny --dtypes float32 --at-once 1 16 --runs 2"),
-    Part("invariance", "Invariance", "", None),
+    Part("invariance", "Invariance", "", "--models tiny --dtypes float32 --runs 0"),
 )
 PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft")
 

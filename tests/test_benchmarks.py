@@ -115,6 +115,12 @@ def test_sampling(server: LiveServer, run: Run) -> None:
     assert MODEL in run("sampling", *at(server), "--at-once", "2", "--adapters", "1", "--runs", "1")
 
 
+def test_every_script_can_be_started() -> None:
+    """What a script imports is there: from its neighbours, too. The rarely run ones rot first."""
+    for path in BENCHMARKS.glob("*.py"):
+        importlib.import_module(path.stem)
+
+
 def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = importlib.import_module("suite")
     (tmp_path / "good.py").write_text("import sys; print('found 42'); open(sys.argv[-1], 'w').write('{}')")
