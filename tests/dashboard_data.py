@@ -8,7 +8,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +24,7 @@ from tinsmith.batch.operations.sample import Sample
 BASE = "tinsmith/nano"
 TENANT = "alice"
 STRANGE_NAME = '<img src=x onerror=alert(1)> & "quotes"'
-STEPS = 12
-DEADLINE_S = 60.0
+STEPS = 8
 
 
 @dataclass(slots=True)
@@ -140,10 +138,12 @@ def site(data_dir: Path) -> Iterator[Site]:
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=key))
         model = service.create_lora_training_client(BASE, rank=8).result()
         found = Site(server, key, service, http, model, run=model.model_id)
+        # One that ends soon, with a failed row.
+        texts: list[object] = [*(f"Say {word}." for word in ("hello", "yes", "no", "please")), 7]
+        found.job_id = found.submit("greetings", texts, max_tokens=4)
         found.train(STEPS)
         _store(found)
         _converse(found)
-        _bulk_job(found)
         yield found
 
 
@@ -172,13 +172,3 @@ def _samples(found: Site, count: int) -> list[dict[str, str]]:
     listed = found.http.get("dashboard/samples").raise_for_status().json()["samples"]
     assert len(listed) >= count
     return listed
-
-
-def _bulk_job(found: Site) -> None:
-    """One that ended, with a failed row."""
-    texts: list[object] = [*(f"Say {word}." for word in ("hello", "yes", "no", "please")), 7]
-    found.job_id = found.submit("greetings", texts, max_tokens=4)
-    deadline = time.monotonic() + DEADLINE_S
-    while (status := found.http.get(f"batch/jobs/{found.job_id}").raise_for_status().json()["status"]) != "SUCCEEDED":
-        assert time.monotonic() < deadline and status not in ("FAILED", "CANCELLED"), status
-        time.sleep(0.1)

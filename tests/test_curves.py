@@ -143,8 +143,8 @@ def test_a_tenant_has_so_many_samples_and_no_more(db: Database) -> None:
     keep(db, 0, "bob", prompt=[1], answer=[2])
     ids = [keep(db, number, prompt=[1], answer=[2, 3]) for number in range(5)]
     found, total = samples.page("alice", 10, 0)
-    assert [one.request_id for one in found] == ids[:1:-1] and total == 3
-    assert samples.page("alice", 1, 1)[0][0].request_id == ids[3]
+    assert [one.request_id for one, _ in found] == ids[:1:-1] and total == 3
+    assert samples.page("alice", 1, 1)[0][0][0].request_id == ids[3]
     assert samples.page("bob", 10, 0)[1] == 1
     assert samples.page("alice", 10, 0, "sample:0:4")[1] == 1
     assert samples.page("alice", 10, 0, "100%")[1] == 0

@@ -354,7 +354,7 @@ def test_what_cannot_be_sampled_says_why(browser: Browser) -> None:
 
 def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browser: Browser) -> None:
     browser.open("samples", "Samples")
-    browser.until(lambda: len(rows(browser)) >= 2, "the samples")
+    browser.until(lambda: [row for row in rows(browser) if row.startswith("hello user Say hello. assistant")], "words")
     browser.open(f"samples/{alice.sample}", "Sample ")
     browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
     assert len(browser.all(".turn.sampled")) == 2

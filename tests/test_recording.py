@@ -198,7 +198,7 @@ def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None
     bench.turns()
     kept = KeptSamples(bench.db)
     found, total = kept.page("alice", 10, 0)
-    assert [one.request_id for one in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3
+    assert [one.request_id for one, _ in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3
     sample, content = kept.get("alice", f"{sampler}:4")
     assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
     assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3

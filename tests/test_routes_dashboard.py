@@ -248,7 +248,7 @@ def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
         for statement in keeping(new_sample("s:sample:0:0", "alice", "s", BASE, None), content, 10):
             connection.execute(statement)
     (listed,) = harness.get("dashboard/samples").json()["samples"]
-    assert listed["request_id"] == "s:sample:0:0"
+    assert listed["request_id"] == "s:sample:0:0" and listed["answer_begins"] is None
     found = harness.get("dashboard/samples/s:sample:0:0").json()
     assert found["prompt"] == {"tokens": [1, 2], "pieces": None, "text": None}
     assert found["sequences"] == [

@@ -65,7 +65,9 @@ class KeptSamples:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def page(self, tenant_id: str, limit: int, offset: int, search: str = "") -> tuple[list[KeptSample], int]:
+    def page(
+        self, tenant_id: str, limit: int, offset: int, search: str = ""
+    ) -> tuple[list[tuple[KeptSample, SampleContent]], int]:
         """The tenant's kept samples, newest first, and how many there are; `search` is a part of an id or a name."""
         mine = KEPT_SAMPLES.c.tenant_id == tenant_id
         if search:
@@ -73,11 +75,11 @@ class KeptSamples:
             mine &= named.contains(search, autoescape=True) | KEPT_SAMPLES.c.request_id.contains(
                 search, autoescape=True
             )
-        query = sa.select(*_COLUMNS).where(mine).order_by(KEPT_SAMPLES.c.position.desc())
+        query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(mine).order_by(KEPT_SAMPLES.c.position.desc())
         with self._db.read() as connection:
-            rows = [KeptSample(*row) for row in connection.execute(query.limit(limit).offset(offset))]
+            rows = connection.execute(query.limit(limit).offset(offset)).all()
             total = connection.scalar(sa.select(sa.func.count()).select_from(KEPT_SAMPLES).where(mine)) or 0
-        return rows, total
+        return [(KeptSample(*facts), _read(packed)) for *facts, packed in rows], total
 
     def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
         mine = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)

@@ -6,12 +6,19 @@ import { ago, count, shortId, when } from "./format.js";
 import { facts, pager, table } from "./table.js";
 import { legend, tokens } from "./tokens.js";
 
-const LIMIT = 50;
+const LIMIT = 25;
 
 const weightsOf = (row) => row.weights || row.base_model;
 
+const oneLine = (text) => text.replaceAll(/\s+/g, " ").trim();
+
 const COLUMNS = [
-  { label: "Sample", kind: "mono", cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, shortId(row.request_id)) },
+  {
+    label: "Answer",
+    kind: "preview",
+    cell: (row) => h("a", { href: `#${path`/samples/${row.request_id}`}`, title: row.request_id }, oneLine(row.answer_begins ?? "") || shortId(row.request_id)),
+  },
+  { label: "End of the prompt", kind: "preview", cell: (row) => oneLine(row.prompt_ends ?? "") || "-" },
   { label: "Weights", kind: "mono", cell: (row) => h("span", { title: weightsOf(row) }, shortId(weightsOf(row).replace("tinker://", ""))) },
   { label: "Prompt", number: true, cell: (row) => count(row.prompt_tokens) },
   { label: "Sampled", number: true, cell: (row) => count(row.sampled_tokens) },

@@ -8,11 +8,12 @@ from starlette.routing import Route
 
 from tinsmith.chat.texts import Text
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
-from tinsmith.kept_samples import KeptSample
+from tinsmith.kept_samples import KeptSample, SampleContent
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.wire.times import iso
 
 MAX_SEARCH = 200
+PREVIEW_TOKENS = 24
 
 
 def samples(call: Call) -> JsonObject:
@@ -22,7 +23,7 @@ def samples(call: Call) -> JsonObject:
         raise UserError(f"the query's search has {len(search)} characters; at most {MAX_SEARCH} are looked for")
     found, total = call.services.kept_samples.page(call.tenant_id, limit, offset, search)
     return {
-        "samples": [_shown(one) for one in found],
+        "samples": [_shown(one) | _preview(_text(call, one.base_model), content) for one, content in found],
         "cursor": {"offset": offset, "limit": limit, "total_count": total},
         "kept": call.services.settings.kept_samples,
     }
@@ -54,6 +55,19 @@ def _shown(sample: KeptSample) -> JsonObject:
         "num_sequences": sample.num_sequences,
         "created_at": iso(sample.created_at),
     }
+
+
+def _preview(text: Text | None, content: SampleContent) -> JsonObject:
+    """Enough to tell one from another: the end of its prompt, and how its first answer begins."""
+    answer = content.sequences[0].tokens if content.sequences else ()
+    return {
+        "prompt_ends": _words(text, content.prompt[-PREVIEW_TOKENS:]),
+        "answer_begins": _words(text, answer[:PREVIEW_TOKENS]),
+    }
+
+
+def _words(text: Text | None, tokens: Sequence[int]) -> str | None:
+    return None if text is None else text.decode(tokens)
 
 
 def _text(call: Call, base_model: str) -> Text | None:
