@@ -122,4 +122,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # As by Ctrl-C: what is running, and the servers that it has started, end as well.
+    signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     main()

@@ -106,6 +106,12 @@ def test_bodies_go_when_settled_unless_kept(futures: Futures, db: Database) -> N
     assert set(futures.bodies([kept, freed])) == {kept}
 
 
+def test_all_bodies_that_a_step_does_not_keep_are_freed(futures: Futures) -> None:
+    first, kept, last = (futures.submit(new(number)) for number in (1, 2, 3))
+    futures.settle([Settlement(first, b""), Settlement(kept, b"", keep_body=True), Settlement(last, b"")], {})
+    assert set(futures.bodies([first, kept, last])) == {kept}
+
+
 def test_the_log_is_in_order_and_holds_what_is_replayed(futures: Futures) -> None:
     kinds = {4: "optim_step", 1: "forward_backward", 2: "forward", 3: "save_weights", 5: "load_weights"}
     kinds[6] = "optim_step"
