@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.products import add_product_, column_product, product
+from tinsmith.backends.torch.products import add_product_, column_product, column_products, product
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.lora import Adapter, Routing, Run, Target
@@ -134,12 +134,12 @@ class Site:
         grads = [torch.bmm(grad_SnO[..., first.columns], b_SOr) for first, b_SOr in members]
         grad_SnR = _beside(grads, run.adapters[0].scale)
         for first, _ in members:
-            found_SOr = torch.bmm(grad_SnO[..., first.columns].mT, u_SnR[..., first.ranks])
+            found_SOr = column_products(grad_SnO[..., first.columns], u_SnR[..., first.ranks])
             for adapter, found_Or in zip(run.adapters, found_SOr, strict=True):
                 if adapter.gradients is not None:
                     adapter.gradients[first.name][1].add_(found_Or)
         for first, a_SRI in blocks:
-            found_SRI = torch.bmm(grad_SnR[..., first.ranks].mT, x_SnI)
+            found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
             for adapter, found_RI in zip(run.adapters, found_SRI, strict=True):
                 if adapter.gradients is not None:
                     _rows_from(adapter.gradients[first.name][0], len(found_RI)).add_(found_RI)
