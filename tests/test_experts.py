@@ -13,11 +13,12 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from tinsmith.backends.torch import recompute
+from tinsmith.backends.torch import dimuon, recompute
 from tinsmith.backends.torch.experts import MultiLoRAExperts
-from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Switchboard
+from tinsmith.backends.torch.lora import Adapter, Bank, Layout, Routing, Switchboard, Target
+from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError
-from tinsmith.ops import LoraSpec
+from tinsmith.ops import DimuonParams, LoraSpec
 
 HIDDEN, INNER, EXPERTS, CHOICES = 6, 5, 4, 2
 LIMIT, ALPHA = 7.0, 1.702  # of GptOssConfig
@@ -225,6 +226,20 @@ def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypat
         monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
         choice.decide(100, torch.device("cpu"))
         assert choice.active == expected
+
+
+def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
+    # More experts than a matrix has rows or columns.
+    layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, Bank(9, "A", interleaved=False))])
+    own = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in own.weights.items()}
+    gradient_P = torch.randn(own.layout.numel, generator=torch.Generator().manual_seed(0))
+    dimuon.prepare_dimuon(Trained(own, optimizer_type="dimuon"), gradient_P, DimuonParams(0.1))()
+    for name, gradients in own.layout.views(gradient_P).items():
+        for old, new, stacked in zip(before[name], own.weights[name], gradients, strict=True):
+            for was, found, gradient in zip(old, new, stacked, strict=True):
+                update = dimuon.orthogonalise(gradient) * dimuon.RMS * max(gradient.shape) ** 0.5
+                torch.testing.assert_close(found, was - 0.1 * update)
 
 
 def test_what_tinker_counts_is_what_an_adapter_has() -> None:
