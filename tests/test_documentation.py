@@ -25,7 +25,8 @@ DOCS = ROOT / "docs"
 PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
-SNIPPET = re.compile(r'^--8<-- "(\S+)"\n?$')
+# An example in a page: its language is written so that no formatter takes the line for Python.
+SNIPPET = re.compile(r'^``` { \.python }\n--8<-- "(\S+)"\n```$', re.MULTILINE)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -33,8 +34,8 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def own_code(page: Path) -> list[str]:
-    """The Python blocks of a page but those that show an example, which has a test of its own."""
-    return [block for block in blocks(page, "python") if not SNIPPET.match(block)]
+    """The Python of a page, but the examples that it shows: these have tests of their own."""
+    return blocks(page, "python")
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Pa
 
 
 def test_every_example_is_shown_and_tested() -> None:
-    shown = {SNIPPET.match(block)[1] for page in PAGES for block in blocks(page, "python") if SNIPPET.match(block)}  # type: ignore[index]
+    shown = {path for page in PAGES for path in SNIPPET.findall(page.read_text())}
     assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
     for path in EXAMPLES.glob("*.py"):
         assert f'"{path.name}"' in Path(__file__).read_text(), path.name
