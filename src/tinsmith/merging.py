@@ -153,8 +153,8 @@ def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Sto
             copy, own = theirs.get_tensor(key), ours.get_tensor(source.key)
         if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
             raise UserError(
-                f"{WEIGHTS_FILE} holds {key!r}, which is not what the base model has: weights that were trained in full, "
-                "or resized, are not supported"
+                f"{WEIGHTS_FILE} holds {key!r}, which is not what the base model has: weights that were trained in "
+                "full, or resized, are not supported"
             )
 
 
