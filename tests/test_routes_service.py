@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from starlette.testclient import TestClient
 from tinker.types import (
     ClientConfigResponse,
     ClientDynamicConfigResponse,
@@ -37,26 +36,6 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path)
     yield made
     close(made)
-
-
-@pytest.mark.parametrize(
-    ("peer", "headers", "compresses"),
-    [
-        ("127.0.0.1", {}, False),
-        ("::1", {}, False),
-        ("192.0.2.7", {}, True),
-        ("127.0.0.1", {"X-Forwarded-For": "192.0.2.7"}, True),
-        ("127.0.0.1", {"Forwarded": "for=192.0.2.7"}, True),
-        ("127.0.0.1", {"Via": "1.1 proxy"}, True),
-    ],
-)
-def test_bodies_that_stay_on_the_machine_are_not_compressed(
-    harness: Harness, peer: str, headers: dict[str, str], compresses: bool
-) -> None:
-    with TestClient(harness.app, base_url="http://127.0.0.1", client=(peer, 1)) as client:
-        sent = {"X-API-Key": ALICE, **headers}
-        answer = client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"}, headers=sent)
-    assert ClientConfigResponse.model_validate(answer.json()).proto_compress_fwdbwd is compresses
 
 
 def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:

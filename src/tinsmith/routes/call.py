@@ -121,8 +121,6 @@ class Call:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     scheme: str
-    peer: str = ""
-    """Where the connection comes from: the client, or a proxy in front of it."""
 
     def fields(self) -> Fields:
         return read_object(self.body)
@@ -168,14 +166,7 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
 def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -> Call:
     """An authenticated request as routes see it; `body` is decoded."""
     return Call(
-        services,
-        tenant_id,
-        body,
-        request.path_params,
-        request.query_params,
-        request.headers,
-        request.scope["scheme"],
-        request.client.host if request.client else "",
+        services, tenant_id, body, request.path_params, request.query_params, request.headers, request.scope["scheme"]
     )
 
 
