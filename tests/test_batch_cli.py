@@ -150,7 +150,7 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
 
 
 def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
-    code, out, err = run(*DOUBLE, "--fn-kwargs", '{"pause_s": 0.5}', "--detach", "--json", "--batch-size", 1)
+    code, out, err = run(*DOUBLE, "--fn-kwargs", '{"pause_s": 1.0}', "--detach", "--json", "--batch-size", 1)
     assert code == 0, err
     job = batch.Job(json.loads(out)["job_id"], Client(server.url, API_KEY))
     while job.progress.batches_done < 2:
