@@ -34,12 +34,12 @@ from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
 from tinsmith.samplers.grammars import Grammars
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
-from tinsmith.samplers.lanes import LaneCache
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
 from tinsmith.samplers.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.scoring import score_prompt
 from tinsmith.samplers.sequences import Request, Sequence, TopRow, Weights
+from tinsmith.samplers.strips import StripCache
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
@@ -77,7 +77,7 @@ class LocalSampler:
             max_sequences=options.max_sequences,
             max_tokens=options.max_tokens_per_step,
         )
-        self._lanes = LaneCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
+        self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -187,7 +187,7 @@ class LocalSampler:
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
-        plan = PagedPlan(self._cache, rows, self._base.device, self._lanes)
+        plan = PagedPlan(self._cache, rows, self._base.device, self._strips)
         routing = Routing.of(adapters, [span.stop - span.start for span in spans])
         hidden_TD = self._base.hidden(
             torch.from_numpy(tokens_T).to(self._base.device, torch.int64), plan.positions_T, plan, routing

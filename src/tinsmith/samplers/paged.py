@@ -2,7 +2,7 @@
 
 `PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into
 the cache and then attends, in as few kernel calls as the step allows: all decoding rows of similar context
-length together (in `lanes`, if they have some), fresh prompts of similar length together without reading the
+length together (in `strips`, if they have some), fresh prompts of similar length together without reading the
 cache, and chunks that continue a prompt together. Every sequence has a batch row of its own in those calls, and
 padding is its own last row or the null block, so a NaN stays with its sequence.
 
@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.attention import AttentionOptions
 from tinsmith.samplers.kvcache import KVCache
-from tinsmith.samplers.lanes import Decoding, LaneCache, LaneStep
+from tinsmith.samplers.strips import Decoding, StripCache, StripStep
 
 I64 = npt.NDArray[np.int64]
 
@@ -34,7 +34,7 @@ MIN_WASTE = 64
 
 class Rows(NamedTuple):
     """A sequence's part of a step: `stop - start` tokens behind `start` cached ones. An `owner` that decodes may have a
-    lane.
+    strip.
     """
 
     start: int
@@ -62,7 +62,7 @@ class PagedPlan:
     """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`."""
 
     def __init__(
-        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, lanes: LaneCache | None = None
+        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, strips: StripCache | None = None
     ) -> None:
         self._cache = cache
         self._device = device
@@ -80,14 +80,14 @@ class PagedPlan:
         slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
         self.positions_T = self._tensor(positions_T)
         self._slots_T = self._tensor(slots_T)
-        self._lanes: list[LaneStep] = []
+        self._strips: list[StripStep] = []
         kept_N = np.ones(len(sequences), np.bool_)
-        if lanes is not None:
+        if strips is not None:
             decoding = np.flatnonzero((size_N == 1) & (start_N > 0)).tolist()
             members = [
                 Decoding(sequences[i].owner, int(first_N[i]), sequences[i].start, sequences[i].blocks) for i in decoding
             ]
-            self._lanes, rows = lanes.place(members, len(owner_T))
+            self._strips, rows = strips.place(members, len(owner_T))
             kept_N[owner_T[rows]] = False
         self._groups = [
             self._group(members, first_N, size_N, start_N, table_NC) for members in _buckets(start_N, size_N, kept_N)
@@ -107,14 +107,14 @@ class PagedPlan:
     ) -> Tensor:
         self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
         out_THD = None
-        for lanes in self._lanes:
+        for strips in self._strips:
             options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
-            part = lanes.attend(layer, q_THD, k_TGD, v_TGD, **options)
-            if lanes.row_n is None:
+            part = strips.attend(layer, q_THD, k_TGD, v_TGD, **options)
+            if strips.row_n is None:
                 return part
             if out_THD is None:
                 out_THD = part.new_empty(len(q_THD), *part.shape[1:])
-            out_THD.index_copy_(0, lanes.row_n, part)
+            out_THD.index_copy_(0, strips.row_n, part)
         for group in self._groups:
             rows_nLHD = self._own(group, q_THD)
             if group.blocks_nC is None:

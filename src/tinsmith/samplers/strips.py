@@ -1,14 +1,14 @@
 """Keys and values of decoding sequences side by side, so that a step attends to them without gathering their blocks.
 
-Blocks are the truth: prefixes are shared by them, and whoever leaves a lane finds everything there. A lane is a copy of
-one sequence's blocks in tensors of a fixed number of cells, which every decode step extends by one. Sequences of a
-similar length share a group of lanes, whose attention is two batched products, each sequence a batch of its own: no two
+Blocks are the truth: prefixes are shared by them, and whoever leaves a strip finds everything there. A strip is a copy
+of one sequence's blocks in tensors of a fixed number of cells, which every decode step extends by one. Sequences of a
+similar length share a group of strips, whose attention is two batched products, each sequence a batch of its own: none
 are mixed, and shapes stay the same from step to step. Keys are float32: scores are not rounded before their softmax.
 
-A lane is its sequence's as long as every step computes it. Few sequences of a length, and more than there is room for,
+A strip is its sequence's as long as every step computes it. Few sequences of a length, and more than there is room for,
 stay with their blocks. Used on CPUs, where the fused kernel is slow for one row a sequence.
 
-Letters: n rows, N lanes of a group, K cells of a lane, H query heads, G key heads, R = H / G, D head dim.
+Letters: n rows, N strips of a group, K cells of a strip, H query heads, G key heads, R = H / G, D head dim.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FEWEST = 4
 """Sequences of one length class that are worth a group; below, blocks are as fast."""
 
 CELLS = 64
-"""Lanes have this many cells, or a multiple: 1, 2, 3, 4, 6, 8, 12 ... times."""
+"""Strips have this many cells, or a multiple: 1, 2, 3, 4, 6, 8, 12 ... times."""
 
 SIZES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
-"""Lanes of a group; beyond, multiples of the last."""
+"""Strips of a group; beyond, multiples of the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Decoding:
 
 
 def capacity_for(length: int, block_size: int) -> int:
-    """The cells of the lane of a sequence of this length."""
+    """The cells of the strip of a sequence of this length."""
     units = -(-length // CELLS)
     power = 1 << (units.bit_length() - 1)
     if units > power:
@@ -53,17 +53,17 @@ def capacity_for(length: int, block_size: int) -> int:
     return -(-power * CELLS // block_size) * block_size
 
 
-class Lanes:
-    """One group: sequences of at most `capacity` tokens. Lanes in use are the first `num_used` or fewer."""
+class Strips:
+    """One group: sequences of at most `capacity` tokens. Strips in use are the first `num_used` or fewer."""
 
     def __init__(self, shapes: Mapping[LayerShape, Sequence[int]], capacity: int, device: torch.device) -> None:
         self.capacity = capacity
-        self.num_lanes = 0
+        self.num_strips = 0
         self.num_used = 0
         self._shapes = shapes
         self._device = device
         self._owners: dict[Hashable, int] = {}
-        self._free: list[int] = []  # a heap: the first free lane comes first
+        self._free: list[int] = []  # a heap: the first free strip comes first
         self._lengths: I64 = np.zeros(0, np.int64)
         self._stores: dict[LayerShape, tuple[Tensor, Tensor]] = {}
         self._layers: dict[int, tuple[Tensor, Tensor, LayerShape]] = {}
@@ -74,22 +74,22 @@ class Lanes:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_lanes * self.capacity * cell_bytes(self._shapes)
+        return self.num_strips * self.capacity * cell_bytes(self._shapes)
 
     def length_of(self, owner: Hashable) -> int:
-        """How many tokens the owner's lane holds; -1 without a lane."""
-        lane = self._owners.get(owner)
-        return -1 if lane is None else int(self._lengths[lane])
+        """How many tokens the owner's strip holds; -1 without a strip."""
+        strip = self._owners.get(owner)
+        return -1 if strip is None else int(self._lengths[strip])
 
     def keep(self, owners: Iterable[Hashable]) -> None:
-        """Free the lanes of all others."""
+        """Free the strips of all others."""
         for owner in self._owners.keys() - set(owners):
             heapq.heappush(self._free, self._owners.pop(owner))
 
-    def grow(self, num_lanes: int) -> None:
-        """What is in lanes stays there. New lanes hold anything until they are filled."""
+    def grow(self, num_strips: int) -> None:
+        """What is in strips stays there. New strips hold anything until they are filled."""
         for shape, layers in self._shapes.items():
-            size = (len(layers), num_lanes, shape.num_heads, self.capacity)
+            size = (len(layers), num_strips, shape.num_heads, self.capacity)
             keys = torch.empty(*size, shape.key_dim, device=self._device)
             values = torch.empty(*size, shape.value_dim, dtype=shape.dtype, device=self._device)
             if self._owners:
@@ -99,63 +99,63 @@ class Lanes:
             self._stores[shape] = keys, values
             for place, layer in enumerate(layers):
                 self._layers[layer] = keys[place], values[place], shape
-        self._lengths = np.append(self._lengths, np.zeros(num_lanes - self.num_lanes, np.int64))
-        self._free += range(self.num_lanes, num_lanes)
+        self._lengths = np.append(self._lengths, np.zeros(num_strips - self.num_strips, np.int64))
+        self._free += range(self.num_strips, num_strips)
         heapq.heapify(self._free)
-        self.num_lanes = num_lanes
+        self.num_strips = num_strips
 
     def close_up(self) -> None:
-        """Where fewer than half of the lanes that are computed are somebody's, the last ones move to the front."""
+        """Where fewer than half of the strips that are computed are somebody's, the last ones move to the front."""
         wanted = _size(len(self._owners))
         last = max(self._owners.values(), default=-1)
         if 2 * wanted <= _size(last + 1):
-            for owner, lane in self._owners.items():
-                if lane >= wanted:
+            for owner, strip in self._owners.items():
+                if strip >= wanted:
                     target = self._owners[owner] = heapq.heappop(self._free)
-                    heapq.heappush(self._free, lane)
-                    self._lengths[target] = self._lengths[lane]
+                    heapq.heappush(self._free, strip)
+                    self._lengths[target] = self._lengths[strip]
                     for keys, values in self._stores.values():
-                        keys[:, target] = keys[:, lane]
-                        values[:, target] = values[:, lane]
+                        keys[:, target] = keys[:, strip]
+                        values[:, target] = values[:, strip]
             last = max(self._owners.values(), default=-1)
-        self.num_used = min(_size(last + 1), self.num_lanes)
+        self.num_used = min(_size(last + 1), self.num_strips)
 
     def fill(self, members: Sequence[Decoding], cache: KVCache) -> None:
-        """Copy what the blocks of these hold into lanes, which are cleared behind it."""
-        lanes = []
+        """Copy what the blocks of these hold into strips, which are cleared behind it."""
+        strips = []
         for member in members:
             if member.owner not in self._owners:
                 self._owners[member.owner] = heapq.heappop(self._free)
-            lanes.append(self._owners[member.owner])
-            self._lengths[lanes[-1]] = member.position
+            strips.append(self._owners[member.owner])
+            self._lengths[strips[-1]] = member.position
         table_nC = np.zeros((len(members), self.capacity // cache.block_size), np.int64)  # block 0 holds zeros
         for row, member in zip(table_nC, members, strict=True):
             used = -(-member.position // cache.block_size)
             row[:used] = member.blocks[:used]
         blocks_nC = torch.from_numpy(table_nC).to(self._device)
-        lanes_n = torch.tensor(lanes, device=self._device)
+        strips_n = torch.tensor(strips, device=self._device)
         for shape, (keys, values) in self._stores.items():
             cells = cache.gather(shape, blocks_nC).transpose(2, 3)  # [layers, n, G, K, D]
-            keys.index_copy_(1, lanes_n, cells[..., : shape.key_dim].float())
-            values.index_copy_(1, lanes_n, cells[..., shape.key_dim :])
+            keys.index_copy_(1, strips_n, cells[..., : shape.key_dim].float())
+            values.index_copy_(1, strips_n, cells[..., shape.key_dim :])
 
-    def step(self, members: Sequence[Decoding], num_rows: int) -> LaneStep:
-        """What the attention of every layer needs; the members' lanes count their tokens as there from now on."""
-        lane_n = np.array([self._owners[member.owner] for member in members])
+    def step(self, members: Sequence[Decoding], num_rows: int) -> StripStep:
+        """What the attention of every layer needs; the members' strips count their tokens as there from now on."""
+        strip_n = np.array([self._owners[member.owner] for member in members])
         row_n = np.array([member.row for member in members])
         position_n = np.array([member.position for member in members])
-        row_N = np.full(self.num_used, row_n[0])  # a lane that is not used computes something for nobody
-        row_N[lane_n] = row_n
+        row_N = np.full(self.num_used, row_n[0])  # a strip that is not used computes something for nobody
+        row_N[strip_n] = row_n
         position_N = np.zeros(self.num_used, np.int64)
-        position_N[lane_n] = position_n
-        self._lengths[lane_n] = position_n + 1
+        position_N[strip_n] = position_n
+        self._lengths[strip_n] = position_n + 1
         in_order = num_rows == self.num_used and np.array_equal(row_N, np.arange(num_rows))
-        return LaneStep(
+        return StripStep(
             self._layers,
             self.num_used,
             self.capacity,
             None if num_rows == len(members) else self._tensor(row_n),
-            self._tensor(lane_n),
+            self._tensor(strip_n),
             None if in_order else self._tensor(row_N),
             self._tensor(position_n),
             self._tensor(position_N),
@@ -168,15 +168,15 @@ class Lanes:
 
 
 @dataclass(slots=True)
-class LaneStep:
+class StripStep:
     """A step's attention over one group."""
 
     layers: Mapping[int, tuple[Tensor, Tensor, LayerShape]]
-    num_lanes: int
+    num_strips: int
     capacity: int
     row_n: Tensor | None  # the step's rows that are the members'; None: all, in their order
-    lane_n: Tensor
-    row_N: Tensor | None  # of each lane; None: all, in their order
+    strip_n: Tensor
+    row_N: Tensor | None  # of each strip; None: all, in their order
     position_n: Tensor
     position_N: Tensor
     cells: dict[int, Tensor]  # by key heads
@@ -196,7 +196,7 @@ class LaneStep:
     ) -> Tensor:
         """[n, H, D]"""
         keys_NGKD, values_NGKD, shape = self.layers[layer]
-        keys_NGKD, values_NGKD = keys_NGKD[: self.num_lanes], values_NGKD[: self.num_lanes]
+        keys_NGKD, values_NGKD = keys_NGKD[: self.num_strips], values_NGKD[: self.num_strips]
         num, groups, cells, _ = keys_NGKD.shape
         at = self._cells(groups)
         if self.row_n is not None:
@@ -219,18 +219,18 @@ class LaneStep:
             probs_NGRK = torch.softmax(scores_NGRK, -1)
         probs_bRK = probs_NGRK.reshape(num * groups, repeat, cells).to(values_NGKD.dtype)
         out_NHD = torch.bmm(probs_bRK, values_NGKD.view(num * groups, cells, -1)).view(num, groups * repeat, -1)
-        return out_NHD if self.row_N is None else out_NHD.index_select(0, self.lane_n)
+        return out_NHD if self.row_N is None else out_NHD.index_select(0, self.strip_n)
 
     def _cells(self, groups: int) -> Tensor:
         """[n * G]: where the step's keys and values go."""
         if groups not in self.cells:
-            heads_G = torch.arange(groups, device=self.lane_n.device)
-            at_nG = (self.lane_n[:, None] * groups + heads_G) * self.capacity + self.position_n[:, None]
+            heads_G = torch.arange(groups, device=self.strip_n.device)
+            at_nG = (self.strip_n[:, None] * groups + heads_G) * self.capacity + self.position_n[:, None]
             self.cells[groups] = at_nG.flatten()
         return self.cells[groups]
 
     def _mask(self, window: int | None) -> Tensor:
-        """[N, 1, 1, K]: 0 where a lane's row sees a cell, else -inf. Made once for all layers."""
+        """[N, 1, 1, K]: 0 where a strip's row sees a cell, else -inf. Made once for all layers."""
         if window is not None and window >= self.capacity:
             window = None
         if window not in self.masks:
@@ -243,20 +243,20 @@ class LaneStep:
         return self.masks[window]
 
 
-class LaneCache:
+class StripCache:
     """All groups of one KVCache, in at most `max_bytes`."""
 
     def __init__(self, cache: KVCache, max_bytes: int, device: torch.device) -> None:
         self._cache = cache
         self._max_bytes = max_bytes
         self._device = device
-        self._groups: dict[int, Lanes] = {}
+        self._groups: dict[int, Strips] = {}
 
     @property
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self._groups.values())
 
-    def place(self, decoding: Sequence[Decoding], num_rows: int) -> tuple[list[LaneStep], list[int]]:
+    def place(self, decoding: Sequence[Decoding], num_rows: int) -> tuple[list[StripStep], list[int]]:
         """A step's groups, and the rows that have their place in one."""
         classes: dict[int, list[Decoding]] = {}
         for one in decoding:
@@ -264,7 +264,7 @@ class LaneCache:
         classes = {capacity: members for capacity, members in classes.items() if len(members) >= FEWEST}
         for capacity, group in self._groups.items():
             group.keep(one.owner for one in classes.get(capacity, ()))
-        steps: list[LaneStep] = []
+        steps: list[StripStep] = []
         rows: list[int] = []
         for capacity, members in classes.items():
             group = self._group(capacity, members)
@@ -277,12 +277,12 @@ class LaneCache:
             rows += [one.row for one in members]
         return steps, rows
 
-    def _group(self, capacity: int, members: Sequence[Decoding]) -> Lanes | None:
-        """The group, with a lane for each of these; None if there is no room for it."""
+    def _group(self, capacity: int, members: Sequence[Decoding]) -> Strips | None:
+        """The group, with a strip for each of these; None if there is no room for it."""
         group = self._groups.get(capacity)
         if group is None:
-            group = Lanes(self._cache.members, capacity, self._device)
-        if group.num_lanes < len(members):
+            group = Strips(self._cache.members, capacity, self._device)
+        if group.num_strips < len(members):
             wanted = _size(len(members))
             added = wanted * capacity * cell_bytes(self._cache.members) - group.num_bytes
             self._drop_unused(added, group)
@@ -292,14 +292,14 @@ class LaneCache:
         self._groups[capacity] = group
         return group
 
-    def _drop_unused(self, num_bytes: int, but: Lanes) -> None:
+    def _drop_unused(self, num_bytes: int, but: Strips) -> None:
         for capacity, group in list(self._groups.items()):
             if self.num_bytes + num_bytes > self._max_bytes and group.is_empty and group is not but:
                 del self._groups[capacity]
 
 
 def cell_bytes(members: Mapping[LayerShape, Sequence[int]]) -> int:
-    """What one token takes in a lane, all layers together."""
+    """What one token takes in a strip, all layers together."""
     return sum(
         len(layers) * shape.num_heads * (4 * shape.key_dim + shape.dtype.itemsize * shape.value_dim)
         for shape, layers in members.items()

@@ -1,4 +1,4 @@
-"""Attention over lanes equals attention over each sequence alone, whoever comes and goes."""
+"""Attention over strips equals attention over each sequence alone, whoever comes and goes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 import tiny_models
 from local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
 from tinsmith.backends.torch.base import BaseModel
-from tinsmith.samplers import lanes as lanes_module
+from tinsmith.samplers import strips as strips_module
 from tinsmith.samplers.kvcache import KVCache, LayerShape
-from tinsmith.samplers.lanes import CELLS, Decoding, LaneCache, capacity_for, cell_bytes
 from tinsmith.samplers.local import LocalSampler
 from tinsmith.samplers.paged import PagedPlan, Rows
+from tinsmith.samplers.strips import CELLS, Decoding, StripCache, capacity_for, cell_bytes
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -27,13 +27,13 @@ SHAPES = (LayerShape(2, 8, 6, torch.float32), LayerShape(4, 5, 5, torch.float32)
 
 
 class World:
-    """Sequences of random keys and values that decode step by step, over a cache with and without lanes."""
+    """Sequences of random keys and values that decode step by step, over a cache with and without strips."""
 
     def __init__(self, seed: int, max_bytes: int = 2**30) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.cache = KVCache(dict(enumerate(SHAPES)), BLOCK, CPU)
         self.cache.resize(3000)
-        self.lanes = LaneCache(self.cache, max_bytes, CPU)
+        self.strips = StripCache(self.cache, max_bytes, CPU)
         self.next_block = 1
         self.sequences: dict[str, list[torch.Tensor]] = {}
         self.blocks: dict[str, list[int]] = {}
@@ -57,9 +57,9 @@ class World:
         return k, v
 
     def step(self, names: list[str], **options: object) -> int:
-        """Decode one token of each, compare; how many had a lane."""
+        """Decode one token of each, compare; how many had a strip."""
         rows = [Rows(len(s[0]), len(s[0]) + 1, self.blocks[n], n) for n, s in ((n, self.sequences[n]) for n in names)]
-        plan = PagedPlan(self.cache, rows, CPU, self.lanes)
+        plan = PagedPlan(self.cache, rows, CPU, self.strips)
         for layer, shape in enumerate(SHAPES):
             k, v = self.random(len(names), shape)
             q = torch.randn(len(names), HEADS, shape.key_dim, generator=self.generator)
@@ -70,7 +70,7 @@ class World:
                 own[2 * layer + 1] = torch.cat([own[2 * layer + 1], v[row : row + 1]])
                 expected = attention(q[row], own[2 * layer], own[2 * layer + 1], **options)  # pyright: ignore
                 torch.testing.assert_close(found[row].double(), expected, atol=2e-5, rtol=1e-4)
-        return sum(len(step.lane_n) for step in plan._lanes)
+        return sum(len(step.strip_n) for step in plan._strips)
 
 
 def attention(
@@ -120,7 +120,7 @@ def test_whoever_comes_and_goes_each_attends_to_its_own(
             world.step(names, **options)
 
 
-def test_many_of_a_length_have_lanes_and_few_have_none() -> None:
+def test_many_of_a_length_have_strips_and_few_have_none() -> None:
     world = World(0)
     for number in range(12):
         world.join(f"s{number}", 70 if number < 9 else 10)
@@ -131,22 +131,22 @@ def test_many_of_a_length_have_lanes_and_few_have_none() -> None:
     assert world.step(names[:4]) == 4
 
 
-def test_lanes_that_are_left_are_closed_up_and_used_again() -> None:
+def test_strips_that_are_left_are_closed_up_and_used_again() -> None:
     world = World(1)
     for number in range(40):
         world.join(f"s{number}", 20 + number % 5)
     names = list(world.sequences)
     world.step(names)
-    (group,) = world.lanes._groups.values()
-    assert (group.num_lanes, group.num_used) == (48, 48)
+    (group,) = world.strips._groups.values()
+    assert (group.num_strips, group.num_used) == (48, 48)
     world.step(names[-5:])
-    assert (group.num_lanes, group.num_used) == (48, 8)
+    assert (group.num_strips, group.num_used) == (48, 8)
     world.step(names[-5:])
     world.step(names)
-    assert (group.num_lanes, group.num_used) == (48, 48)
+    assert (group.num_strips, group.num_used) == (48, 48)
 
 
-def test_lanes_stay_within_their_memory() -> None:
+def test_strips_stay_within_their_memory() -> None:
     cells = cell_bytes(KVCache(dict(enumerate(SHAPES)), BLOCK, CPU).members)
     world = World(2, max_bytes=8 * CELLS * cells)
     for number in range(20):
@@ -158,8 +158,8 @@ def test_lanes_stay_within_their_memory() -> None:
     for number in range(4):
         world.join(f"long{number}", 70)
     assert world.step([*names[:8], "long0", "long1", "long2", "long3"]) == 8
-    assert world.step(["long0", "long1", "long2", "long3"]) == 0, "lanes are taken in eights"
-    assert world.lanes.num_bytes <= 8 * CELLS * cells
+    assert world.step(["long0", "long1", "long2", "long3"]) == 0, "strips are taken in eights"
+    assert world.strips.num_bytes <= 8 * CELLS * cells
 
 
 def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> None:
@@ -168,7 +168,7 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
         world.join(f"s{number}", 9)
     names = list(world.sequences)
     world.step(names)
-    steps = world.lanes.place([Decoding(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
+    steps = world.strips.place([Decoding(n, i, 10, world.blocks[n]) for i, n in enumerate(names)], 6)[0]
     q, k, v = torch.randn(6, HEADS, 8), torch.randn(6, 2, 8), torch.randn(6, 2, 6)
     clean = steps[0].attend(0, q, k, v, scale=0.3)
     k[2], v[2] = torch.nan, torch.inf
@@ -176,14 +176,14 @@ def test_a_sequence_of_nans_leaves_its_neighbours_and_its_successor_alone() -> N
     assert found[2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert torch.equal(found[others], clean[others])
-    world.join("next", 5)  # in the lane that holds NaN
+    world.join("next", 5)  # in the strip that holds NaN
     remaining = [name for name in names if name != "s2"]
     for name in remaining:
         world.sequences[name] = [x[:9] for x in world.sequences[name]]
     world.step(["next", *remaining])
 
 
-def test_lanes_grow_in_steps_of_a_half() -> None:
+def test_strips_grow_in_steps_of_a_half() -> None:
     found = sorted({capacity_for(length, 16) for length in range(1, 1600)})
     assert found == [64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048]
     assert all(capacity_for(length, 16) >= length for length in range(1, 5000, 7))
@@ -192,7 +192,9 @@ def test_lanes_grow_in_steps_of_a_half() -> None:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gemma2"])
-def test_answers_from_lanes_are_those_of_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+def test_answers_from_strips_are_those_of_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype="float32")
     versions = {f"v{seed}": make_adapter(base, seed) for seed in range(2)}
     samples = [
@@ -206,12 +208,12 @@ def test_answers_from_lanes_are_those_of_each_alone(tmp_path: Path, monkeypatch:
         for number in range(6)
     ]
     found = run(LocalSampler(base, versions), *samples)
-    monkeypatch.setattr(lanes_module, "FEWEST", 10**6)
+    monkeypatch.setattr(strips_module, "FEWEST", 10**6)
     for sample in samples:
         assert_same(found[sample.request_id], alone(base, sample, versions))
 
 
-def test_in_bfloat16_lanes_are_as_exact_as_blocks() -> None:
+def test_in_bfloat16_strips_are_as_exact_as_blocks() -> None:
     shape = LayerShape(2, 64, 64, torch.bfloat16)
     cache = KVCache({0: shape}, 16, CPU)
     cache.resize(200)
@@ -227,8 +229,8 @@ def test_in_bfloat16_lanes_are_as_exact_as_blocks() -> None:
         rows.append(Rows(length - 1, length, blocks, index))
     expected = torch.stack([attention(q[i], k[i], v[i]) for i in range(num)])
     errors = []
-    for lanes in (None, LaneCache(cache, 2**30, CPU)):
-        plan = PagedPlan(cache, rows, CPU, lanes)
+    for strips in (None, StripCache(cache, 2**30, CPU)):
+        plan = PagedPlan(cache, rows, CPU, strips)
         found = plan.attend(0, q, k[:, -1], v[:, -1], scale=0.3)
         errors.append(float((found.double() - expected).norm() / expected.norm()))
     assert errors[1] < max(1.2 * errors[0], 4e-3), errors
