@@ -159,7 +159,7 @@ def test_without_it_the_same_steps_differ(shapes: dict[str, ModelShape]) -> None
 def test_gradients_do_not_depend_on_requests_and_their_number(shapes: dict[str, ModelShape], arch: str) -> None:
     backend = backend_of(shapes[arch])
     gradients = []
-    for cut, together in ((3, True), (1, True), (2, False)):
+    for cut, together in ((3, True), (1, True), (1, False)):
         for tenant in (0, 5):
             backend.create_model(f"m{tenant}", SPECS[tenant])
         passes = [request(t, data_of(t, 0)[at : at + cut]) for t in (0, 5) for at in range(0, NUM_DATA, cut)]
@@ -177,8 +177,13 @@ def test_gradients_do_not_depend_on_requests_and_their_number(shapes: dict[str, 
 def test_a_forward_has_the_bits_of_a_forward_backward(shapes: dict[str, ModelShape], arch: str, dtype: str) -> None:
     backend = backend_of(shapes[arch], dtype)
     for tenant in (0, 1):
-        (trained,) = run(backend, [request(tenant, data_of(tenant, 0))])
-        (scored,) = run(backend, [request(tenant, data_of(tenant, 0), forward_only=True)])
+        data = data_of(tenant, 0)
+        # So short that its weighted rows alone would go through other kernels than all of them.
+        data.append(Datum(data[0].tokens_N[:1].repeat(20), {n: a[:1].repeat(20) for n, a in data[0].inputs.items()}))
+        weights = data[-1].inputs["weights" if tenant == 0 else "advantages"]
+        weights[:] = np.arange(20) < 9
+        (trained,) = run(backend, [request(tenant, data)])
+        (scored,) = run(backend, [request(tenant, data, forward_only=True)])
         for ours, theirs in zip(trained.logprobs, scored.logprobs, strict=True):
             assert ours.tobytes() == theirs.tobytes()
         assert trained.metrics == scored.metrics
