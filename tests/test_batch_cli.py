@@ -70,7 +70,15 @@ def command(server: LiveServer, directory: Path, *arguments: object) -> subproce
     words = [sys.executable, "-m", "tinsmith.cli", "batch", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        words, cwd=directory, env=environment, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
+        words,
+        cwd=directory,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        # What runs in a shell's background inherits that interrupts are ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
