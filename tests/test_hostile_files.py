@@ -166,7 +166,7 @@ def test_code_that_comes_with_a_base_model_is_not_run(shape: ModelShape, tmp_pat
     config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'exploded')!r}, 'w')")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(SettingsError, match="trust_remote_code"):
         BaseModel.load(ModelShape("x", str(tmp_path), shape.vocab_size, shape.max_context_length, shape.arch))
     assert not (tmp_path / "exploded").exists()
     assert not any("mine" in name.split(".") for name in sys.modules)

@@ -300,9 +300,9 @@ EXCEPTIONS = {
     "batch/pools/local.py": {"yaml", "asyncio.create_subprocess_shell"},  # the operator's own file, and its `setup`
 }
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
-# The demonstration its own server, as do the client and the commands of bulk jobs; the operator's command the hub,
-# before it serves.
-MAY_ASK = {"demo.py", "bases.py", "batch/client.py", "batch_cli.py"}
+# The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and `tinsmith bench`
+# the server that their user names; the operator's command the hub, before it serves.
+MAY_ASK = {"demo.py", "bases.py", "batch/client.py", "batch_cli.py", "transfer.py", "bench.py"}
 
 
 def sources() -> list[Path]:
