@@ -65,6 +65,11 @@ def run(server: LiveServer, tmp_path: Path) -> Any:  # noqa: ANN401
     return call
 
 
+def heed_interrupts() -> None:
+    """What runs in a shell's background inherits that interrupts are ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def command(server: LiveServer, directory: Path, *arguments: object) -> subprocess.Popen[str]:
     environment = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "200"}
     words = [sys.executable, "-m", "tinsmith.cli", "batch", *map(str, arguments)]
@@ -77,8 +82,7 @@ def command(server: LiveServer, directory: Path, *arguments: object) -> subproce
         stdout=pipe,
         stderr=pipe,
         text=True,
-        # What runs in a shell's background inherits that interrupts are ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=heed_interrupts,
     )
 
 
