@@ -177,8 +177,11 @@ def test_code_that_comes_with_a_base_model_is_not_run(shape: ModelShape, tmp_pat
 
 @pytest.fixture
 def sealed(tmp_path: Path) -> tuple[Directories, str]:
+    def fill(path: Path) -> None:
+        (path / "a").write_bytes(b"content")
+
     directories = Directories(tmp_path / "sealed")
-    return directories, directories.write(lambda path: (path / "a").write_bytes(b"content") and None)[0]
+    return directories, directories.write(fill)[0]
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/../../secret", ".", "..", "", "a/b"])
