@@ -7,7 +7,8 @@ import torch
 from transformers import MistralConfig, PreTrainedConfig, Qwen3Config
 
 import tiny_models
-from tinsmith.backends.torch.servable import LayersSeen, check_layers, refusing
+from tinsmith.backends.torch.attention import NotingPlan
+from tinsmith.backends.torch.servable import check_layers, refusing
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
 
@@ -44,7 +45,7 @@ def test_each_layer_attends_once_to_the_window_of_its_configuration(
 
 
 def test_what_layers_ask_is_noted() -> None:
-    seen = LayersSeen()
+    seen = NotingPlan()
     rows = torch.zeros(3, 4, 8)
     out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=6)
     seen.attend(2, rows, rows, rows, scale=1.0)

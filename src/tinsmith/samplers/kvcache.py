@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.backends.torch.attention import NotingPlan
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Routing, Segment
 
@@ -35,28 +36,6 @@ class LayerShape(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-
-class ShapeProbe:
-    """An AttentionPlan that attends to nothing and notes what each layer would cache."""
-
-    def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
-
-    def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        self.layers[layer] = LayerShape(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype)
-        return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 
 
 class KVCache:
@@ -122,11 +101,11 @@ class KVCache:
 
 
 def layer_shapes(base: BaseModel) -> dict[int, LayerShape]:
-    probe = ShapeProbe()
+    noting = NotingPlan()
     token_T = torch.zeros(1, dtype=torch.int64, device=base.device)
     with torch.inference_mode():
-        base.hidden(token_T, token_T, probe, Routing([Segment(0, 1, None)]))
-    return probe.layers
+        base.hidden(token_T, token_T, noting, Routing([Segment(0, 1, None)]))
+    return {layer: LayerShape(*asked[-1][:4]) for layer, asked in noting.asked.items()}
 
 
 def default_bytes(base: BaseModel, token_bytes: int) -> int:

@@ -69,6 +69,44 @@ class AttentionPlan(Protocol):
         ...
 
 
+class Asked(NamedTuple):
+    """What a layer asks of attention: the sizes and dtype of what it would cache for a row, and how to attend."""
+
+    num_keys: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    options: AttentionOptions
+
+
+class NotingPlan:
+    """An AttentionPlan that attends to nothing and notes, by layer, what is asked each time."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, list[Asked]] = {}
+
+    @property
+    def windows(self) -> dict[int, list[int | None]]:
+        return {layer: [each.options["window"] for each in asked] for layer, asked in self.asked.items()}
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+        asked = Asked(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
+        self.asked.setdefault(layer, []).append(asked)
+        return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
+
+
 class PackedCausal:
     """Whole sequences one after the other in one row, each causal within itself.
 

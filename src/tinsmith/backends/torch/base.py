@@ -29,14 +29,21 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantised
-from tinsmith.backends.torch.attention import ATTENTION_NAME, PLAN_KEY, AttentionPlan, PackedCausal, register
+from tinsmith.backends.torch.attention import (
+    ATTENTION_NAME,
+    PLAN_KEY,
+    AttentionPlan,
+    NotingPlan,
+    PackedCausal,
+    register,
+)
 from tinsmith.backends.torch.decoder import Decoder
 from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
 from tinsmith.backends.torch.experts import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
 from tinsmith.backends.torch.quantised import MakeLinear
 from tinsmith.backends.torch.recompute import Recompute
-from tinsmith.backends.torch.servable import LayersSeen, check_config, check_layers, check_parameters, refusing
+from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
@@ -201,7 +208,7 @@ class BaseModel:
             self._differentiable = None
 
     def _check_layers(self) -> None:
-        seen, token_T = LayersSeen(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
         self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
         check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
         check_parameters(type(self.model).__name__, self._decoder, self.experts)

@@ -17,14 +17,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 from transformers.activations import SiLUActivation
 
-from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan
+from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
 from tinsmith.backends.torch.banks import Bank, Work
 from tinsmith.backends.torch.lora import Adapter, MultiLoRALinear, Pair, Routing
 from tinsmith.backends.torch.products import HAS_ONEDNN
@@ -113,19 +113,6 @@ class _Layer:
     num_keys: int
     head_dim: int
     attention: AttentionOptions
-
-
-class _Asked:
-    """An AttentionPlan that attends to nothing and notes what each layer asks of it."""
-
-    def __init__(self) -> None:
-        self.options: dict[int, AttentionOptions] = {}
-
-    def attend(
-        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Tensor:
-        self.options[layer] = options
-        return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 
 
 class Decoder:
@@ -241,9 +228,9 @@ def are_known(modules: nn.Module) -> bool:
 @torch.no_grad()
 def asked_of_attention(modules: nn.Module) -> dict[int, AttentionOptions]:
     """What each layer asks of attention, by index."""
-    asked, token = _Asked(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
-    modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: asked})
-    return asked.options
+    noting, token = NotingPlan(), torch.zeros(1, 1, dtype=torch.int64, device=next(modules.parameters()).device)
+    modules(input_ids=token, position_ids=token, use_cache=False, **{PLAN_KEY: noting})
+    return {layer: asked.options for layer, (asked,) in noting.asked.items()}
 
 
 def _is_known(layer: nn.Module) -> bool:

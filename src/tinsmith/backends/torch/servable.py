@@ -13,35 +13,13 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tinsmith.errors import SettingsError
 from tinsmith.ops import ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-class LayersSeen:
-    """An AttentionPlan that attends to nothing and notes what each layer asks of it."""
-
-    def __init__(self) -> None:
-        self.windows: dict[int, list[int | None]] = {}
-
-    def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        self.windows.setdefault(layer, []).append(window)
-        return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
 
 
 def check_config(config: PreTrainedConfig) -> None:
