@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -51,6 +52,23 @@ class LiveServer:
     def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
         self.process.send_signal(how)
         return self.process.wait(timeout_s)
+
+
+def freeze(pid: int, data_dir: Path) -> None:
+    """Stops a process in its tracks, but never while it holds the write lock of the SQLite file in `data_dir`: a
+    process that stands still in the middle of a commit stops every other writer, which is not what a test is about."""
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        if not (path := data_dir / "tinsmith.db").exists():
+            return
+        with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as probe:
+            try:
+                probe.execute("BEGIN IMMEDIATE")
+                probe.execute("ROLLBACK")
+                return
+            except sqlite3.OperationalError:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from live import LiveServer, serving
+from live import LiveServer, freeze, serving
 from tinsmith import batch
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
@@ -280,7 +280,7 @@ def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_cou
     job = start(client, tmp_path, slow, rows=60, limits={**QUICK, "heartbeat_timeout_s": 1.5})
     until(lambda: job.status()["batch_completed_batches"] >= 2)
     frozen = worker_pids(server)[0]
-    os.kill(frozen, signal.SIGSTOP)
+    freeze(frozen, server.data_dir)
     job.wait()
     assert lines(tmp_path / "out.jsonl") == doubled(60)
     assert any(state["infra_retries"] for state in job.batches())

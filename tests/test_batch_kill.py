@@ -26,6 +26,7 @@ import sqlalchemy as sa
 import tinsmith.batch.run
 from coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
 from databases import fresh_url
+from live import freeze
 from tinsmith import batch
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
@@ -202,7 +203,7 @@ def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path
             until(marker.exists, first)
             # From now on its lease is no longer than the job says.
             until(lambda: lease_s(jobs, job_id) < 2, first)
-            first.send_signal(signal.SIGSTOP)
+            freeze(first.pid, directory)
             second = start_process(Place(url, str(directory), job_id, "second"))
             assert second.wait(PATIENCE_S) == 0, (directory / "second.log").read_text()[-3000:]
             before = cost_of(jobs, job_id, directory, killed=True), jobs.find("local", job_id)

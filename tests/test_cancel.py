@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from http_harness import BOB, Harness, close, make_harness, sample_request
-from live import LiveServer
+from live import LiveServer, freeze
 from raw_client import connect, engine_of
 from test_engine import BASE, Bench
 from tinsmith.db import BODIES, FUTURES, RESULTS, SESSIONS, Database, now
@@ -253,8 +253,8 @@ def processor_seconds(pid: int) -> float:
 def test_a_cancel_that_comes_while_the_engine_is_down_takes_effect_when_it_is_back(fake_server: LiveServer) -> None:
     client = connect(fake_server)
     sampler = client.sampler()
-    os.kill(engine_of(fake_server), signal.SIGSTOP)
     engine = engine_of(fake_server)
+    freeze(engine, fake_server.data_dir)
     body = {**sample_request(sampler), "sampling_params": {"max_tokens": 3}}
     request_id = client.ok("asample", body)["request_id"]
     client.ok("cancel_future", {"request_id": request_id})

@@ -15,7 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
-from live import API_KEY, LiveServer, free_port, serving
+from live import API_KEY, LiveServer, free_port, freeze, serving
 from raw_client import engine_of
 
 NANO = "tinsmith/nano"
@@ -114,8 +114,8 @@ def test_a_run_survives_a_kill_of_everything_while_its_poll_is_held(tmp_path: Pa
         first = servers.enter_context(serving(data_dir, port=port))
         engine = engine_of(first)
 
-        def freeze() -> None:
-            os.kill(engine, signal.SIGSTOP)  # so that the answer cannot come before the end
+        def stand_still() -> None:
+            freeze(engine, data_dir)  # so that the answer cannot come before the end
 
         def kill_all_and_start_again() -> None:
             time.sleep(0.3)  # the poll is held by now; if not, the test is only easier
@@ -124,7 +124,7 @@ def test_a_run_survives_a_kill_of_everything_while_its_poll_is_held(tmp_path: Pa
             servers.enter_context(serving(data_dir, port=port))
 
         with service_of(first) as service:
-            losses = run(service, {(2, "after a step"): freeze, (3, "while a pass runs"): kill_all_and_start_again})
+            losses = run(service, {(2, "after a step"): stand_still, (3, "while a pass runs"): kill_all_and_start_again})
     assert losses == undisturbed
 
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from databases import fresh_url
-from live import LiveServer, free_port, serving
+from live import LiveServer, free_port, freeze, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
 from tinsmith.db import Database
@@ -52,7 +52,7 @@ def client(server: LiveServer) -> Iterator[RawClient]:
 def test_a_poll_ends_in_time_and_says_that_the_engine_is_down(server: LiveServer, client: RawClient) -> None:
     model = client.model()
     engine = engine_of(server)
-    os.kill(engine, signal.SIGSTOP)  # a request that the engine cannot have answered yet
+    freeze(engine, server.data_dir)  # a request that the engine cannot have answered yet
     request_id = client.step(model, 1)
     started = time.monotonic()
     answer = client.post("retrieve_future", {"request_id": request_id})
@@ -127,7 +127,7 @@ def test_a_new_engine_waits_until_the_one_of_a_killed_server_is_gone(tmp_path: P
         client = connect(first)
         model = client.model()
         old = engine_of(first)
-        os.kill(old, signal.SIGSTOP)  # as if in the middle of a long step
+        freeze(old, first.data_dir)  # as if in the middle of a long step
         request_id = client.step(model, 1)
         first.stop(signal.SIGKILL)
     try:
