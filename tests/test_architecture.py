@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "signing": {"errors"},
     "quotas": {"db", "errors", "futures"},
     "keys_cli": {"db", "errors", "quotas", "settings", "storage", "tenants"},
-    "storage": {"crashpoints", "errors"},
+    "storage": {"crashpoints", "errors", "settings", "storage"},
     "adapters": VALUES,
     "merging": VALUES | {"adapters", "storage"},
     "transfer": {"adapters", "errors", "storage"},
@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notify": {"errors"},
     "listen": {"db", "notify"},
     "logs": set(),
-    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "settings", "wire"},
+    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "settings", "storage", "wire"},
     "batch_cli": {"batch", "errors"},
     "answers": VALUES
     | {

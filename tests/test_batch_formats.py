@@ -29,8 +29,8 @@ from tinsmith.batch.protocols import (
     part_base,
     part_name,
 )
-from tinsmith.batch.store import LocalStore
 from tinsmith.errors import CorruptFilesError, ForbiddenError, UserError
+from tinsmith.storage.stores import LocalStore
 
 Rows = list[dict[str, Any]]
 

@@ -12,10 +12,10 @@ import pytest
 from tinsmith.batch import registry
 from tinsmith.batch.protocols import Assignment, Span
 from tinsmith.batch.readers.lines import JsonReader
-from tinsmith.batch.store import PIECE_BYTES, Source, join, locations, open_store, split
 from tinsmith.batch.writers.images import ImageWriter
 from tinsmith.batch.writers.lines import JsonWriter
 from tinsmith.errors import CorruptFilesError, UserError
+from tinsmith.storage.stores import PIECE_BYTES, Source, join, locations, open_store, split
 
 BUCKET = "rows"
 

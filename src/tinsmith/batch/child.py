@@ -47,10 +47,10 @@ def main() -> None:
     first = json.loads(source.readline())
     spec = JobSpec.from_dict(first["spec"])
     if spec.roots is not None:
-        from tinsmith.batch import store
         from tinsmith.batch.cache import cache_directory
+        from tinsmith.storage import stores
 
-        store.confine([*spec.roots, str(cache_directory())])
+        stores.confine([*spec.roots, str(cache_directory())])
     if first["role"] == "mapper":
         _map(spec, source, send)
     else:

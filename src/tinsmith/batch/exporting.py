@@ -16,8 +16,8 @@ from tinsmith.batch.client import Client, Status
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Span, part_base, staging_of
 from tinsmith.batch.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.reducing import delete_staging
-from tinsmith.batch.store import join, open_store
 from tinsmith.errors import UserError
+from tinsmith.storage.stores import join, open_store
 
 PACKED = (".gz", ".zst")
 

@@ -19,9 +19,9 @@ from typing import Any
 from tinsmith.batch import operations
 from tinsmith.batch.protocols import JobSpec
 from tinsmith.batch.registry import SHIPPED
-from tinsmith.batch.store import is_below, join, split
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
+from tinsmith.storage.stores import is_below, join, split
 
 CONFINED_READERS = frozenset(("json", "text", "csv", "parquet", "images", "webdataset", "items", "openai_batch"))
 CONFINED_WRITERS = CONFINED_READERS - {"items"}

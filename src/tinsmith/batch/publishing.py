@@ -15,7 +15,7 @@ from typing import NamedTuple
 import orjson
 
 from tinsmith.batch.protocols import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
-from tinsmith.batch.store import Source, Store, join, open_store, verified
+from tinsmith.storage.stores import Source, Store, join, open_store, verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

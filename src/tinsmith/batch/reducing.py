@@ -13,7 +13,7 @@ import orjson
 
 from tinsmith.batch import registry
 from tinsmith.batch.protocols import JobSpec, OutputInfo, PartInfo, Row, Span, staging_of
-from tinsmith.batch.store import LocalStore, open_store
+from tinsmith.storage.stores import LocalStore, open_store
 
 
 class Winners(Sequence[PartInfo]):

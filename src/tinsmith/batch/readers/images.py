@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.batch.protocols import InputReader, Row
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.batch.store import locations, open_store
+from tinsmith.storage.stores import locations, open_store
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff")
 

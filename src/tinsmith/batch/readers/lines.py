@@ -22,7 +22,7 @@ import orjson
 from tinsmith.batch.cache import cached
 from tinsmith.batch.protocols import InputReader, Row
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.batch.store import CHUNK_BYTES, locations, open_store
+from tinsmith.storage.stores import CHUNK_BYTES, locations, open_store
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BYTES_PER_TOKEN = 4

@@ -10,7 +10,7 @@ from typing import Any
 from tinsmith.batch.protocols import InputReader, Row
 from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.batch.store import locations
+from tinsmith.storage.stores import locations
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")

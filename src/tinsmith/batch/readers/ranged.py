@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from tinsmith.batch.store import CHUNK_BYTES, open_store
+from tinsmith.storage.stores import CHUNK_BYTES, open_store
 
 
 class RangedFile(io.RawIOBase):

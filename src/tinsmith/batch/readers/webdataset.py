@@ -13,7 +13,7 @@ import orjson
 from tinsmith.batch.protocols import InputReader, Row
 from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.batch.store import locations, open_store
+from tinsmith.storage.stores import locations, open_store
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tinsmith.batch.encoding import encode, selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.store import join, verified
+from tinsmith.storage.stores import join, verified
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="csv")

@@ -19,7 +19,7 @@ from tinsmith.batch.encoding import selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.store import join, open_store
+from tinsmith.storage.stores import join, open_store
 
 KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 

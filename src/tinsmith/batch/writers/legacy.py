@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from tinsmith.batch import publishing
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
-from tinsmith.batch.store import LocalStore, join, open_store
 from tinsmith.errors import UserError
+from tinsmith.storage.stores import LocalStore, join, open_store
 
 STAGED_JOB = "job"
 

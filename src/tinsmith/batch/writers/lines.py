@@ -17,7 +17,7 @@ from tinsmith.batch import publishing
 from tinsmith.batch.encoding import encode, selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.store import join
+from tinsmith.storage.stores import join
 
 
 @dataclass

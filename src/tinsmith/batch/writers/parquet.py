@@ -17,7 +17,7 @@ from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Sp
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.store import join, verified
+from tinsmith.storage.stores import join, verified
 
 GROUP_ROWS = 65_536
 GROUP_BYTES = 8 * 1024 * 1024

@@ -24,8 +24,8 @@ from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Sp
 from tinsmith.batch.publishing import exists_already
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
 from tinsmith.batch.sql import check_name, connect, existing_table, split_url
-from tinsmith.batch.store import join
 from tinsmith.errors import CorruptFilesError, UserError
+from tinsmith.storage.stores import join
 
 if TYPE_CHECKING:
     import sqlalchemy as sa

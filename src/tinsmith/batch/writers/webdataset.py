@@ -17,7 +17,7 @@ from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Sp
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.readers.webdataset import WebdatasetReader
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.batch.store import join
+from tinsmith.storage.stores import join
 
 KEY = "__key__"
 
