@@ -18,7 +18,7 @@ from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import operations, registry, store
+from tinsmith.batch import operations, registry
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
 from tinsmith.batch.operations.sample import Sample
@@ -26,6 +26,7 @@ from tinsmith.batch.protocols import InputReader, JobSpec
 from tinsmith.batch.state import BatchJobs
 from tinsmith.db import Database
 from tinsmith.errors import ForbiddenError
+from tinsmith.storage import stores
 
 MARKER = "a text that only the code of this job holds"
 
@@ -281,8 +282,8 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
         (directory / "in.jsonl").write_text('{"a": 1}\n')
     (own / "link.jsonl").symlink_to(other / "in.jsonl")
     (own / "link").symlink_to(other)
-    monkeypatch.setattr(store, "_confines", None)
-    store.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
+    monkeypatch.setattr(stores, "_confines", None)
+    stores.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tinsmith.batch.cache.cache_directory", lambda: Path(tmp_path / "cache"))
@@ -293,7 +294,7 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
             len(batch.JsonReader(f"{tmp_path}/{path}"))
     for path in (f"{own}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
         with pytest.raises(ForbiddenError):
-            store.open_store(path)
+            stores.open_store(path)
     assert os.listdir(other) == ["in.jsonl"]
 
 

@@ -4,7 +4,7 @@ A job runs code of its tenant's if its function, one of its formats or its inter
 operations in known formats runs none, and is open to everybody; but workers are processes of the server's user, with
 its access to files and buckets. So such a job is confined: it reads and writes below its roots only, which are the
 tenant's own directory and what the operator has named. Roots are decided here, when a job is submitted, and kept in
-its specification; workers hold every location against them again when they open it (`store.confine`). Whoever may run
+its specification; workers hold every location against them again when they open it (`stores.confine`). Whoever may run
 code can reach all that the server's user can: to confine it would be a pretence.
 
 Pure but for looking at where links lead. Knows no database and no HTTP.
