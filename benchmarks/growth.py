@@ -29,18 +29,19 @@ import httpx
 import sqlalchemy as sa
 from measured import API_KEY, summary, wait_for
 
-from tinsmith.audit import Audit
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.models import Models
+from tinsmith.records.audit import Audit
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+from tinsmith.tables import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 
 MODEL = "tinsmith/nano"
 TENANT = "local"

@@ -23,8 +23,9 @@ from tinsmith.batch.functions import serialize_function
 from tinsmith.batch.protocols import JobSpec, Limits
 from tinsmith.batch.state import TERMINAL, BatchJobs
 from tinsmith.crashpoints import arm
-from tinsmith.db import BATCH, Database
+from tinsmith.db import Database
 from tinsmith.settings import Settings
+from tinsmith.tables import BATCH
 
 PATIENCE_S = 90.0  # with a slow machine
 LIMITS = Limits(backoff_s=0.01, grace_s=1.0)

@@ -14,30 +14,33 @@ from starlette.testclient import TestClient
 from databases import fresh_url
 from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app
-from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
-from tinsmith.census import Census
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import KEYS, Database
+from tinsmith.db import Database
 from tinsmith.errors import TinsmithError
 from tinsmith.files import Files
 from tinsmith.futures import Futures, Settlement
-from tinsmith.kept_samples import KeptSamples
-from tinsmith.meters import ServerMeters
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters
+from tinsmith.observing.census import Census
+from tinsmith.observing.meters import ServerMeters
+from tinsmith.observing.overview import Overview
+from tinsmith.observing.traces import Traces
+from tinsmith.observing.tracing import NoTracing
 from tinsmith.openai_batches.keeper import Keeper, Parts
 from tinsmith.openai_batches.rows import OpenAIBatches
 from tinsmith.ops import LoraSpec, ModelShape, Pending
-from tinsmith.overview import Overview
 from tinsmith.partials import Partials
 from tinsmith.quotas import Limits, Quotas
-from tinsmith.recent_steps import RecentSteps
+from tinsmith.records.audit import Audit
+from tinsmith.records.curves import Curves
+from tinsmith.records.kept_samples import KeptSamples
+from tinsmith.records.recent_steps import RecentSteps
+from tinsmith.records.usage import Usage
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -45,12 +48,10 @@ from tinsmith.settings import Settings
 from tinsmith.signing import Signer
 from tinsmith.standing import StandingSessions
 from tinsmith.storage import Directories
+from tinsmith.tables import KEYS
 from tinsmith.tenants.keys import Keys, digest_of
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
-from tinsmith.traces import Traces
-from tinsmith.tracing import NoTracing
-from tinsmith.usage import Usage
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"

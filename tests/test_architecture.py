@@ -14,51 +14,60 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "tinsmith"
 GENERATED = {"tinker_public_pb2"}
 
+COLLECTIONS = {"cli", "exchange", "observing", "records"}
+"""Packages whose modules have little to do with each other: each has a row of its own."""
+
 # Module (or package) -> which parts of tinsmith it may import. Durable nouns know SQL and no device; backends and
 # samplers know a device and neither SQL nor HTTP; they meet in `engine` only.
 VALUES = {"errors", "ops"}
 DURABLE = {
-    "audit",
-    "census",
+    "records.audit",
+    "observing.census",
     "checkpoints",
-    "curves",
+    "records.curves",
     "custom_losses",
     "engines",
     "futures",
-    "kept_samples",
+    "records.kept_samples",
     "models",
-    "overview",
-    "recent_steps",
+    "observing.overview",
+    "records.recent_steps",
     "sampling_sessions",
     "sequences",
     "sessions",
-    "traces",
-    "usage",
+    "observing.traces",
+    "records.usage",
 }
 MAY_IMPORT: dict[str, set[str]] = {
+    "cli": set(),
+    "cli.__main__": {"cli.main"},
+    "exchange": set(),
+    "observing": set(),
+    "records": set(),
+    "tables": {"tables"},
     "errors": set(),
     "ops": set(),
     "settings": {"errors"},
     "crashpoints": {"errors"},
     "clocks": set(),
-    "meters": set(),
-    "tracing": {"errors"},
-    "census": {"db"},
+    "observing.meters": set(),
+    "observing.tracing": {"errors"},
+    "observing.census": {"db", "tables"},
     "heap": set(),
     "signing": {"errors"},
-    "quotas": {"db", "errors", "futures"},
-    "keys_cli": {"db", "errors", "quotas", "settings", "storage", "tenants"},
+    "quotas": {"db", "tables", "errors", "futures"},
+    "cli.keys": {"db", "tables", "errors", "quotas", "settings", "storage", "tenants"},
     "storage": {"crashpoints", "errors", "settings", "storage"},
-    "adapters": VALUES,
-    "merging": VALUES | {"adapters", "storage"},
-    "transfer": {"adapters", "errors", "storage"},
-    "hub": VALUES | {"adapters", "checkpoints", "storage"},
-    "checkpoints_cli": {"adapters", "bases", "errors", "merging", "settings", "transfer"},
+    "exchange.adapters": VALUES,
+    "exchange.merging": VALUES | {"exchange.adapters", "storage"},
+    "exchange.transfer": {"exchange.adapters", "errors", "storage"},
+    "exchange.hub": VALUES | {"exchange.adapters", "checkpoints", "storage"},
+    "cli.checkpoints": {"exchange.adapters", "bases", "errors", "exchange.merging", "settings", "exchange.transfer"},
     "notify": {"errors"},
-    "listen": {"db", "notify"},
-    "logs": set(),
-    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "settings", "storage", "wire"},
-    "batch_cli": {"batch", "errors"},
+    "listen": {"db", "tables", "notify"},
+    "observing.logs": set(),
+    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "tables", "settings", "storage", "wire"},
+    "cli.batch": {"batch", "errors"},
     "answers": VALUES
     | {
         "admission",
@@ -72,19 +81,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "sessions",
         "wire",
     },
-    "batch_tables": set(),
-    "file_tables": set(),
-    "record_tables": set(),
-    "curves": VALUES | {"db"},
-    "recent_steps": {"db"},
-    "kept_samples": {"db", "errors"},
-    "overview": {"db", "errors"},
+    "records.curves": VALUES | {"db", "tables"},
+    "records.recent_steps": {"db", "tables"},
+    "records.kept_samples": {"db", "tables", "errors"},
+    "observing.overview": {"db", "tables", "errors"},
     "dashboard": set(),
-    "files": {"db", "errors", "storage"},
+    "files": {"db", "tables", "errors", "storage"},
     "openai_batches": {
         "batch",
         "crashpoints",
         "db",
+        "tables",
         "errors",
         "files",
         "openai_batches",
@@ -92,9 +99,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "wire",
     },
-    "db": {"batch_tables", "crashpoints", "errors", "file_tables", "notify", "record_tables", "turns"},
+    "db": {"crashpoints", "errors", "notify", "turns"},
     "turns": set(),
-    "migrations": {"db"},
+    "migrations": {"db", "tables"},
     "nano": {"nano"},
     "scheduler": {"ops"},
     "losses": VALUES,
@@ -102,21 +109,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bases": VALUES | {"nano"},
     "chat": VALUES | {"bases", "chat", "wire"},
     "partials": {"ops"},
-    "standing": {"audit", "errors", "sampling_sessions", "sessions"},
-    "tenants": {"audit", "db", "errors", "signing", "tenants"},
+    "standing": {"records.audit", "errors", "sampling_sessions", "sessions"},
+    "tenants": {"records.audit", "db", "tables", "errors", "signing", "tenants"},
     "wire": VALUES | {"wire"},
     "admission": VALUES | {"losses", "wire", "checkpoints"},
-    "custom_losses": VALUES | {"db"},
-    "sequences": VALUES | {"db"},
-    "futures": VALUES | {"crashpoints", "db", "notify", "tracing"},
-    "sessions": VALUES | {"clocks", "db"},
-    "audit": {"db"},
-    "usage": {"db", "futures"},
-    "traces": {"db"},
-    "models": VALUES | {"db"},
-    "sampling_sessions": VALUES | {"db"},
-    "engines": {"db"},
-    "checkpoints": VALUES | {"db", "models", "storage"},
+    "custom_losses": VALUES | {"db", "tables"},
+    "sequences": VALUES | {"db", "tables"},
+    "futures": VALUES | {"crashpoints", "db", "tables", "notify", "observing.tracing"},
+    "sessions": VALUES | {"clocks", "db", "tables"},
+    "records.audit": {"db", "tables"},
+    "records.usage": {"db", "tables", "futures"},
+    "observing.traces": {"db", "tables"},
+    "models": VALUES | {"db", "tables"},
+    "sampling_sessions": VALUES | {"db", "tables"},
+    "engines": {"db", "tables"},
+    "checkpoints": VALUES | {"db", "tables", "models", "storage"},
     "samplers": VALUES | {"samplers", "backends"},
     "backends": VALUES | {"losses", "loss_graphs", "samplers", "backends"},
     "encryption": {"errors"},
@@ -128,27 +135,28 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "crashpoints",
         "db",
+        "tables",
         "encryption",
         "engine",
         "listen",
-        "logs",
-        "meters",
+        "observing.logs",
+        "observing.meters",
         "notify",
         "partials",
         "samplers",
         "scheduler",
         "settings",
         "storage",
-        "tracing",
+        "observing.tracing",
         "wire",
     },
-    "janitor": DURABLE | {"clocks", "db", "heap", "files", "settings", "storage"},
-    "supervisor": {"bases", "engines", "meters", "ops", "settings"},
+    "janitor": DURABLE | {"clocks", "db", "tables", "heap", "files", "settings", "storage"},
+    "supervisor": {"bases", "engines", "observing.meters", "ops", "settings"},
     "routes": VALUES
     | DURABLE
     | {
-        "adapters",
-        "hub",
+        "exchange.adapters",
+        "exchange.hub",
         "answers",
         "admission",
         "bases",
@@ -161,7 +169,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "openai_batches",
         "losses",
         "loss_graphs",
-        "meters",
+        "observing.meters",
         "nano",
         "notify",
         "partials",
@@ -171,7 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "signing",
         "standing",
         "tenants",
-        "tracing",
+        "observing.tracing",
         "wire",
     },
     "app": {"batch", "routes", "wire"},
@@ -186,12 +194,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat",
         "crashpoints",
         "db",
+        "tables",
         "errors",
         "files",
         "openai_batches",
         "janitor",
         "listen",
-        "meters",
+        "observing.meters",
         "notify",
         "partials",
         "quotas",
@@ -201,21 +210,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "supervisor",
         "tenants",
-        "tracing",
+        "observing.tracing",
     },
-    "doctor": {"bases", "errors", "settings"},
-    "demo": {"errors", "nano"},
-    "bench": {"errors"},
-    "cli": {
+    "cli.doctor": {"bases", "errors", "settings"},
+    "cli.demo": {"errors", "nano"},
+    "cli.bench": {"errors"},
+    "cli.main": {
         "",
-        "batch_cli",
-        "bench",
-        "checkpoints_cli",
-        "demo",
-        "doctor",
+        "cli.batch",
+        "cli.bench",
+        "cli.checkpoints",
+        "cli.demo",
+        "cli.doctor",
         "errors",
-        "keys_cli",
-        "logs",
+        "cli.keys",
+        "observing.logs",
         "server",
         "settings",
     },
@@ -236,7 +245,7 @@ MUST_NOT_LOAD = {
     ),
     "tinsmith.batch.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch"),
-    "tinsmith.cli": ("torch", "transformers", "starlette", "sqlalchemy", "tinker"),
+    "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),
 }
 
@@ -254,8 +263,13 @@ def source_files() -> list[Path]:
 
 
 def part_of(path: Path) -> str:
-    top = path.relative_to(SOURCE).parts[0]
-    return top.removesuffix(".py") if top != "__init__.py" else ""
+    return part_named(".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip("."))
+
+
+def part_named(module: str) -> str:
+    """The part that a module (without `tinsmith.`) belongs to: itself in a package of unlike modules, else its top."""
+    top, _, rest = module.partition(".")
+    return f"{top}.{rest.split('.')[0]}" if top in COLLECTIONS and rest else top
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -266,14 +280,16 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             module = node.module or ""
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "tinsmith" else [module]
+            whole = module == "tinsmith" or module.removeprefix("tinsmith.") in COLLECTIONS
+            names = [f"{module}.{alias.name}" for alias in node.names] if whole else [module]
         else:
             continue
         for name in names:
             package, _, rest = name.partition(".")
             if package == "tinsmith":
-                part = rest.split(".")[0]
-                yield part if (SOURCE / part).is_dir() or (SOURCE / f"{part}.py").is_file() else ""
+                part = part_named(rest)
+                file = SOURCE / part.replace(".", "/")
+                yield part if file.is_dir() or file.with_suffix(".py").is_file() else part.rpartition(".")[0]
 
 
 @pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))

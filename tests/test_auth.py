@@ -28,9 +28,10 @@ from tinker.lib._jwt_auth import JwtAuthProvider
 from databases import database_url
 from live import LiveServer, environment, free_port, serving
 from raw_client import PROTO, RawClient, pass_body
-from tinsmith.db import BODIES, CUSTOM_LOSSES, METADATA, Database
+from tinsmith.db import Database
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer
+from tinsmith.tables import BODIES, CUSTOM_LOSSES, METADATA
 from tinsmith.tenants import Caller
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.tokens import Tokens

@@ -16,10 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from live import API_KEY, LiveServer, serving
-from tinsmith import batch, batch_cli
+from tinsmith import batch
 from tinsmith.batch.client import Client
 from tinsmith.batch.printed import JobLogs, Tagged, untagged
 from tinsmith.batch.protocols import Assignment
+from tinsmith.cli import batch as batch_cli
 from tinsmith.errors import NotFoundError
 
 ROWS = 12

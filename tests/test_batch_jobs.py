@@ -64,8 +64,6 @@ def broken() -> None:
 @batch.remote_function
 def suicidal(marker: str, victim: str) -> None:
     """Once, in the middle: kill the worker, or its own process."""
-    import os
-    import signal
     from pathlib import Path
 
     from tinsmith import batch

@@ -31,8 +31,9 @@ from tinsmith import batch
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
 from tinsmith.batch.state import BatchJobs
-from tinsmith.db import BATCH, Database
+from tinsmith.db import Database
 from tinsmith.settings import Settings
+from tinsmith.tables import BATCH
 
 STEPS = {
     "batch.claimed": 3,

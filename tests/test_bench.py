@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from live import API_KEY, LiveServer, free_port, serving
-from tinsmith import bench
-from tinsmith.bench import MEASURES, Figure, Measure, Row
-from tinsmith.cli import app
+from tinsmith.cli import bench
+from tinsmith.cli.bench import MEASURES, Figure, Measure, Row
+from tinsmith.cli.main import app
 from tinsmith.errors import SettingsError
 
 

@@ -20,10 +20,11 @@ from http_harness import BOB, Harness, close, make_harness, sample_request
 from live import LiveServer, freeze
 from raw_client import connect, engine_of
 from test_engine import BASE, Bench
-from tinsmith.db import BODIES, FUTURES, RESULTS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.engines import Engines
 from tinsmith.errors import NotFoundError
 from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.tables import BODIES, FUTURES, RESULTS, SESSIONS
 
 SAMPLER = "s:sample:0"
 IN_SAMPLER = 8

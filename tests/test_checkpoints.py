@@ -12,11 +12,12 @@ import pytest
 
 from databases import fresh_url
 from tinsmith.checkpoints import Checkpoint, CheckpointRef, Checkpoints, NewCheckpoint, completion, failure
-from tinsmith.db import CHECKPOINTS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError
 from tinsmith.models import Models, NewModel, copied_run
 from tinsmith.ops import LoraSpec
 from tinsmith.storage import Directories
+from tinsmith.tables import CHECKPOINTS
 
 ALICE, BOB, CAROL = "alice", "bob", "carol"
 REF = CheckpointRef("s:train:0", "weights", "one")

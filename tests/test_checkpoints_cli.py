@@ -25,9 +25,10 @@ from typer.testing import CliRunner
 
 import peft_adapters
 from live import API_KEY, LiveServer
-from tinsmith import nano, transfer
-from tinsmith.cli import app
+from tinsmith import nano
+from tinsmith.cli.main import app
 from tinsmith.errors import TinsmithError, UserError
+from tinsmith.exchange import transfer
 
 TOKENS = list(range(40, 60))
 GUIDE = Path(__file__).parents[1] / "docs" / "export.md"
@@ -276,6 +277,6 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
 def test_the_commands_load_nothing_heavy_before_they_run() -> None:
     import subprocess
 
-    script = "import tinsmith.checkpoints_cli, sys; print('torch' in sys.modules, 'httpx' in sys.modules)"
+    script = "import tinsmith.cli.checkpoints, sys; print('torch' in sys.modules, 'httpx' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

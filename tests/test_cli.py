@@ -15,8 +15,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from tinsmith import cli
-from tinsmith.doctor import Finding
+from tinsmith.cli import main as cli
+from tinsmith.cli.doctor import Finding
 
 ROOT = Path(__file__).parents[1]
 NO_SERVER = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": "tml-test"}
@@ -51,7 +51,7 @@ def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("good", [True, False])
 def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.doctor.examine", lambda _settings: [Finding(good, "disk", "[full]")])
+    monkeypatch.setattr("tinsmith.cli.doctor.examine", lambda _settings: [Finding(good, "disk", "[full]")])
     found = run("doctor", "--json")
     assert json.loads(found.stdout) == [{"good": good, "what": "disk", "detail": "[full]"}]
     assert found.exit_code == (0 if good else 1)
@@ -85,7 +85,7 @@ def test_a_shell_completes_commands(shell: str) -> None:
     words = {"COMP_WORDS": "tinsmith k", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "tinsmith k"}
     action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"} if shell == "fish" else {}
     environment = {**os.environ, **words, **action, "_TINSMITH_COMPLETE": f"complete_{shell}"}
-    script = "import sys; sys.argv = ['tinsmith']; from tinsmith.cli import main; main()"
+    script = "import sys; sys.argv = ['tinsmith']; from tinsmith.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
     )

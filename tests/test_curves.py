@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from databases import fresh_url
-from tinsmith.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
-from tinsmith.db import CURVE_POINTS, Database
+from tinsmith.db import Database
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
+from tinsmith.records.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.records.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+from tinsmith.tables import CURVE_POINTS
 
 RUN, OTHER = "s:train:0", "s:train:1"
 

@@ -17,7 +17,8 @@ from selenium.webdriver.common.keys import Keys
 from browser import Browser, browsing
 from dashboard_data import BASE, STRANGE_NAME, Site, site
 from databases import database_url
-from tinsmith.db import MODELS, Database
+from tinsmith.db import Database
+from tinsmith.tables import MODELS
 
 PAGES = {
     "overview": "Overview",

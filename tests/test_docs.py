@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer.main
 
-from tinsmith.cli import app
+from tinsmith.cli.main import app
 from tinsmith.losses import LOSSES
 from tinsmith.settings import Settings
 

@@ -14,7 +14,6 @@ import sqlalchemy as sa
 from test_engine import BASE, Bench, saved
 from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.checkpoints import parse_path
-from tinsmith.db import BODIES, MODELS, SAMPLERS
 from tinsmith.engine import QUIET_S
 from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.suspects import MOST_DEATHS
@@ -23,6 +22,7 @@ from tinsmith.errors import UserError
 from tinsmith.ops import OptimStep
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.storage import MANIFEST
+from tinsmith.tables import BODIES, MODELS, SAMPLERS
 
 FULL = OSError(28, "No space left on device")
 

@@ -16,7 +16,7 @@ from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss, insertion
-from tinsmith.db import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.engine import QUIET_S, Engine, Nouns
 from tinsmith.engine.recording import Records
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
@@ -29,6 +29,7 @@ from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult, Samp
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
+from tinsmith.tables import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"

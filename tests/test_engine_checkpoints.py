@@ -13,12 +13,12 @@ import pytest
 
 from test_engine import BASE, Bench
 from tinsmith.checkpoints import Checkpoint, parse_path
-from tinsmith.db import CHECKPOINTS
 from tinsmith.engine.versions import LOADED_VERSIONS
 from tinsmith.errors import NotFoundError
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec
 from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.tables import CHECKPOINTS
 
 STATE = "fake_adapter.json"
 

@@ -11,11 +11,12 @@ import pytest
 import sqlalchemy as sa
 
 from databases import POSTGRES, fresh_url
-from tinsmith.db import ENGINES, MODELS, Database
+from tinsmith.db import Database
 from tinsmith.engines import Engines, Lease, LeaseLostError, Renewal, fence
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
+from tinsmith.tables import ENGINES, MODELS
 
 BASE = "local/tiny"
 LONG_S = 60.0

@@ -25,11 +25,12 @@ from test_engine import Bench
 from test_janitor import db, parts, silent_session, unloads  # noqa: F401  fixtures
 from test_recovery import DATA, NANO
 from tinsmith.clocks import WatchedClock
-from tinsmith.db import SESSIONS, Database
+from tinsmith.db import Database
 from tinsmith.errors import SettingsError
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.server import build
 from tinsmith.settings import Settings
+from tinsmith.tables import SESSIONS
 
 only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, not the database")
 

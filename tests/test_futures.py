@@ -11,11 +11,12 @@ import pytest
 import sqlalchemy as sa
 
 from databases import fresh_url
-from tinsmith.db import BODIES, FUTURES, MODELS, RESULTS, Database
+from tinsmith.db import Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement, Spent
 from tinsmith.models import Models, NewModel, log_deletion, unloading
 from tinsmith.ops import LoraSpec
+from tinsmith.tables import BODIES, FUTURES, MODELS, RESULTS
 
 MODEL = "s:train:0"
 

@@ -17,13 +17,14 @@ from sqlalchemy import event
 
 import databases
 from http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
-from tinsmith import usage
-from tinsmith.audit import PREFIXES
-from tinsmith.db import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE, Database, now
+from tinsmith.db import Database, now
 from tinsmith.futures import SampleCost, Settlement
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.quotas import Limits
+from tinsmith.records import usage
+from tinsmith.records.audit import PREFIXES
 from tinsmith.storage import Directories
+from tinsmith.tables import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE
 
 LONG_AGO = now() - 30 * 86400
 HISTORY = 3000

@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
 from tinsmith.checkpoints import parse_path
-from tinsmith.hub import repository_of
-from tinsmith.kept_samples import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.exchange.hub import repository_of
+from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.call import ANTHROPIC, HUB, OPENAI
 from tinsmith.routes.openapi import ELSEWHERE

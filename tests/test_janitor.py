@@ -12,23 +12,24 @@ import sqlalchemy as sa
 
 from databases import fresh_url
 from tinsmith import custom_losses, sequences
-from tinsmith.audit import Audit
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
-from tinsmith.db import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
-from tinsmith.kept_samples import KeptSamples
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
+from tinsmith.records.audit import Audit
+from tinsmith.records.kept_samples import KeptSamples
+from tinsmith.records.usage import HOUR_S, Usage
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import NewSession, Sessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
-from tinsmith.usage import HOUR_S, Usage
+from tinsmith.tables import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
 
 TENANT = "t"
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import peft_adapters
 import tiny_models
-from tinsmith import adapters, merging
 from tinsmith.backends.torch import files, optimizers
 from tinsmith.errors import UserError
+from tinsmith.exchange import adapters, merging
 from tinsmith.ops import LORA_ALPHA, LoraSpec, ModelShape
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

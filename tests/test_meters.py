@@ -19,7 +19,7 @@ from tinker import types
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, send_pass
 from live import LiveServer, serving
-from tinsmith.meters import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
+from tinsmith.observing.meters import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "scrape-me"
@@ -67,7 +67,7 @@ def test_the_server_counts_what_passes_through_it(harness: Harness) -> None:
 
 
 def test_the_rows_say_what_waits_and_for_how_long(harness: Harness) -> None:
-    from tinsmith.db import ENGINES, FUTURES
+    from tinsmith.tables import ENGINES, FUTURES
 
     model_id = harness.model()
     with harness.services.models._db.write() as connection:

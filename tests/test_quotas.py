@@ -18,11 +18,12 @@ from tinker import types
 from databases import fresh_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from live import LiveServer, serving
-from tinsmith.db import BODIES, FUTURES, MODELS, TENANTS, Database
+from tinsmith.db import Database
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.quotas import NAMES, Limits, Quotas, read_quotas
 from tinsmith.settings import Settings
+from tinsmith.tables import BODIES, FUTURES, MODELS, TENANTS
 from tinsmith.tenants.keys import Keys
 
 

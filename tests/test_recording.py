@@ -15,11 +15,8 @@ from sqlalchemy.exc import OperationalError
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
 from test_engine import BASE, Bench
-from tinsmith.curves import Curves, Point
-from tinsmith.db import KEPT_SAMPLES
 from tinsmith.engine import recording
 from tinsmith.engine.recording import Recorder, Records, SampleKeeper
-from tinsmith.kept_samples import KeptSamples
 from tinsmith.ops import (
     AdamParams,
     OptimStep,
@@ -30,9 +27,12 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.recent_steps import RecentSteps
+from tinsmith.records.curves import Curves, Point
+from tinsmith.records.kept_samples import KeptSamples
+from tinsmith.records.recent_steps import RecentSteps
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import Step
+from tinsmith.tables import KEPT_SAMPLES
 from tinsmith.wire import tinker_public_pb2 as pb
 
 RUN = "s:train:0"
@@ -147,7 +147,7 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "MOST_POINTS", 20)
     monkeypatch.setattr(recording, "KEPT_POINTS", 10)
-    monkeypatch.setattr("tinsmith.curves.KEPT_POINTS", 10)
+    monkeypatch.setattr("tinsmith.records.curves.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
     most = 0
     for number in range(1, 101):

@@ -124,7 +124,9 @@ def test_a_run_survives_a_kill_of_everything_while_its_poll_is_held(tmp_path: Pa
             servers.enter_context(serving(data_dir, port=port))
 
         with service_of(first) as service:
-            losses = run(service, {(2, "after a step"): stand_still, (3, "while a pass runs"): kill_all_and_start_again})
+            losses = run(
+                service, {(2, "after a step"): stand_still, (3, "while a pass runs"): kill_all_and_start_again}
+            )
     assert losses == undisturbed
 
 

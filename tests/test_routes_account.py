@@ -20,8 +20,8 @@ from tinker.types import (
 )
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
-from tinsmith.db import AUDIT, FUTURES, SESSIONS
 from tinsmith.futures import SampleCost, Settlement
+from tinsmith.tables import AUDIT, FUTURES, SESSIONS
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith import dashboard
-from tinsmith.curves import Curves
-from tinsmith.db import MODELS, SESSIONS
-from tinsmith.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.quotas import Limits
-from tinsmith.recent_steps import RecentStep
+from tinsmith.records.curves import Curves
+from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.records.recent_steps import RecentStep
+from tinsmith.tables import MODELS, SESSIONS
 from tinsmith.tenants.keys import Keys
 
 FILES = Path(dashboard.__file__).parent

@@ -22,11 +22,12 @@ from tinker.types.join_sampling_session_response import JoinSamplingSessionRespo
 from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness, sample_request
 from live import LiveServer
-from tinsmith.db import FUTURES, RESULTS, Database
+from tinsmith.db import Database
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.routes.futures import INLINE_BYTES
 from tinsmith.sampling_sessions import CLONE_SIZE, MAX_COMPLETIONS, NewSamplingSession, SamplingSessions
+from tinsmith.tables import FUTURES, RESULTS
 
 T = TypeVar("T")
 

@@ -14,10 +14,11 @@ import tinker
 from databases import fresh_url
 from live import LiveServer
 from tinsmith import sequences
-from tinsmith.db import SEQUENCES, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import UserError
 from tinsmith.ops import Datum, DatumSpans, Pass, Span
 from tinsmith.sequences import SLACK_S, VALID_S, Sequences
+from tinsmith.tables import SEQUENCES
 
 DAY_S = 86400
 

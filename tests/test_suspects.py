@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from test_engine import BASE, Bench, FlakyBackend
-from tinsmith.db import BODIES
 from tinsmith.engine.suspects import MOST_DEATHS, SMALLER, Suspects
 from tinsmith.errors import UserError
 from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
 from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.tables import BODIES
 
 POISON = 49
 SAMPLER = "s:sample:0"

@@ -16,9 +16,10 @@ from tinker.lib._jwt_auth import _refresh_delay, jwt_claims
 
 from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
-from tinsmith.db import AUDIT, KEYS, TENANTS, Database
+from tinsmith.db import Database
 from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, NotFoundError, UserError
 from tinsmith.signing import Signer
+from tinsmith.tables import AUDIT, KEYS, TENANTS
 from tinsmith.tenants import Caller
 from tinsmith.tenants import stored as stored_tenants
 from tinsmith.tenants.keys import Keys

@@ -16,8 +16,9 @@ from tinker import types
 
 from databases import fresh_url
 from live import API_KEY, LiveServer
-from tinsmith.db import FUTURES, Database
-from tinsmith.traces import Traces
+from tinsmith.db import Database
+from tinsmith.observing.traces import Traces
+from tinsmith.tables import FUTURES
 
 Event = dict[str, Any]
 # What the format asks of each phase, besides ph, pid and tid.

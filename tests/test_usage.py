@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 
 from databases import fresh_url
 from tinsmith.checkpoints import CheckpointRef, NewCheckpoint, completion
-from tinsmith.db import CHECKPOINTS, FUTURES, USAGE, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import UserError
 from tinsmith.futures import Futures, NewFuture, SampleCost, Settlement
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
+from tinsmith.records.usage import HOUR_S, Usage, added, folded
 from tinsmith.sessions import NewSession, Sessions
-from tinsmith.usage import HOUR_S, Usage, added, folded
+from tinsmith.tables import CHECKPOINTS, FUTURES, USAGE
 
 HOUR = 1_790_000_400.0 // HOUR_S * HOUR_S
 

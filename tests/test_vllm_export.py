@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from live import API_KEY, LiveServer
 from tinsmith import nano
-from tinsmith.cli import app
+from tinsmith.cli.main import app
 
 TOKENS = list(range(40, 60))
 SCRIPT = """

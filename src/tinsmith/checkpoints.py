@@ -16,11 +16,12 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from tinsmith.db import CHECKPOINTS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
 from tinsmith.models import ids_of_project
 from tinsmith.ops import LoraSpec
 from tinsmith.storage import Directories
+from tinsmith.tables import CHECKPOINTS
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

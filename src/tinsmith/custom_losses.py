@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db import CUSTOM_LOSSES, FUTURES, MODELS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.tables import CUSTOM_LOSSES, FUTURES, MODELS, SESSIONS
 
 MAX_DEFINITION_BYTES = 1 << 20
 MAX_LOSSES = 1024

@@ -24,7 +24,8 @@ import structlog
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.db import ENGINES, Database, Fence, now
+from tinsmith.db import Database, Fence, now
+from tinsmith.tables import ENGINES
 
 EXIT_UNUSABLE_MODEL = 3
 """How an engine process ends that cannot serve its model: a restart would not help, so nobody tries."""

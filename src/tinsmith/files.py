@@ -23,9 +23,10 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.db import UPLOADS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.storage import fsync, make_private
+from tinsmith.tables import UPLOADS
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 UNFINISHED = ".unfinished"

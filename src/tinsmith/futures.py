@@ -22,11 +22,12 @@ import sqlalchemy as sa
 import zstandard
 
 from tinsmith.crashpoints import reach
-from tinsmith.db import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, engine_mailbox
+from tinsmith.observing.tracing import CURRENT
 from tinsmith.ops import Pending
-from tinsmith.tracing import CURRENT
+from tinsmith.tables import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")

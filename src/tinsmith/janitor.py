@@ -20,16 +20,17 @@ from dataclasses import dataclass
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import heap, usage
-from tinsmith.audit import Audit
+from tinsmith import heap
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.clocks import WatchedClock
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture
-from tinsmith.kept_samples import KEPT_S, KeptSamples
 from tinsmith.models import Model, Models
+from tinsmith.records import usage
+from tinsmith.records.audit import Audit
+from tinsmith.records.kept_samples import KEPT_S, KeptSamples
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions

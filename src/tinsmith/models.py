@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import BODIES, FUTURES, MODELS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.ops import LoraSpec
+from tinsmith.tables import BODIES, FUTURES, MODELS, SESSIONS
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, fields, replace
 
 import sqlalchemy as sa
 
-from tinsmith.db import CHECKPOINTS, FUTURES, MODELS, TENANTS, UPLOADS, Database
+from tinsmith.db import Database
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
+from tinsmith.tables import CHECKPOINTS, FUTURES, MODELS, TENANTS, UPLOADS
 
 COUNTED_EVERY_S = 1.0
 COUNTED_WHEN_FULL_EVERY_S = 0.2

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import FUTURES, RESULTS, SAMPLERS, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.tables import FUTURES, RESULTS, SAMPLERS, SESSIONS
 
 CLONE_SIZE = 1_000_000_000
 """The seq_ids of one client of a sampling session."""

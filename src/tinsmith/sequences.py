@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import sqlalchemy as sa
 
-from tinsmith.db import SEQUENCES, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import UserError
 from tinsmith.ops import DatumSpans, Pass, Span, SparseRows
+from tinsmith.tables import SEQUENCES
 
 VALID_S = 86400.0
 """How long a recorded sequence may be trained on, after its sampling and after each use."""

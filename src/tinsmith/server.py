@@ -28,16 +28,13 @@ from starlette.applications import Starlette
 from tinsmith import bases as base_models
 from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app
-from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
-from tinsmith.census import Census
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
-from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
@@ -45,18 +42,24 @@ from tinsmith.errors import SettingsError
 from tinsmith.files import Files
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
-from tinsmith.kept_samples import KeptSamples
 from tinsmith.listen import open_mailbox
-from tinsmith.meters import ServerMeters, emptied_directory, time_connections
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
+from tinsmith.observing.census import Census
+from tinsmith.observing.meters import ServerMeters, emptied_directory, time_connections
+from tinsmith.observing.overview import Overview
+from tinsmith.observing.traces import Traces
+from tinsmith.observing.tracing import open_tracing
 from tinsmith.openai_batches.keeper import Keeper, Parts
 from tinsmith.openai_batches.rows import OpenAIBatches
-from tinsmith.overview import Overview
 from tinsmith.partials import MARK, Partials
 from tinsmith.quotas import NAMES as QUOTAS
 from tinsmith.quotas import Limits, Quotas
-from tinsmith.recent_steps import RecentSteps
+from tinsmith.records.audit import Audit
+from tinsmith.records.curves import Curves
+from tinsmith.records.kept_samples import KeptSamples
+from tinsmith.records.recent_steps import RecentSteps
+from tinsmith.records.usage import Usage
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -68,9 +71,6 @@ from tinsmith.supervisor import Supervisor
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
-from tinsmith.traces import Traces
-from tinsmith.tracing import open_tracing
-from tinsmith.usage import Usage
 
 PATIENCE_S = 5.0
 """How long a request waits for the database; then its client is told to send it again."""

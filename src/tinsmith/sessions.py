@@ -14,8 +14,9 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from tinsmith.clocks import TOLERANCE_S
-from tinsmith.db import FUTURES, SESSIONS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError
+from tinsmith.tables import FUTURES, SESSIONS
 
 FINISH_TYPES = ("success", "errored", "interrupted")
 _SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's

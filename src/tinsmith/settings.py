@@ -1,6 +1,6 @@
 """One frozen tree of settings, resolved once and passed down; the only reader of the environment.
 
-Sources, strongest first: the command line (`cli.py` passes what was given), `TINSMITH_*` variables, defaults.
+Sources, strongest first: the command line (`cli` passes what was given), `TINSMITH_*` variables, defaults.
 Unknown keys are refused. Every field's docstring is its documentation (`docs/settings.md` is made from them).
 """
 

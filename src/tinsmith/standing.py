@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tinsmith.audit import Audit
 from tinsmith.errors import GoneError, NotFoundError
+from tinsmith.records.audit import Audit
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.sessions import NewSession, Sessions
 

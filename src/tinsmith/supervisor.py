@@ -22,7 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
 from tinsmith.engines import EXIT_LEASE_HELD, EXIT_UNUSABLE_MODEL, Engines
-from tinsmith.meters import metrics_directory
+from tinsmith.observing.meters import metrics_directory
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings, engine_environment
 

@@ -13,7 +13,8 @@ from sqlalchemy.engine import Connection
 
 from tinsmith.batch.inserting import PENDING
 from tinsmith.batch.protocols import Outcome, Span
-from tinsmith.db import BATCH, Database, now
+from tinsmith.db import Database, now
+from tinsmith.tables import BATCH
 
 STATES, ROW_ERRORS = BATCH.states, BATCH.row_errors
 

@@ -14,7 +14,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 
-from tinsmith.db import BATCH, Database, now
+from tinsmith.db import Database, now
+from tinsmith.tables import BATCH
 
 STATES = BATCH.states
 NUMBER = sa.BigInteger

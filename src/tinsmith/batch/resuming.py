@@ -12,8 +12,9 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.protocols import JobSpec
-from tinsmith.db import BATCH, now
+from tinsmith.db import now
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.tables import BATCH
 
 JOBS, STATES = BATCH.jobs, BATCH.states
 

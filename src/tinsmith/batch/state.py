@@ -25,8 +25,9 @@ from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.inserting import PENDING, delete_batches, insert_batches
 from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, Span
 from tinsmith.batch.resuming import copy_batches, resumable
-from tinsmith.db import BATCH, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.tables import BATCH
 
 JOBS, STATES, WORKERS, ROW_ERRORS, OUTPUTS = BATCH
 

@@ -18,7 +18,6 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.audit import entry
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.crashpoints import reach
@@ -40,13 +39,14 @@ from tinsmith.errors import EngineFailedError, GoneError, LostStateError, Tinsmi
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, log_deletion, unloading
 from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.observing.tracing import NoTracing, Tracing
 from tinsmith.ops import ModelShape, Partial, PassResult, Pending
 from tinsmith.partials import line_of
+from tinsmith.records.audit import entry
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
-from tinsmith.tracing import NoTracing, Tracing
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05

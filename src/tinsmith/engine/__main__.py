@@ -43,15 +43,15 @@ from tinsmith.engines import (
 from tinsmith.errors import SettingsError
 from tinsmith.futures import Futures
 from tinsmith.listen import open_mailbox
-from tinsmith.logs import configure_logs
-from tinsmith.meters import time_connections
 from tinsmith.models import Models
 from tinsmith.notify import engine_mailbox
+from tinsmith.observing.logs import configure_logs
+from tinsmith.observing.meters import time_connections
+from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.ops import ModelShape
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories, claim
-from tinsmith.tracing import NoTracing, Tracing, open_tracing
 
 log = structlog.get_logger()
 

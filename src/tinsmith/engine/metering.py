@@ -10,8 +10,8 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry
 
-from tinsmith import meters
 from tinsmith.futures import SampleCost
+from tinsmith.observing import meters
 from tinsmith.ops import Pending
 from tinsmith.samplers import CacheUse
 from tinsmith.scheduler import PASS_KINDS

@@ -12,8 +12,7 @@ from pathlib import Path
 import orjson
 import sqlalchemy as sa
 
-from tinsmith import encryption, sampling_sessions, usage
-from tinsmith.audit import entry
+from tinsmith import encryption, sampling_sessions
 from tinsmith.backends import Backend
 from tinsmith.checkpoints import (
     CheckpointRef,
@@ -29,6 +28,8 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.futures import Settlement
 from tinsmith.models import Model, set_state
 from tinsmith.ops import Pending
+from tinsmith.records import usage
+from tinsmith.records.audit import entry
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
 

@@ -19,9 +19,10 @@ import sqlalchemy as sa
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, SERVER, Curves, thinning
 from tinsmith.db import Database, now
-from tinsmith.kept_samples import (
+from tinsmith.ops import OptimStep, PassResult, Pending, Sample, SampledSequence, SampleResult
+from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, SERVER, Curves, thinning
+from tinsmith.records.kept_samples import (
     MOST_PROMPT_TOKENS,
     MOST_SEQUENCE_TOKENS,
     MOST_SEQUENCES,
@@ -31,8 +32,7 @@ from tinsmith.kept_samples import (
     keeping,
     new_sample,
 )
-from tinsmith.ops import OptimStep, PassResult, Pending, Sample, SampledSequence, SampleResult
-from tinsmith.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+from tinsmith.records.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import Step
 

@@ -15,8 +15,8 @@ import structlog
 
 from tinsmith.engine.metering import EngineMeters
 from tinsmith.futures import Settlement, Work
+from tinsmith.observing.tracing import Tracing
 from tinsmith.ops import Pending
-from tinsmith.tracing import Tracing
 
 log = structlog.get_logger()
 

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from tinsmith.db import METADATA
+from tinsmith.tables import METADATA
 
 context.configure(connection=context.config.attributes["connection"], target_metadata=METADATA, render_as_batch=True)
 with context.begin_transaction():

@@ -14,9 +14,10 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.db import BATCH, OPENAI_BATCHES, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.files import BATCH_OUTPUT, Stored, add_row
+from tinsmith.tables import BATCH, OPENAI_BATCHES
 
 CANCELLABLE = ("validating", "in_progress")
 ENDED = ("completed", "failed", "expired", "cancelled")

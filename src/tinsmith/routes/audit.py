@@ -7,8 +7,8 @@ from datetime import UTC, date, datetime, timedelta
 
 from starlette.routing import Route
 
-from tinsmith.audit import PREFIXES, Entry
 from tinsmith.errors import UserError
+from tinsmith.records.audit import PREFIXES, Entry
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.wire.fields import show
 from tinsmith.wire.times import iso

@@ -21,27 +21,30 @@ from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.answers import ServiceAnswers
-from tinsmith.audit import Audit
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
-from tinsmith.curves import Curves
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.files import Files
 from tinsmith.futures import Futures
-from tinsmith.kept_samples import KeptSamples
-from tinsmith.meters import ServerMeters
 from tinsmith.models import Models
 from tinsmith.notify import Waiters
+from tinsmith.observing.meters import ServerMeters
+from tinsmith.observing.overview import Overview
+from tinsmith.observing.traces import Traces
+from tinsmith.observing.tracing import Tracing
 from tinsmith.openai_batches.keeper import Keeper
 from tinsmith.openai_batches.rows import OpenAIBatches
-from tinsmith.overview import Overview
 from tinsmith.partials import Partials
 from tinsmith.quotas import Quotas
-from tinsmith.recent_steps import RecentSteps
+from tinsmith.records.audit import Audit
+from tinsmith.records.curves import Curves
+from tinsmith.records.kept_samples import KeptSamples
+from tinsmith.records.recent_steps import RecentSteps
+from tinsmith.records.usage import Usage
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -50,9 +53,6 @@ from tinsmith.signing import Signer
 from tinsmith.standing import StandingSessions
 from tinsmith.tenants import ANY_KEY
 from tinsmith.tenants.stored import StoredTenants
-from tinsmith.traces import Traces
-from tinsmith.tracing import Tracing
-from tinsmith.usage import Usage
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, read_object, show
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from tinsmith.admission import check_position, check_ttl
-from tinsmith.audit import entry
 from tinsmith.checkpoints import Checkpoint, CheckpointRef, NewCheckpoint, parse_path
 from tinsmith.errors import UserError
 from tinsmith.models import Model, NewModel, copied_run
+from tinsmith.records.audit import entry
+from tinsmith.records.usage import added
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.weights import granting_tenant
-from tinsmith.usage import added
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, show
 

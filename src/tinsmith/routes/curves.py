@@ -6,8 +6,8 @@ import math
 
 from starlette.routing import Route
 
-from tinsmith.curves import MOST_NAMES
 from tinsmith.errors import UserError
+from tinsmith.records.curves import MOST_NAMES
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, show

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith import usage
 from tinsmith.bases import tokenizer_facts
 from tinsmith.checkpoints import parse_path
 from tinsmith.errors import UserError
 from tinsmith.futures import Outcome
+from tinsmith.records import usage
 from tinsmith.routes import models, sampling, sessions
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
 from tinsmith.routes.futures import held, read

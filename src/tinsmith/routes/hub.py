@@ -13,7 +13,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from tinsmith.errors import ForbiddenError, NotFoundError
-from tinsmith.hub import (
+from tinsmith.exchange.hub import (
     HubFile,
     MissingEntryError,
     MissingError,

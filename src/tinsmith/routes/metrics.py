@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.errors import NotAuthenticatedError
-from tinsmith.meters import CONTENT_TYPE
+from tinsmith.observing.meters import CONTENT_TYPE
 from tinsmith.routes.call import Services, run
 
 

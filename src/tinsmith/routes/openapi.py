@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith.audit import PREFIXES
-from tinsmith.meters import CONTENT_TYPE as METRICS_TYPE
-from tinsmith.overview import SORTS
+from tinsmith.observing.meters import CONTENT_TYPE as METRICS_TYPE
+from tinsmith.observing.overview import SORTS
+from tinsmith.records.audit import PREFIXES
 from tinsmith.routes.batch import EVENT_STREAM
 from tinsmith.routes.call import ANTHROPIC, HUB, MAX_PAGE, OPENAI, PREFIX
 from tinsmith.routes.checkpoints import CHECKPOINT, RUN

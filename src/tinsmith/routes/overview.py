@@ -10,11 +10,11 @@ import time
 
 from starlette.routing import Route
 
-from tinsmith.curves import Point
 from tinsmith.errors import UserError
-from tinsmith.overview import SORTS, Run
+from tinsmith.observing.overview import SORTS, Run
 from tinsmith.quotas import NAMES as QUOTAS
-from tinsmith.recent_steps import RecentStep
+from tinsmith.records.curves import Point
+from tinsmith.records.recent_steps import RecentStep
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.wire.fields import show, text_values
 from tinsmith.wire.times import iso

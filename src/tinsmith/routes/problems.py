@@ -22,7 +22,7 @@ from starlette.types import HTTPExceptionHandler
 
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
-from tinsmith.hub import MissingEntryError, MissingError
+from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_hub, is_openai
 
 log = structlog.get_logger()

@@ -8,7 +8,7 @@ from starlette.routing import Route
 
 from tinsmith.chat.texts import Text
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
-from tinsmith.kept_samples import KeptSample, SampleContent
+from tinsmith.records.kept_samples import KeptSample, SampleContent
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.wire.times import iso
 

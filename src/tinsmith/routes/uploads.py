@@ -20,18 +20,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith import adapters
-from tinsmith.adapters import AdapterFacts
 from tinsmith.admission import check_ttl
-from tinsmith.audit import entry
 from tinsmith.checkpoints import CheckpointRef, NewCheckpoint, check_name
 from tinsmith.errors import TooLargeError, UserError
+from tinsmith.exchange import adapters
+from tinsmith.exchange.adapters import AdapterFacts
 from tinsmith.models import NewModel, copied_run
 from tinsmith.ops import ModelShape
+from tinsmith.records.audit import entry
+from tinsmith.records.usage import added
 from tinsmith.routes.call import Call, authenticate, call_of, run
 from tinsmith.routes.copies import MAX_PROJECT_LENGTH, idempotent_session, made_before
 from tinsmith.routes.forms import read_form
-from tinsmith.usage import added
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import MAX_METADATA_BYTES, Fields, read_object, show
 

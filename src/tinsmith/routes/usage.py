@@ -7,9 +7,9 @@ import time
 from starlette.routing import Route
 
 from tinsmith.errors import UserError
+from tinsmith.records.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.sessions import Session
-from tinsmith.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.wire.fields import text_values
 from tinsmith.wire.times import iso, moment_of
 

@@ -3,6 +3,9 @@
 A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then
 is it renamed to its final, random name. After that its files never change: a copy may share them, and whoever is
 about to believe them can check them against the manifest. Knows nothing of what the files mean.
+
+`Directories` are on a disk; `buckets.BucketDirectories` are the same in a bucket. `open_directories` makes whichever a
+location asks for.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -23,34 +27,67 @@ from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError, UserError
 
 MANIFEST = "manifest.json"
+CHUNK_BYTES = 1 << 20
+
+Facts = dict[str, tuple[int, str]]
+"""The files of a directory, each with its size and SHA-256 digest."""
+
+
+class UnreachableError(OSError):
+    """A bucket does not answer, or refuses; what is in it may be as good as ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A directory that has its files and not yet its name."""
+
+    name: str
+    hidden: Path
 
 
 class Directories:
     """Sealed directories below one root."""
 
+    is_far = False
+    """Whether to place a directory is to send it somewhere, which takes its time."""
+
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def path(self, name: str) -> Path:
+        """Where a directory is on this disk, if it is there."""
         return self._root / name
 
     def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
         """Have `fill` write files into a fresh directory and make it durable. Returns (name, bytes)."""
+        return self.place(self.stage(fill))
+
+    def stage(self, fill: Callable[[Path], None]) -> Staged:
+        """The first half of `write`: the files are made."""
 
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
             reach(f"{self._root.name}.writing")
-            _seal(hidden)
+            self._seal(hidden)
 
-        return self._place(fill_and_seal)
+        return self._filled(fill_and_seal)
 
-    def _place(self, fill: Callable[[Path], None]) -> tuple[str, int]:
+    def _filled(self, fill: Callable[[Path], None]) -> Staged:
         name = uuid.uuid4().hex
         make_private(self._root)
         hidden = self._root / f".{name}"
         hidden.mkdir()
         try:
             fill(hidden)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        return Staged(name, hidden)
+
+    def place(self, staged: Staged) -> tuple[str, int]:
+        """The second half, on any thread: the directory is durable and gets its name. Returns (name, bytes)."""
+        name, hidden = staged.name, staged.hidden
+        try:
             fsync(hidden)
             size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
             reach(f"{self._root.name}.sealed")
@@ -61,6 +98,10 @@ class Directories:
         fsync(self._root)
         reach(f"{self._root.name}.placed")
         return name, size_bytes
+
+    def _seal(self, directory: Path) -> None:
+        """Make the files durable and write the manifest."""
+        seal(directory, durable=True)
 
     def copy(self, name: str) -> tuple[str, int]:
         """A second directory with the same files, durable, which outlives the first. Returns (name, bytes).
@@ -80,9 +121,21 @@ class Directories:
                 fsync(target / file)
 
         try:
-            return self._place(fill)
+            return self.place(self._filled(fill))
         except FileNotFoundError as error:
             raise CorruptFilesError(f"{Path(error.filename).name} went away while it was copied") from error
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Path]:
+        """Where its files can be read until the end of the block, each as it was written. Raises CorruptFilesError;
+        UnreachableError if it cannot be had just now.
+        """
+        self.check(name)
+        yield self.path(name)
+
+    def open(self, name: str, file: str) -> IO[bytes]:
+        """One file, for reading and seeking. Raises FileNotFoundError. `file` is one of `files`."""
+        return (self._root / name / file).open("rb")
 
     def files(self, name: str) -> dict[str, int]:
         """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
@@ -107,16 +160,11 @@ class Directories:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
                     raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
 
-    def _manifest(self, name: str) -> dict[str, tuple[int, str]]:
-        """The files, each with its size and digest. It is not believed where it leads out of its directory."""
+    def _manifest(self, name: str) -> Facts:
         try:
-            files = json.loads((self._root / name / MANIFEST).read_text())["files"]
-            found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return read_manifest((self._root / name / MANIFEST).read_bytes())
+        except OSError as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
-        if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
-            raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
-        return found
 
     def old(self, age_s: float) -> list[str]:
         """Directories, finished and unfinished ones, in which nothing was written for `age_s` seconds."""
@@ -136,6 +184,20 @@ class Directories:
         """Remove a directory that no row names any more; None is ignored."""
         if name:
             shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def open_directories(location: str, cache_dir: Path, cache_bytes: int) -> Directories:
+    """Directories at a path or URL. Those in a bucket are read through `cache_dir`, which all of a machine's processes
+    may share and which stays below `cache_bytes`. Raises UserError for a URL that means nothing.
+    """
+    from tinsmith.storage.stores import split
+
+    scheme, _, key = split(location)
+    if scheme == "file":
+        return Directories(Path(key))
+    from tinsmith.storage.buckets import BucketDirectories, Cache
+
+    return BucketDirectories(location, Cache(cache_dir, cache_bytes))
 
 
 @contextmanager
@@ -177,17 +239,31 @@ def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
     return file
 
 
-def _seal(directory: Path) -> None:
-    """Make the files durable and write the manifest."""
+def seal(directory: Path, *, durable: bool) -> None:
+    """Write the manifest of the files that are there; make all of it durable, if that is wanted here."""
     files: dict[str, dict[str, object]] = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
     manifest = directory / MANIFEST
     manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
-    fsync(manifest)
+    if durable:
+        fsync(manifest)
+
+
+def read_manifest(text: bytes) -> Facts:
+    """What a manifest says. It is not believed where it leads out of its directory. Raises CorruptFilesError."""
+    try:
+        files = json.loads(text)["files"]
+        found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
+    if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
+        raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
+    return found
 
 
 def _newest(directory: Path) -> float:

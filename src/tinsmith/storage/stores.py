@@ -1,4 +1,4 @@
-"""Bytes by name, wherever they are: the local disk, S3, Google Cloud Storage, memory. One interface, ten methods.
+"""Bytes by name, wherever they are: the local disk, S3, Google Cloud Storage, memory. One interface.
 
 A location is a path or a URL: `dir/file`, `file:///dir/file`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `memory://NAME/KEY`.
 `open_store(location)` gives the store and the key in it.
@@ -25,13 +25,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from tinsmith.errors import CorruptFilesError, ForbiddenError, UserError
-
-if TYPE_CHECKING:
-    from obstore.store import ObjectStore as Bucket
 
 CHUNK_BYTES = 1024 * 1024
 # Larger objects are uploaded in pieces of this size; so many bytes of one object are in memory at a time.
@@ -42,6 +39,14 @@ SCHEMES = ("file", "s3", "gs", "memory")
 class ObjectInfo(NamedTuple):
     size: int
     etag: str | None
+
+
+class Entry(NamedTuple):
+    """One object of a listing; `modified_at` in seconds since 1970, by the store's own clock."""
+
+    key: str
+    size: int
+    modified_at: float
 
 
 class Writer(Protocol):
@@ -82,8 +87,16 @@ class Store(ABC):
         """Raises FileNotFoundError."""
 
     @abstractmethod
+    def open(self, key: str) -> IO[bytes]:
+        """The object, for reading and seeking. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        """All objects below a directory, in no order."""
+
     def list(self, prefix: str) -> Iterator[str]:
         """The keys of all objects below a directory, in no order."""
+        return (entry.key for entry in self.entries(prefix))
 
     @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
@@ -98,6 +111,10 @@ class Store(ABC):
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None: ...
+
+    def share(self, source: str, target: str) -> None:
+        """A copy of an object that neither name will change; it costs nothing where two names can have one object."""
+        self.copy(source, target)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
         return self.get_ranges(key, [(start, end)])[0]
@@ -189,6 +206,15 @@ class LocalStore(Store):
             raise FileNotFoundError(f"{key} is not a file")
         return ObjectInfo(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
 
+    def open(self, key: str) -> IO[bytes]:
+        return open(key, "rb")
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        for path in self.list(prefix):
+            with contextlib.suppress(FileNotFoundError):
+                status = os.stat(path, follow_symlinks=False)
+                yield Entry(path, status.st_size, status.st_mtime)
+
     def list(self, prefix: str) -> Iterator[str]:
         for directory, _, names in os.walk(prefix):
             yield from (os.path.join(directory, name) for name in names)
@@ -228,101 +254,18 @@ class LocalStore(Store):
             while chunk := file.read(CHUNK_BYTES):
                 writer.write(chunk)
 
-
-class BucketStore(Store):
-    """A bucket behind obstore; keys have no leading slash."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._bucket: Any = bucket
-
-    def put_create(self, key: str, data: bytes) -> str | None:
-        from obstore.exceptions import AlreadyExistsError, PreconditionError
-
+    def share(self, source: str, target: str) -> None:
+        _make_directory(os.path.dirname(target))
+        hidden = f"{target}.{_PROCESS}-{next(_numbers)}.unfinished"
         try:
-            return self._bucket.put(key, data, mode="create", use_multipart=False)["e_tag"]
-        except (AlreadyExistsError, PreconditionError, FileExistsError):
-            if self.get(key) != data:
-                raise FileExistsError(f"{key} exists already") from None
-            return self.head(key).etag
-
-    def put(self, key: str, data: bytes) -> str | None:
-        return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._bucket.get(key).bytes())
-
-    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        wanted = [(start, end) for start, end in ranges if end > start]
-        found = iter(
-            self._bucket.get_ranges(key, starts=[start for start, _ in wanted], ends=[end for _, end in wanted])
-            if wanted
-            else ()
-        )
-        return [bytes(next(found)) if end > start else b"" for start, end in ranges]
-
-    def chunks(self, key: str) -> Iterator[bytes]:
-        for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
-            yield bytes(chunk)
-
-    def head(self, key: str) -> ObjectInfo:
-        found = self._bucket.head(key)
-        return ObjectInfo(found["size"], found["e_tag"])
-
-    def list(self, prefix: str) -> Iterator[str]:
-        for page in self._bucket.list(prefix.rstrip("/") or None):
-            yield from (entry["path"] for entry in page)
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        if wanted := list(keys):
-            with contextlib.suppress(FileNotFoundError):
-                self._bucket.delete(wanted)
-
-    @contextlib.contextmanager
-    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
-        upload = _Upload(self._bucket, key)
-        yield upload
-        if upload.stream is None and exclusive:
-            from obstore.exceptions import AlreadyExistsError, PreconditionError
-
-            try:
-                self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError, FileExistsError):
-                raise FileExistsError(f"{key} exists already") from None
-        elif exclusive and self.exists(key):
-            raise FileExistsError(f"{key} exists already")
+            os.link(source, hidden)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without hard links
+            self.copy(source, target)
         else:
-            upload.finish()
-
-    def copy(self, source: str, target: str) -> None:
-        self._bucket.copy(source, target)
-
-
-class _Upload:
-    """Holds a small object until its end is known, and streams a large one in pieces."""
-
-    def __init__(self, bucket: Bucket, key: str) -> None:
-        self._bucket: Any = bucket
-        self._key = key
-        self.held = bytearray()
-        self.stream: Any = None
-
-    def write(self, data: bytes | memoryview) -> None:
-        if self.stream is None and len(self.held) + len(data) <= PIECE_BYTES:
-            self.held += data
-            return
-        if self.stream is None:
-            import obstore
-
-            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PIECE_BYTES, max_concurrency=1)
-            self.stream.write(bytes(self.held))
-            self.held.clear()
-        self.stream.write(bytes(data))
-
-    def finish(self) -> None:
-        if self.stream is None:
-            self._bucket.put(self._key, bytes(self.held), use_multipart=False)
-        else:
-            self.stream.close()
+            os.replace(hidden, target)
+            _fsync_directory(os.path.dirname(target))
 
 
 _confines: tuple[str, ...] | None = None
@@ -411,8 +354,10 @@ def _hidden(name: str) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _bucket_store(scheme: str, bucket: str) -> BucketStore:
+def _bucket_store(scheme: str, bucket: str) -> Store:
     from obstore import store as obstores
+
+    from tinsmith.storage.bucket_store import BucketStore
 
     if scheme == "memory":
         return BucketStore(obstores.MemoryStore())

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.audit import entry
-from tinsmith.db import KEYS, TENANTS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.records.audit import entry
+from tinsmith.tables import KEYS, TENANTS
 from tinsmith.tenants import KEY_PREFIX
 
 KEY_BYTES = 32

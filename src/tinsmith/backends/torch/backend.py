@@ -1,7 +1,7 @@
 """`TorchBackend`: the Backend protocol over one base model in this process.
 
 Owns the models in training (`Trained`, by model_id) and the published versions (`Adapter`, by version_id). A
-version is a copy that nobody writes to; publishing again puts another object in its place, so whoever holds
+version is what nobody writes to; publishing other weights puts another object in its place, so whoever holds
 the old one keeps it. Called from one thread. Knows no SQL and no HTTP.
 """
 
@@ -189,7 +189,7 @@ class TorchBackend:
         self._models[model_id] = trained
 
     def publish(self, model_id: str, version_id: str) -> None:
-        self._versions[version_id] = self._model(model_id).adapter.clone()
+        self._versions[version_id] = self._model(model_id).publish()
         self._let_go()
 
     def load_version(self, version_id: str, directory: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -102,7 +103,7 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
 
 
 class Adapter:
-    """One adapter's weights. Published versions are never written to again; see `clone`.
+    """One adapter's weights. Published versions are never written to again; see `share`.
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
     tensors, or copies in the model's dtype that `refresh` renews after the weights change. `fused` keeps what
@@ -110,7 +111,19 @@ class Adapter:
     training step, when it maps a name to the float32 buffers that backward adds to.
     """
 
-    __slots__ = ("compute", "compute_P", "flat_P", "fused", "gradients", "layout", "scale", "shares", "spec", "weights")
+    __slots__ = (
+        "__weakref__",
+        "compute",
+        "compute_P",
+        "flat_P",
+        "fused",
+        "gradients",
+        "layout",
+        "scale",
+        "shares",
+        "spec",
+        "weights",
+    )
 
     def __init__(self, spec: LoraSpec, layout: Layout, flat_P: Tensor, dtype: torch.dtype) -> None:
         self.spec = spec
@@ -131,8 +144,15 @@ class Adapter:
             self.compute_P.copy_(self.flat_P)
 
     def clone(self) -> Adapter:
-        """A copy that shares nothing with this adapter: how a version is published."""
+        """A copy that shares nothing with this adapter."""
         return Adapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype)
+
+    def share(self) -> Adapter:
+        """Another adapter of the same numbers, which nobody may write to as long as both are there."""
+        # What is derived while sampling cannot be differentiated: each has its own `fused` and `shares`.
+        other = copy(self)
+        other.fused, other.shares, other.gradients = {}, {}, None
+        return other
 
 
 def layout_for(spec: LoraSpec, targets: Iterable[Target]) -> Layout:

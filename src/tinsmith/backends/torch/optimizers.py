@@ -94,6 +94,7 @@ def step_together(requests: Sequence[tuple[Trained, OptimParams]]) -> list[dict[
             continue
         number = float(trained.step) + 1
         outcomes.append({"grad_norm": norm, "learning_rate": params.learning_rate, "step": number})
+        trained.own()
         trained.moments_or_zeros(len(MOMENTS[trained.optimizer_type]))
         if isinstance(params, AdamParams):
             adam.setdefault(params, []).append((trained, gradient_P))

@@ -1,11 +1,13 @@
 """What training changes about an adapter: its accumulated gradient, its moments and its step count.
 
 Each is one flat float32 buffer in the adapter's own layout (see lora.Layout). Which moments there are is the
-optimizer family's affair; `optimizers` knows the families. Knows no request and no file.
+optimizer family's affair; `optimizers` knows the families. A published version shares the weights until they change.
+Knows no request and no file.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,21 @@ class Trained:
     moments: tuple[Tensor, ...] | None = None
     step: Tensor = field(default_factory=lambda: torch.zeros(()))
     optimizer_type: str = "adamw"
+    _published: weakref.ref[Adapter] | None = None
+
+    def publish(self) -> Adapter:
+        """The adapter as it is now and stays: nothing is copied before the weights change."""
+        published = self._published and self._published()
+        if published is None:
+            published = self.adapter.share()
+            self._published = weakref.ref(published)
+        return published
+
+    def own(self) -> None:
+        """The weights are about to change: leave them to who still has them, and go on with a copy."""
+        if self._published and self._published() is not None:
+            self.adapter = self.adapter.clone()
+        self._published = None
 
     def add_gradient(self, gradient_P: Tensor) -> None:
         """Take a buffer over, or add it to what has accumulated."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import CURVE_POINTS, FUTURES, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import UserError
+from tinsmith.tables import CURVE_POINTS, FUTURES
 
 MOST_POINTS = 2048
 KEPT_POINTS = 1024

@@ -18,8 +18,8 @@ from typing import IO, Any, cast
 import httpx
 from tqdm.utils import CallbackIOWrapper
 
-from tinsmith import adapters
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
+from tinsmith.exchange import adapters
 from tinsmith.storage import appearing, fsync
 
 TIMEOUT_S = 60.0

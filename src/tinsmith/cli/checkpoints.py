@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
-    from tinsmith.transfer import Server
+    from tinsmith.exchange.transfer import Server
 
 REFUSED = 2
 CONVERTER = "convert_hf_to_gguf.py"
@@ -78,7 +78,7 @@ def import_adapter(
     as_json: AsJson = False,
 ) -> None:
     """Rewrite any LoRA adapter of PEFT's (alpha, rsLoRA, ranks by module, 16 bits) and send it to a server."""
-    from tinsmith import adapters, merging
+    from tinsmith.exchange import adapters, merging
 
     with _refusals(), tempfile.TemporaryDirectory() as scratch:
         rewritten = Path(scratch) / "adapter"
@@ -104,7 +104,7 @@ def merge(
     as_json: AsJson = False,
 ) -> None:
     """Put an adapter into its base: a Hugging Face model of its own, which every tool loads."""
-    from tinsmith import adapters, merging
+    from tinsmith.exchange import adapters, merging
 
     with _refusals(), tempfile.TemporaryDirectory() as scratch:
         converter = _converter(gguf, llama_cpp)
@@ -129,7 +129,7 @@ def merge(
 
 
 def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool) -> None:
-    from tinsmith import adapters
+    from tinsmith.exchange import adapters
 
     named = adapters.read(directory, plain=True).base_name  # before anything is sent
     base = base or named
@@ -175,7 +175,7 @@ def _convert(script: Path, model: Path, target: Path) -> None:
 @contextmanager
 def _server() -> Iterator[Server]:
     from tinsmith import settings
-    from tinsmith.transfer import Server
+    from tinsmith.exchange.transfer import Server
 
     server = Server(*settings.client_address())
     try:

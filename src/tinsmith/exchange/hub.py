@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
 
-from tinsmith.adapters import OPTIMIZER_FILE
 from tinsmith.checkpoints import KINDS, CheckpointRef
 from tinsmith.errors import NotFoundError
+from tinsmith.exchange.adapters import OPTIMIZER_FILE
 from tinsmith.ops import ModelShape
 from tinsmith.storage import Directories
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from tinsmith.db import BATCH, ENGINES, FUTURES, MODELS, SESSIONS, Database, now
+from tinsmith.db import Database, now
+from tinsmith.tables import BATCH, ENGINES, FUTURES, MODELS, SESSIONS
 
 LOADED = ("creating", "ready")
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 import orjson
 import sqlalchemy as sa
 
-from tinsmith.db import FUTURES, Database
+from tinsmith.db import Database
+from tinsmith.tables import FUTURES
 
 _ROWS_AT_A_TIME = 2000
 _ARGUMENTS = (

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE, Database, now
+from tinsmith.db import Database, now
 from tinsmith.futures import Spent
+from tinsmith.tables import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
 
 HOUR_S = 3600
 TRAINING_KINDS = ("forward", "forward_backward")

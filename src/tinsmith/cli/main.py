@@ -16,7 +16,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith import __version__, batch_cli, checkpoints_cli, keys_cli
+from tinsmith import __version__
+from tinsmith.cli import batch as batch_cli
+from tinsmith.cli import checkpoints as checkpoints_cli
+from tinsmith.cli import keys as keys_cli
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, client_address, load
 
@@ -89,7 +92,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON; the rest to errors.")] = False,
 ) -> None:
     """Watch supervised fine-tuning and reinforcement learning by the official SDK, on this machine."""
-    from tinsmith.demo import run_demo
+    from tinsmith.cli.demo import run_demo
 
     stays = sys.stdout.isatty() if stay is None else stay
     run_demo(errors if as_json else output, data_dir, stay=stays, done=_print_json if as_json else None)
@@ -102,7 +105,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
     """Look at this machine and say what Tinsmith can do on it."""
-    from tinsmith.doctor import examine
+    from tinsmith.cli.doctor import examine
 
     given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
     findings = examine(load(given))
@@ -134,7 +137,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Time the same work on Tinker-compatible servers, side by side. Ends with 1 if one could not do all of it."""
-    from tinsmith.bench import bench_as_json, run_bench, targets_of
+    from tinsmith.cli.bench import bench_as_json, run_bench, targets_of
 
     default_url, default_key = client_address()
     targets = targets_of(url or [default_url], model or [], key or [default_key])
@@ -161,7 +164,7 @@ def options(
 
 
 def _serve(settings: Settings, *, as_json: bool) -> None:
-    from tinsmith.logs import configure_logs
+    from tinsmith.observing.logs import configure_logs
     from tinsmith.server import build
 
     configure_logs(settings.log_level, settings.log_format)

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 
 import sqlalchemy as sa
 
-from tinsmith.db import BATCH, CHECKPOINTS, FUTURES, MODELS, SESSIONS, UPLOADS, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.tables import BATCH, CHECKPOINTS, FUTURES, MODELS, SESSIONS, UPLOADS
 
 RUNNING_JOBS = ("PENDING", "RUNNING", "WINDING_DOWN")
 

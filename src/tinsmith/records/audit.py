@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import AUDIT, Database, now
+from tinsmith.db import Database, now
+from tinsmith.tables import AUDIT
 
 MAX_ENTRIES = 10_000
 """Most entries of one answer; the newest of a day that has more."""

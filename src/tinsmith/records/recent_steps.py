@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import RECENT_STEPS, Database
+from tinsmith.db import Database
+from tinsmith.tables import RECENT_STEPS
 
 KEPT_STEPS = 200
 

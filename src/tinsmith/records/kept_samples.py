@@ -14,8 +14,9 @@ import orjson
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db import KEPT_SAMPLES, Database, now
+from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.tables import KEPT_SAMPLES
 
 KEPT_S = 86400.0
 MOST_PROMPT_TOKENS = 8192

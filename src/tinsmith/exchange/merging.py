@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tinsmith import adapters
-from tinsmith.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
 from tinsmith.errors import UserError
+from tinsmith.exchange import adapters
+from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
 from tinsmith.ops import LORA_ALPHA
 from tinsmith.storage import appearing
 
