@@ -125,7 +125,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engines": {"db", "tables"},
     "checkpoints": VALUES | {"db", "tables", "models", "storage"},
     "samplers": VALUES | {"samplers", "backends"},
-    "backends": VALUES | {"losses", "loss_graphs", "samplers", "backends"},
+    "backends": VALUES | {"heap", "losses", "loss_graphs", "samplers", "backends"},
     "encryption": {"errors"},
     "engine": VALUES
     | DURABLE
@@ -216,6 +216,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.demo": {"errors", "nano"},
     "cli.bench": {"errors"},
     "cli.main": {
+        "heap",
         "",
         "cli.batch",
         "cli.bench",

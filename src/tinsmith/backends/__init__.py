@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.heap import importing
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 from tinsmith.samplers import Sampler
 
@@ -116,7 +117,8 @@ class Backend(Protocol):
 def load(name: str, shape: ModelShape, **options: str) -> Backend:
     """Make the backend called `name` for one base model. Options are the backend's own, as text."""
     if name == "torch":
-        from tinsmith.backends.torch import TorchBackend
+        with importing():
+            from tinsmith.backends.torch import TorchBackend
 
         return TorchBackend(shape, **options)
     if name == "fake":

@@ -21,6 +21,7 @@ from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
 from tinsmith.errors import SettingsError
+from tinsmith.heap import importing
 from tinsmith.settings import Settings, client_address, load
 
 app = typer.Typer(
@@ -164,8 +165,9 @@ def options(
 
 
 def _serve(settings: Settings, *, as_json: bool) -> None:
-    from tinsmith.observing.logs import configure_logs
-    from tinsmith.server import build
+    with importing():
+        from tinsmith.observing.logs import configure_logs
+        from tinsmith.server import build
 
     configure_logs(settings.log_level, settings.log_format)
     server = build(settings)
