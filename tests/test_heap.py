@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import subprocess
 import sys
 
 import pytest
+
+from tinsmith.heap import importing
 
 SCRIPT = """
 from pathlib import Path
@@ -30,3 +33,14 @@ def test_pages_that_hold_nothing_are_given_back() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
     given_back_kib = int(ran.stdout.split()[0])
     assert given_back_kib > 100_000
+
+
+def test_nothing_is_looked_for_while_modules_are_imported() -> None:
+    assert gc.isenabled()
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        with importing():
+            pass
+        assert not gc.isenabled()  # the inner one leaves it as it was
+        raise ImportError
+    assert gc.isenabled()
