@@ -5,8 +5,8 @@ What the C library keeps: between blocks in use, in a heap for each of many thre
 A server reads and writes bodies of all sizes in a dozen threads, so this grows to tens of megabytes in a quarter of an
 hour, although nothing leaks. Only glibc keeps so much, and only glibc can be told to give it back.
 
-And what Python's collector looks for: while modules are imported there is next to none, and looking takes a fifth of the
-time.
+And what Python's collector looks for: while modules are imported there is next to none, and looking takes a fifth of
+the time.
 """
 
 from __future__ import annotations
