@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-harness test-vllm fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-harness test-vllm test-ray fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -32,6 +32,10 @@ test-harness: $(STAMP)
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_vllm_export.py
+
+# Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
+test-ray: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_ray.py tests/test_ray_nodes.py
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes

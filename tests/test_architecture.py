@@ -103,6 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "turns": set(),
     "migrations": {"db", "tables"},
     "nano": {"nano"},
+    "placement": {"db", "errors", "placement", "settings", "tables"},
     "scheduler": {"ops"},
     "losses": VALUES,
     "loss_graphs": VALUES,
@@ -178,6 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "settings",
         "signing",
         "standing",
+        "storage",
         "tenants",
         "observing.tracing",
         "wire",
@@ -215,6 +217,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.doctor": {"bases", "errors", "settings"},
     "cli.demo": {"errors", "nano"},
     "cli.bench": {"errors"},
+    "cli.placed": {"cli.main", "errors", "settings", "signing"},
+    "cli.up": {"errors", "nano", "placement", "settings", "signing"},
     "cli.main": {
         "heap",
         "",
@@ -225,6 +229,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cli.doctor",
         "errors",
         "cli.keys",
+        "cli.up",
         "observing.logs",
         "server",
         "settings",
@@ -246,7 +251,7 @@ MUST_NOT_LOAD = {
     ),
     "tinsmith.batch.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch"),
-    "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker"),
+    "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker", "ray"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),
 }
 

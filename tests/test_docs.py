@@ -54,6 +54,15 @@ FLAGS = {
     "checkpoints merge": {
         *("adapter", "directory", "--base", "--dtype", "--max-shard-gb", "--gguf", "--llama-cpp", "--json")
     },
+    "up": {
+        *("--ray", "--engines", "--samplers", "--batch-workers", "--engine-cpus", "--engine-gpus", "--engine-resource"),
+        *("--sampler-cpus", "--sampler-gpus", "--sampler-resource"),
+        *("--batch-worker-cpus", "--batch-worker-gpus", "--batch-worker-resource"),
+        *("--tokens-per-engine", "--tokens-per-sampler", "--batches-per-worker", "--up-after", "--down-after"),
+        *("--model", "-m", "--backend", "--data-dir", "--json"),
+    },
+    "status": {"--ray", "--data-dir", "--json"},
+    "down": {"--ray", "--data-dir", "--patience", "--json"},
     "keys create": {"tenant", "--name", "--quota", "--data-dir", "--json"},
     "keys list": {"--json", "--data-dir"},
     "keys revoke": {"key_id", "--data-dir", "--json"},

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.errors import SettingsError
@@ -19,6 +19,8 @@ MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
 SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "JWT"))
 """What the name of a secret in the environment has among its words."""
+
+BUCKET_SCHEMES = ("s3", "gs")
 
 KEPT_PRODUCTS = 128
 """How many compiled matrix products an engine keeps."""
@@ -48,12 +50,26 @@ class Settings(BaseSettings):
     """Where the database is: `postgresql://USER:PASSWORD@HOST/NAME`, or `sqlite:///FILE`; empty means a SQLite file in
     the data directory. Several servers may share a Postgres."""
 
-    storage_dir: Path | None = None
-    """Directory of the files of checkpoints, snapshots and sampler versions; empty means the data directory. Servers
-    that share a database must share it."""
+    storage_dir: str = ""
+    """Where checkpoints, snapshots, sampler versions and uploaded files are: a directory, or a bucket, `s3://BUCKET/PREFIX`
+    or `gs://BUCKET/PREFIX`; empty means the data directory. Processes that share a database must share it."""
+
+    storage_cache_bytes: int = Field(default=16 * 1024 * MEBIBYTE, gt=0)
+    """Bytes of what is in a bucket that are kept on this machine's disk, below `cache` in the data directory."""
 
     engine_lease_s: float = Field(default=15.0, gt=0)
-    """After this long without a sign of life, an engine may be replaced by that of another server."""
+    """After this long without a sign of life, what an engine worked on goes to other engines."""
+
+    role: Literal["all", "server", "engine", "sampler", "batch-worker"] = "all"
+    """What this process does: `server` answers clients, `engine` trains and samples, `sampler` only samples,
+    `batch-worker` runs bulk jobs, and `all` is everything at once. Processes of all roles meet in the database and the
+    storage, any number of each."""
+
+    engines: int = Field(default=1, ge=0, le=64)
+    """Engine processes for each base model, in the roles `all` and `engine`."""
+
+    samplers: int | None = Field(default=None, ge=0, le=64)
+    """Dedicated samplers for each base model; empty means one in the role `sampler`, and none in the role `all`."""
 
     models: tuple[str, ...] = ()
     """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
@@ -199,9 +215,42 @@ class Settings(BaseSettings):
     def resolved_data_dir(self) -> Path:
         return self.data_dir.expanduser().resolve()
 
+    @field_validator("storage_dir")
+    @classmethod
+    def _is_location(cls, value: str) -> str:
+        scheme, separator, rest = value.partition("://")
+        if separator and (scheme not in ("file", *BUCKET_SCHEMES) or not rest.strip("/")):
+            raise ValueError("it must be a directory, file:///DIRECTORY, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+        return value
+
     @property
-    def resolved_storage_dir(self) -> Path:
-        return self.resolved_data_dir if self.storage_dir is None else self.storage_dir.expanduser().resolve()
+    def has_bucket(self) -> bool:
+        """Whether files are in an object store rather than on a disk."""
+        return self.storage_dir.startswith(tuple(f"{scheme}://" for scheme in BUCKET_SCHEMES))
+
+    def storage_location(self, kind: str) -> str:
+        """Where the files of one kind are: a path or a URL."""
+        if "://" in self.storage_dir:
+            return f"{self.storage_dir.rstrip('/')}/{kind}"
+        root = Path(self.storage_dir).expanduser().resolve() if self.storage_dir else self.resolved_data_dir
+        return str(root / kind)
+
+    @property
+    def cache_dir(self) -> Path:
+        """Where what was read from a bucket is kept."""
+        return self.resolved_data_dir / "cache"
+
+    @property
+    def num_engines(self) -> int:
+        """For each base model, in this process's role."""
+        return self.engines if self.role in ("all", "engine") else 0
+
+    @property
+    def num_samplers(self) -> int:
+        """For each base model, in this process's role."""
+        if self.role not in ("all", "sampler"):
+            return 0
+        return int(self.role == "sampler") if self.samplers is None else self.samplers
 
     @property
     def resolved_database_url(self) -> str:
@@ -220,12 +269,12 @@ def load(given: dict[str, object]) -> Settings:
         raise SettingsError(_in_words(error)) from None
 
 
-def engine_environment(metrics_dir: Path | None = None) -> dict[str, str]:
+def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False) -> dict[str, str]:
     """The environment of an engine process; what the user has set stays, but for secrets. `metrics_dir` is where its
     meters are written (prometheus-client reads this variable when it is imported, and nothing else).
 
     An engine's settings come by pipe, and it asks nobody for anything. A Postgres password (PGPASSWORD) is the one
-    secret that it may need.
+    secret that it may need, and what opens the bucket where its files are in a `bucket`.
 
     OpenMP's waiting threads spin for a few microseconds and then sleep. Spinning for milliseconds, its default, takes
     the cores that the server, the client and other engines need (a 32-token step beside another engine on two cores:
@@ -246,8 +295,11 @@ def engine_environment(metrics_dir: Path | None = None) -> dict[str, str]:
 
 def worker_environment() -> dict[str, str]:
     """The environment of a worker of bulk jobs: without secrets, but for those that open its inputs and outputs."""
-    storage = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
-    return {**engine_environment(), **storage}
+    return engine_environment(bucket=True)
+
+
+def _bucket_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
 
 
 def role_environment() -> dict[str, str]:
@@ -257,7 +309,7 @@ def role_environment() -> dict[str, str]:
 
 
 def silence_ray() -> None:
-    """Ray reports its use to its makers unless it is told not to, before it is imported."""
+    """Ray reports its use to its makers unless it is told not to, before it starts."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 
@@ -267,7 +319,10 @@ def portable(settings: Settings) -> dict[str, object]:
     for name, value in settings:
         if isinstance(value, SecretStr):
             values[name] = value.get_secret_value()
-    return values | {"database_url": settings.resolved_database_url}
+    storage = settings.storage_dir
+    if "://" not in storage:
+        storage = str(Path(settings.storage_location("any")).parent)
+    return values | {"database_url": settings.resolved_database_url, "storage_dir": storage}
 
 
 def _is_secret(name: str) -> bool:

@@ -49,12 +49,18 @@ def load_secret(configured: str, data_dir: Path) -> bytes:
     path = data_dir / SECRET_FILE
     with contextlib.suppress(FileNotFoundError):
         return _read(path)
+    return keep_secret(secrets.token_bytes(SECRET_BYTES), data_dir)
+
+
+def keep_secret(secret: bytes, data_dir: Path) -> bytes:
+    """That of the data directory: this one, if it has none yet. Raises SettingsError."""
+    path = data_dir / SECRET_FILE
     # Complete under another name first, then linked: of several processes that make it, one wins and all read the same.
     draft = data_dir / f".{SECRET_FILE}.{uuid.uuid4().hex}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
+            file.write(secret)
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):

@@ -20,6 +20,7 @@ from tinsmith import __version__
 from tinsmith.cli import batch as batch_cli
 from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
+from tinsmith.cli import up as up_cli
 from tinsmith.errors import SettingsError
 from tinsmith.heap import importing
 from tinsmith.settings import Settings, client_address, load
@@ -82,6 +83,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
 app.add_typer(keys_cli.app, name="keys")
 app.add_typer(batch_cli.app, name="batch")
 app.add_typer(checkpoints_cli.app, name="checkpoints")
+app.command()(up_cli.up)
+app.command()(up_cli.status)
+app.command()(up_cli.down)
 
 
 @app.command()

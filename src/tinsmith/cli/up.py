@@ -1,0 +1,246 @@
+"""`tinsmith up`, `status` and `down`: engines, samplers and batch workers on a Ray cluster (`tinsmith[ray]`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith import nano
+from tinsmith.errors import SettingsError
+from tinsmith.placement.fleet import (
+    BATCH_WORKER,
+    ENGINE,
+    SAMPLER,
+    Fleet,
+    Resources,
+    Role,
+    counts_from,
+    others_from,
+)
+from tinsmith.placement.scaling import Rule
+from tinsmith.settings import Settings, load, portable
+from tinsmith.signing import load_secret
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+LOCAL = "local"
+ADDRESS_FILE = "ray.address"
+"""In the data directory, while `tinsmith up --ray local` runs: where its cluster is."""
+WATCH_S = 1.0
+
+output = Console(soft_wrap=True, highlight=False)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DataDir = Annotated[Path | None, typer.Option(help="The servers' data directory. Default: ~/.tinsmith.")]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="HOST:PORT of the cluster's head. Default: that of `up --ray local`."
+    ),
+]
+Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="How many; between the two by what waits.")]
+Cpus = Annotated[float, typer.Option(min=0, help="CPUs that one of them reserves, and its threads.")]
+Gpus = Annotated[float, typer.Option(min=0, help="GPUs that one of them reserves, all on one node.")]
+Others = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=AMOUNT", help="Other resources of Ray's that one of them reserves; repeat it."),
+]
+Work = Annotated[float, typer.Option(min=1, help="How much may wait for each before there is one more.")]
+
+
+def up(  # noqa: PLR0913 - one parameter a flag
+    ray: Annotated[str, typer.Option(metavar="ADDRESS|local", help="HOST:PORT of a cluster, or this machine.")] = LOCAL,
+    engines: Count = "1",
+    samplers: Count = "0",
+    batch_workers: Count = "0",
+    engine_cpus: Cpus = 1.0,
+    engine_gpus: Gpus = 0.0,
+    engine_resource: Others = None,
+    sampler_cpus: Cpus = 1.0,
+    sampler_gpus: Gpus = 0.0,
+    sampler_resource: Others = None,
+    batch_worker_cpus: Cpus = 1.0,
+    batch_worker_gpus: Gpus = 0.0,
+    batch_worker_resource: Others = None,
+    tokens_per_engine: Work = 131_072,
+    tokens_per_sampler: Work = 131_072,
+    batches_per_worker: Work = 16,
+    up_after: Annotated[float, typer.Option(min=0, help="Seconds for which more must have waited.")] = 10.0,
+    down_after: Annotated[float, typer.Option(min=0, help="Seconds for which less must have waited.")] = 300.0,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help="As for `serve`.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="As for `serve`.")] = None,
+    data_dir: DataDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when they are asked for.")] = False,
+) -> None:
+    """Have a Ray cluster run engines, samplers and batch workers, and keep as many as the queues want.
+
+    With `--ray local` it stays, and takes everything away when it ends; on a cluster, `tinsmith down` does that."""
+    given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir}
+    settings = load({name: value for name, value in given.items() if value is not None})
+    after = up_after, down_after
+    roles = {
+        ENGINE: _role("--engines", engines, tokens_per_engine, after, _of(engine_cpus, engine_gpus, engine_resource)),
+        SAMPLER: _role(
+            "--samplers", samplers, tokens_per_sampler, after, _of(sampler_cpus, sampler_gpus, sampler_resource)
+        ),
+        BATCH_WORKER: _role(
+            "--batch-workers",
+            batch_workers,
+            batches_per_worker,
+            after,
+            _of(batch_worker_cpus, batch_worker_gpus, batch_worker_resource),
+        ),
+    }
+    fleet = _fleet(settings, roles)
+    cluster = _cluster()
+    if ray == LOCAL:
+        _stay(cluster, settings, fleet, as_json)
+        return
+    cluster.connect(ray)
+    try:
+        _refuse_one_file(settings, cluster.num_machines())
+        cluster.start_controller(fleet)
+        _announce(fleet, ray, as_json)
+    finally:
+        cluster.disconnect()
+
+
+def down(
+    ray: Address = None,
+    data_dir: DataDir = None,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds in which they may give back what they have.")] = 120,
+    as_json: AsJson = False,
+) -> None:
+    """Drain everything that `tinsmith up` has started on a cluster, and take it away."""
+    with _connected(ray, data_dir) as cluster:
+        late = cluster.stop_all(patience)
+    if as_json:
+        typer.echo(json.dumps({"killed": late}))
+    elif late:
+        output.print(f"taken away before they had given back what they had: {', '.join(late)}")
+    if late:
+        raise typer.Exit(1)
+
+
+def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
+    """Say what runs on a cluster, where, and what waits for it. Ends with 1 if nothing keeps it."""
+    with _connected(ray, data_dir) as cluster:
+        seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
+    if as_json:
+        shown = [{name: getattr(seat, name) for name in seat.__slots__} | {"role": seat.role} for seat in seats]
+        typer.echo(json.dumps({"controller": kept, "processes": shown, **found}, indent=1))
+    else:
+        table = Table("process", "state", "node", "pid", "restarts", "", box=None, pad_edge=False)
+        for seat in sorted(seats, key=lambda each: (each.role, each.index)):
+            table.add_row(seat.name, seat.state, seat.node, str(seat.pid or ""), str(seat.restarts), seat.detail)
+        output.print(table)
+        for role, waiting in (found.get("waiting") or {}).items():
+            amounts = ", ".join(f"{amount:,.0f} {base}".strip() for base, amount in waiting.items() if amount)
+            output.print(f"{role}: {found['wanted'].get(role, 0)} wanted; waiting: {amounts or 'nothing'}")
+    if not kept:
+        raise typer.Exit(1)
+
+
+def _role(flag: str, counts: str, work: float, after: tuple[float, float], resources: Resources) -> Role:
+    return Role(Rule(*counts_from(flag, counts), work, *after), resources)
+
+
+def _of(cpus: float, gpus: float, others: list[str] | None) -> Resources:
+    return Resources(cpus, gpus, others_from("a resource", others or []))
+
+
+def _fleet(settings: Settings, roles: dict[str, Role]) -> Fleet:
+    names = tuple(entry.partition("=")[0] for entry in settings.models) or (nano.MODEL_NAME,)
+    configured = settings.signing_secret.get_secret_value()
+    key = b"" if configured else load_secret("", _made(settings.resolved_data_dir))
+    return Fleet(roles, names, portable(settings), key)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory
+
+
+def _refuse_one_file(settings: Settings, num_machines: int) -> None:
+    if num_machines > 1 and settings.resolved_database_url.startswith("sqlite"):
+        raise SettingsError(
+            f"the cluster has {num_machines} machines, and the database is a file of one of them; set "
+            "TINSMITH_DATABASE_URL to a Postgres that all of them reach"
+        )
+
+
+def _cluster() -> ModuleType:
+    """Ray takes half a second to import, and need not be installed."""
+    try:
+        from tinsmith.placement import cluster
+    except ImportError as error:
+        raise SettingsError(f"this needs Ray ({error}): pip install 'tinsmith[ray]'") from None
+    return cluster
+
+
+@contextlib.contextmanager
+def _connected(address: str | None, data_dir: Path | None) -> Iterator[Any]:
+    settings = load({"data_dir": data_dir} if data_dir else {})
+    cluster = _cluster()
+    cluster.connect(address or _local_address(settings.resolved_data_dir))
+    try:
+        yield cluster
+    finally:
+        cluster.disconnect()
+
+
+def _local_address(data_dir: Path) -> str:
+    try:
+        return (data_dir / ADDRESS_FILE).read_text().strip()
+    except FileNotFoundError:
+        raise SettingsError(
+            f"no `tinsmith up --ray local` runs on {data_dir}; give --ray HOST:PORT, the address of a cluster's head"
+        ) from None
+
+
+def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) -> None:
+    """Until Ctrl-C, SIGTERM, or `tinsmith down`."""
+    file = settings.resolved_data_dir / ADDRESS_FILE
+    told = threading.Event()
+    directory = tempfile.mkdtemp(prefix="tinsmith-ray-", dir="/tmp")  # sockets lie in it, whose paths must be short
+    try:
+        address = cluster.start_local(fleet, directory)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda _signal, _frame: told.set())
+        cluster.start_controller(fleet)
+        file.write_text(address)
+        _announce(fleet, address, as_json)
+        while not told.wait(WATCH_S) and cluster.has_controller():
+            pass
+        if told.is_set():
+            cluster.stop_all()
+        else:  # whoever has taken the controller away is draining
+            while cluster.RayCluster().seats():
+                told.wait(WATCH_S)
+    finally:
+        file.unlink(missing_ok=True)
+        cluster.disconnect()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _announce(fleet: Fleet, address: str, as_json: bool) -> None:
+    counts = {name: [role.rule.minimum, role.rule.maximum] for name, role in fleet.roles.items()}
+    if as_json:
+        typer.echo(json.dumps({"ray": address, "models": list(fleet.base_models), "roles": counts}))
+        return
+    shown = ", ".join(f"{name} {least}:{most}" for name, (least, most) in counts.items() if most)
+    output.print(f"{shown} at {address}, for {', '.join(fleet.base_models)}; `tinsmith status` says how they are")

@@ -1,0 +1,150 @@
+"""Keeps one process of a role: starts it, starts it again when it dies, drains it when it is no longer wanted.
+
+A shell is what Ray places. It hands its process the settings on standard input, in one line; the input stays open, and
+closes when the shell dies, however it does: then the process ends at once, since another may be starting in its place.
+A process that refuses its settings is not started again. States: starting -> running -> restarting -> running;
+refused; draining -> ended. Calls return at once; a thread does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tinsmith.settings import role_environment
+
+EXIT_REFUSED = 2
+"""How `tinsmith serve` ends when it refuses its settings."""
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A process that ran this long was healthy: its next death starts again with the first pause."""
+DRAIN_S = 120.0
+"""How long a process may take to give back what it has; then it is killed, which loses nothing but time."""
+TAIL_BYTES = 2000
+
+COMMAND = (sys.executable, "-m", "tinsmith.cli.placed")
+
+
+class Shell:
+    def __init__(
+        self,
+        name: str,
+        role: str,
+        fingerprint: str,
+        settings: Mapping[str, object],
+        signing_key: bytes = b"",
+        command: Sequence[str] = COMMAND,
+    ) -> None:
+        """The process has a data directory of its own, `name` below the one in `settings`, on whatever node this is."""
+        self._command = command
+        self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
+        directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
+        own = {"role": role, "data_dir": str(directory), "host": "127.0.0.1", "port": 0}
+        self._first = {"settings": {**settings, **own}, "signing_key": signing_key.hex()}
+        self._log_path = directory / "process.log"
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._state, self._detail, self._restarts = "starting", "", 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+        self._thread.start()
+
+    def state(self) -> dict[str, Any]:
+        with self._lock:
+            pid = self._process.pid if self._process else None
+            found = {"state": self._state, "detail": self._detail, "restarts": self._restarts, "pid": pid}
+        return {**self._fixed, **found, "shell_pid": os.getpid()}
+
+    def drain(self, patience_s: float = DRAIN_S) -> None:
+        """Has the process finish and give back what it has. A second call changes nothing."""
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._stopping.set()
+            if self._state != "ended":
+                self._state = "draining"
+            if self._process is not None:
+                threading.Thread(target=_end, args=(self._process, patience_s), daemon=True).start()
+
+    def _keep(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            try:
+                code = self._run_once()
+            except OSError as error:  # no memory, no room for the log: that passes
+                code, why = -1, str(error)
+            else:
+                why = self._tail()
+            if self._stopping.is_set():
+                break
+            if code == EXIT_REFUSED:
+                self._say("refused", why)
+                self._stopping.wait()
+                break
+            pause_s = FIRST_PAUSE_S if time.monotonic() - began > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            self._say("restarting", f"it ended with status {code}: {why}", restarts=1)
+            self._stopping.wait(pause_s)
+        self._say("ended", "")
+
+    def _run_once(self) -> int:
+        self._log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with self._log_path.open("ab") as log, self._lock:
+            if self._stopping.is_set():
+                return 0
+            process = subprocess.Popen(
+                self._command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=role_environment(),
+                start_new_session=True,
+            )  # fmt: skip
+            self._process = process
+            self._state, self._detail = "running", ""
+        assert process.stdin is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(json.dumps(self._first).encode() + b"\n")
+                process.stdin.flush()
+            return process.wait()
+        finally:
+            with self._lock:
+                self._process = None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _say(self, state: str, detail: str, restarts: int = 0) -> None:
+        with self._lock:
+            self._state, self._detail = state, detail
+            self._restarts += restarts
+            if self._stopping.is_set() and state != "ended":
+                self._state = "draining"
+
+    def _tail(self) -> str:
+        """The last line of what it said."""
+        try:
+            with self._log_path.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(0, size - TAIL_BYTES))
+                return log.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except OSError:
+            return ""
+
+
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                return
+            time.sleep(0.05)
