@@ -11,6 +11,7 @@ from httpx import Response
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+from arrived import incoming
 from databases import fresh_url
 from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app
@@ -141,7 +142,7 @@ class Harness:
 
     def pending(self) -> list[Pending]:
         """What the engines would find, of all base models: what they are to do, and the refused, which they skip."""
-        return [row for shape in SHAPES for row in self.services.futures.incoming(shape.name, 0)]
+        return [row for shape in SHAPES for row in incoming(self.services.futures._db, shape.name)]
 
     def kinds(self) -> dict[str, str]:
         """What the engines would work on: accepted requests and their kinds."""
@@ -172,7 +173,7 @@ def make_harness(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
         Quotas(database, limits), Waiters(),
     )  # fmt: skip
-    files, batches = Files(database, directory / "files"), OpenAIBatches(database)
+    files, batches = Files(database, str(directory / "files")), OpenAIBatches(database)
     meters = ServerMeters(None, 2, Census(database, "here").counts)
     services = Services(
         settings=settings,
@@ -205,6 +206,7 @@ def make_harness(
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
+        engine_for_run=lambda _base_model: None,
         meters=meters,
         tracing=NoTracing(),
     )

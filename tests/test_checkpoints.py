@@ -116,7 +116,7 @@ def test_an_overwrite_that_fails_leaves_the_old_one(bench: Bench) -> None:
     assert bench.get() == before  # also if it died here
     bench.run(failure(REF, "the disk is full"))
     assert bench.get() == before
-    bench.checkpoints.recover("base")
+    bench.checkpoints.recover("base", "engine-0")
     assert bench.get() == before
 
 
@@ -216,7 +216,8 @@ def test_a_copy_has_files_and_a_run_of_its_own(bench: Bench) -> None:
     run = Models(bench.db).get(BOB, "c:train:0")
     assert (run.state, run.project_id, run.reason) == ("copied", "project", f"copied from {REF.path}")
     bench.checkpoints.delete(ALICE, REF)
-    assert (bench.checkpoints.checked_directory(copy) / "adapter").read_bytes() == b"weights"
+    with bench.checkpoints.reading(copy) as directory:
+        assert (directory / "adapter").read_bytes() == b"weights"
 
 
 def test_the_second_of_two_copies_into_one_run_changes_nothing(bench: Bench) -> None:
@@ -235,17 +236,20 @@ def test_a_source_that_goes_away_meanwhile_is_not_found(bench: Bench) -> None:
     with pytest.raises(NotFoundError, match="was deleted or overwritten meanwhile"):
         copy_of(bench, source)
     with pytest.raises(NotFoundError, match="was deleted or overwritten meanwhile"):
-        bench.checkpoints.checked_directory(source)
+        with bench.checkpoints.reading(source):
+            pass
     assert bench.on_disk() == set()
     assert Models(bench.db).find("c:train:0") is None
 
 
 def test_damaged_files_are_named_with_their_checkpoint(bench: Bench) -> None:
     directory = bench.files.path(bench.save())
-    assert bench.checkpoints.checked_directory(bench.get()) == directory
+    with bench.checkpoints.reading(bench.get()) as path:
+        assert path == directory
     (directory / "adapter").write_bytes(b"weighty")
     with pytest.raises(CorruptFilesError, match=r"tinker://s:train:0/weights/one' is damaged: adapter .*SHA-256"):
-        bench.checkpoints.checked_directory(bench.get())
+        with bench.checkpoints.reading(bench.get()):
+            pass
     (directory / "adapter").write_bytes(b"w")
     with pytest.raises(CorruptFilesError, match="is damaged: adapter is missing or was cut short"):
         copy_of(bench, bench.get())

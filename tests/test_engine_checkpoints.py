@@ -42,8 +42,8 @@ def saved(bench: Bench, request_id: str) -> Checkpoint:
 
 
 def files_of(bench: Bench, checkpoint: Checkpoint) -> dict[str, bytes]:
-    directory = bench.checkpoints.checked_directory(checkpoint)
-    return {name: (directory / name).read_bytes() for name in bench.checkpoints.files.files(directory.name)}
+    with bench.checkpoints.reading(checkpoint) as directory:
+        return {name: (directory / name).read_bytes() for name in bench.checkpoints.files.files(directory.name)}
 
 
 def sampler_of(bench: Bench, path: str, number: int = 0, tenant: str = "alice") -> str:

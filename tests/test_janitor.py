@@ -46,7 +46,7 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     checkpoints = Checkpoints(db, Directories(tmp_path / "checkpoints"))
     versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
-    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, tmp_path / "files"), KeptSamples(db))
+    others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, str(tmp_path / "files")), KeptSamples(db))
     return SweptParts(*nouns, checkpoints, versions, snapshots, *others)
 
 

@@ -341,7 +341,7 @@ def test_a_file_of_results_is_no_input(harness: Harness) -> None:
 )
 def test_what_a_file_must_be(tmp_path: Path, content: bytes, found: list[tuple[str, int | None, str | None]]) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
-    checked = check(tmp_path / "in.jsonl", CHAT, LINE_BYTES)
+    checked = check(str(tmp_path / "in.jsonl"), CHAT, LINE_BYTES)
     assert [(each["code"], each["line"], each["param"]) for each in checked.problems] == found
     assert found or (checked.total, checked.model) == (2, MODEL)
 
@@ -350,12 +350,12 @@ def test_a_file_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     path = tmp_path / "in.jsonl"
     path.write_bytes(as_lines([chat(str(number)) for number in range(5)]))
     monkeypatch.setattr(checking, "MAX_REQUESTS", 4)
-    assert [each["code"] for each in check(path, CHAT, LINE_BYTES).problems] == ["too_many_tasks"]
+    assert [each["code"] for each in check(str(path), CHAT, LINE_BYTES).problems] == ["too_many_tasks"]
     monkeypatch.setattr(checking, "MAX_INPUT_BYTES", 100)
-    assert [each["code"] for each in check(path, CHAT, LINE_BYTES).problems] == ["file_too_large"]
+    assert [each["code"] for each in check(str(path), CHAT, LINE_BYTES).problems] == ["file_too_large"]
     path.write_bytes(b"5\n" * 1000)
     monkeypatch.undo()
-    assert len(check(path, CHAT, LINE_BYTES).problems) == checking.MAX_SHOWN
+    assert len(check(str(path), CHAT, LINE_BYTES).problems) == checking.MAX_SHOWN
 
 
 def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harness) -> None:

@@ -32,7 +32,7 @@ def client(fake_server: LiveServer) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def files(tmp_path: Path, database_kind: str) -> Iterator[Files]:
     database = Database(fresh_url(tmp_path, database_kind))
-    yield Files(database, tmp_path / "files")
+    yield Files(database, str(tmp_path / "files"))
     database.close()
 
 

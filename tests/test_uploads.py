@@ -98,9 +98,9 @@ def test_what_is_stored_are_the_bytes_that_were_sent(harness: Harness) -> None:
     path = upload(harness, files={"optimizer.safetensors": state}).json()["tinker_path"]
     run_id = path.removeprefix("tinker://").partition("/")[0]
     (checkpoint,) = harness.services.checkpoints.of_run("alice", run_id)
-    directory = harness.services.checkpoints.checked_directory(checkpoint)
-    assert (directory / "optimizer.safetensors").read_bytes() == state
-    assert (directory / "adapter_model.safetensors").read_bytes() == save(matrices())
+    with harness.services.checkpoints.reading(checkpoint) as directory:
+        assert (directory / "optimizer.safetensors").read_bytes() == state
+        assert (directory / "adapter_model.safetensors").read_bytes() == save(matrices())
     assert checkpoint.optimizer_type == "adamw"
     dimuon = upload(harness, files={"optimizer.safetensors": optimizer("momentum")}).json()["tinker_path"]
     assert harness.ok("weights_info", {"tinker_path": dimuon})["optimizer_config"]["type"] == "dimuon"

@@ -1,4 +1,4 @@
-"""Files that tenants upload, and those that are made for them: a row each, and the bytes below one directory.
+"""Files that tenants upload, and those that are made for them: a row each, and the bytes below one directory or prefix.
 
 Invariants:
 - Bytes are durable before their row is there, and never change after it. What was written for a row that never came, or
@@ -11,25 +11,24 @@ Knows nothing of what files hold. HTTP, and the batches that read and write file
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
-from tinsmith.storage import fsync, make_private
+from tinsmith.storage import make_private
+from tinsmith.storage.stores import LocalStore, join, open_store
 from tinsmith.tables import UPLOADS
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
-UNFINISHED = ".unfinished"
 PAGE = 1000
 
 
@@ -69,32 +68,39 @@ def derived_id(owner: str, name: str) -> str:
 
 
 class Files:
-    def __init__(self, db: Database, root: Path) -> None:
+    def __init__(self, db: Database, location: str) -> None:
         self._db = db
-        self._root = root
+        self._store, self._root = open_store(location)
+        self._is_local = isinstance(self._store, LocalStore)
 
-    def path(self, file_id: str) -> Path:
-        """Where a file's bytes are. `file_id` is one that this server made."""
-        return self._root / file_id
+    def _key(self, file_id: str) -> str:
+        return join(self._root, file_id)
+
+    def path(self, file_id: str) -> Path | None:
+        """Where a file's bytes are on this disk; None where they are in a bucket. `file_id` is one that this server
+        made.
+        """
+        return Path(self._key(file_id)) if self._is_local else None
+
+    def open(self, file_id: str) -> IO[bytes]:
+        """The bytes, for reading and seeking. Raises FileNotFoundError."""
+        return self._store.open(self._key(file_id))
 
     def store(self, file_id: str, pieces: Iterable[bytes]) -> Stored:
         """Write bytes and make them durable; what was there under this id is replaced."""
-        make_private(self._root)
-        hidden = self._root / f".{file_id}.{uuid.uuid4().hex}{UNFINISHED}"
+        if self._is_local:
+            make_private(Path(self._root))
         digest, size_bytes = hashlib.sha256(), 0
-        try:
-            with hidden.open("xb") as file:
-                for piece in pieces:
-                    digest.update(piece)
-                    size_bytes += len(piece)
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            hidden.rename(self.path(file_id))
-        finally:
-            hidden.unlink(missing_ok=True)
-        fsync(self._root)
+        with self._store.open_writer(self._key(file_id)) as writer:
+            for piece in pieces:
+                digest.update(piece)
+                size_bytes += len(piece)
+                writer.write(piece)
         return Stored(file_id, size_bytes, digest.hexdigest())
+
+    def share(self, file_id: str, location: str) -> None:
+        """The bytes under one more name, in the same store, which outlives this one. Raises FileNotFoundError."""
+        self._store.share(self._key(file_id), open_store(location)[1])
 
     def add(self, tenant_id: str, stored: Stored, filename: str, purpose: str, expires_after_s: float | None) -> File:
         """The row of bytes that are stored."""
@@ -137,7 +143,7 @@ class Files:
 
     def discard(self, file_id: str) -> None:
         """Delete bytes that no row names."""
-        self.path(file_id).unlink(missing_ok=True)
+        self._store.delete_many([self._key(file_id)])
 
     def sweep_expired(self) -> list[str]:
         """Delete the files whose time is over; returns their ids."""
@@ -152,7 +158,7 @@ class Files:
 
     def sweep_unnamed(self, age_s: float) -> list[str]:
         """Delete bytes that no row names, and that nobody has written to for `age_s` seconds."""
-        old = list(_old(self._root, age_s))  # before the rows are read: a row that is added names newer bytes
+        old = list(self._old(age_s))  # before the rows are read: a row that is added names newer bytes
         swept: list[str] = []
         for start in range(0, len(old), PAGE):
             names = old[start : start + PAGE]
@@ -163,6 +169,12 @@ class Files:
                     self.discard(name)
                     swept.append(name)
         return swept
+
+    def _old(self, age_s: float) -> Iterator[str]:
+        before = time.time() - age_s
+        for entry in self._store.entries(self._root):
+            if entry.modified_at < before:
+                yield entry.key[len(self._root) + 1 :]
 
 
 def add_row(
@@ -190,12 +202,3 @@ def add_row(
 
 def _alive() -> sa.ColumnElement[bool]:
     return sa.or_(UPLOADS.c.expires_at.is_(None), UPLOADS.c.expires_at > now())
-
-
-def _old(root: Path, age_s: float) -> Iterator[str]:
-    before = time.time() - age_s
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(root):
-            with contextlib.suppress(FileNotFoundError):
-                if entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_mtime < before:
-                    yield entry.name

@@ -113,11 +113,11 @@ class Operations:
         # The checkpoint decides the shape of the adapter, but a model's own rank was promised at creation.
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
-        directory = self._checkpoints.checked_directory(checkpoint)
-        reach("model.loading")
-        self._backend.load(
-            model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
-        )
+        with self._checkpoints.reading(checkpoint) as directory:
+            reach("model.loading")
+            self._backend.load(
+                model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
+            )
         reach("model.loaded")
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:

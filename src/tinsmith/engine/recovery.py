@@ -79,9 +79,8 @@ class Recovery:
         if directory is None:
             self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
             return
-        self._directories.check(directory)
-        path = self._directories.path(directory)
-        self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
+        with self._directories.reading(directory) as path:
+            self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
 
     def _replay_after(self, model: Model, seq_id: int, between: Between | None) -> int:
         replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)

@@ -10,7 +10,8 @@ files are kept until others take their place. An inflight version is replaced by
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,9 +113,11 @@ class Versions:
         version_id = sampler.version_id
         if version_id is None:
             return None
-        if not self._backend.has_version(version_id) and (directory := self._directory_of(sampler, bring_back)):
-            self._backend.load_version(version_id, directory)
-            self._loaded[version_id] = None
+        if not self._backend.has_version(version_id):
+            with self._files_of(sampler, bring_back) as directory:
+                if directory is not None:
+                    self._backend.load_version(version_id, directory)
+                    self._loaded[version_id] = None
         if version_id in self._loaded:
             self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
         elif version_id in self._in_memory:
@@ -125,25 +128,29 @@ class Versions:
             self._backend.drop_version(oldest)
         return version_id
 
-    def _directory_of(self, sampler: SamplingSession, bring_back: BringBack) -> Path | None:
+    @contextmanager
+    def _files_of(self, sampler: SamplingSession, bring_back: BringBack) -> Iterator[Path | None]:
         """The files of a version that is not in memory; None if it is there by now, brought back with its model."""
         if sampler.model_path is not None:
             checkpoint = self._checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
-            return self._checkpoints.checked_directory(checkpoint)
+            with self._checkpoints.reading(checkpoint) as path:
+                yield path
+            return
         version_id, directory = sampler.version_id or "", sampler.directory
         if sampler.model_id is not None and (directory is None or version_id == inflight_version(sampler.model_id)):
             if error := bring_back(sampler.model_id):
                 raise error
             if self._backend.has_version(version_id):
-                return None
+                yield None
+                return
             directory = self._samplers.directory_of(version_id)
         if directory is None:
             raise LostStateError(
                 f"the weights of sampling session {sampler.sampling_session_id!r} are gone; publish them again, or "
                 "sample from a saved checkpoint"
             )
-        self._directories.check(directory)
-        return self._directories.path(directory)
+        with self._directories.reading(directory) as path:
+            yield path
 
     # Writing.
 

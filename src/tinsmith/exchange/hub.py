@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import IO
 
 from tinsmith.checkpoints import KINDS, CheckpointRef
 from tinsmith.errors import NotFoundError
@@ -64,12 +65,13 @@ class MissingEntryError(MissingError):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """`etag` stands for the content; it is the SHA-256 where `whole`."""
+    """`etag` stands for the content; it is the SHA-256 where `whole`. `path` is where it is on this disk, if at all."""
 
-    path: Path
+    path: Path | None
     size_bytes: int
     etag: str
     whole: bool
+    opened: Callable[[], IO[bytes]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
     light = {name for name in found if any(fnmatchcase(name, pattern) for pattern in SMALL)} - heavy
     hidden = frozenset() if weights else frozenset(heavy)
     files = {name: _described(found[name]) for name in sorted((light | heavy) - hidden)}
-    modified_at = max((file.path.stat().st_mtime for file in files.values()), default=0.0)
+    modified_at = max((found[name].stat().st_mtime for name in files), default=0.0)
     return Repository(shape.name, files, modified_at, "transformers", hidden)
 
 
@@ -128,7 +130,9 @@ def checkpoint_repository(repo_id: str, directories: Directories, directory: str
     """A checkpoint, without its optimizer's state. Raises CorruptFilesError."""
     directories.check_sizes(directory)
     files = {
-        name: HubFile(directories.path(directory) / name, size_bytes, sha256, True)
+        name: HubFile(
+            directories.file_path(directory, name), size_bytes, sha256, True, partial(directories.open, directory, name)
+        )
         for name, (size_bytes, sha256) in directories.digests(directory).items()
         if name != OPTIMIZER_FILE
     }
@@ -138,7 +142,7 @@ def checkpoint_repository(repo_id: str, directories: Directories, directory: str
 def _described(path: Path) -> HubFile:
     facts = path.stat()
     etag = _digest(path, facts.st_size, facts.st_mtime_ns)
-    return HubFile(path, facts.st_size, etag, facts.st_size <= WHOLE_BYTES)
+    return HubFile(path, facts.st_size, etag, facts.st_size <= WHOLE_BYTES, lambda: path.open("rb"))
 
 
 @lru_cache(maxsize=4096)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tinsmith.batch.readers.openai import problem_of
 from tinsmith.errors import UserError
 from tinsmith.openai_batches import MAX_INPUT_BYTES, MAX_REQUESTS
+from tinsmith.storage.stores import open_store
 from tinsmith.wire.fields import read_object
 
 MAX_SHOWN = 100
@@ -31,14 +31,15 @@ class Checked:
     problems: list[Problem]
 
 
-def check(path: Path, endpoint: str, max_line_bytes: int) -> Checked:
-    if path.stat().st_size > MAX_INPUT_BYTES:
+def check(location: str, endpoint: str, max_line_bytes: int) -> Checked:
+    store, key = open_store(location)
+    if store.head(key).size > MAX_INPUT_BYTES:
         return _refused("file_too_large", f"the file is larger than {MAX_INPUT_BYTES} bytes; split it")
     problems: list[Problem] = []
     seen: set[str] = set()
     model: str | None = None
     total = 0
-    for number, line in lines(path, max_line_bytes):
+    for number, line in lines(location, max_line_bytes):
         total += 1
         if total > MAX_REQUESTS:
             return _refused("too_many_tasks", f"the file has more than {MAX_REQUESTS} requests; split it")
@@ -54,9 +55,10 @@ def check(path: Path, endpoint: str, max_line_bytes: int) -> Checked:
     return Checked(total, model, problems)
 
 
-def lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
+def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Lines that hold more than spaces, each with its number; a longer one is cut one byte above the limit."""
-    with path.open("rb") as file:
+    store, key = open_store(location)
+    with store.open(key) as file:
         if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
             file.seek(0)
         number = 0

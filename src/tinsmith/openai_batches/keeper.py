@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +36,7 @@ from tinsmith.openai_batches.results import Tally, counted, error_lines, results
 from tinsmith.openai_batches.rows import Batch, Made, OpenAIBatches
 from tinsmith.settings import Settings
 from tinsmith.storage import make_private
+from tinsmith.storage.stores import LocalStore, join, open_store
 
 POLL_S = 1.0
 SWEEP_S = 3600.0
@@ -74,7 +73,7 @@ class Keeper:
     def __init__(self, settings: Settings, parts: Parts) -> None:
         self._settings = settings
         self._parts = parts
-        self._root = settings.resolved_storage_dir / "openai_batches"
+        self._root = settings.storage_location("openai_batches")
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -168,22 +167,19 @@ class Keeper:
             self._parts.batches.move(batch, ("cancelling",), **facts)
         self._parts.wake_job(None)
 
-    def _input(self, batch: Batch) -> Path:
+    def _input(self, batch: Batch) -> str:
         """The input under a name of the batch's own, which nobody deletes before its end. Raises NotFoundError."""
-        path = self._directory(batch) / "input.jsonl"
-        if not path.exists():
+        location = join(self._directory(batch), "input.jsonl")
+        store, key = open_store(location)
+        if not store.exists(key):
             file = self._parts.files.find(batch.tenant_id, batch.input_file_id)
-            make_private(path.parent)
-            source, hidden = self._parts.files.path(file.file_id), path.with_suffix(".unfinished")
-            hidden.unlink(missing_ok=True)
+            if isinstance(store, LocalStore):
+                make_private(Path(self._directory(batch)))
             try:
-                os.link(source, hidden)
+                self._parts.files.share(file.file_id, location)
             except FileNotFoundError:
                 raise NotFoundError(f"file {file.file_id!a} was deleted at this moment") from None
-            except OSError:  # a file system without hard links
-                shutil.copyfile(source, hidden)
-            hidden.rename(path)
-        return path
+        return location
 
     def _refuse(self, batch: Batch, problems: Sequence[dict[str, object]]) -> None:
         self._parts.batches.end(batch, [], status="failed", errors=list(problems))
@@ -193,18 +189,18 @@ class Keeper:
     def _spec(self, batch: Batch, total: int) -> JobSpec:
         directory = self._directory(batch)
         outputs = [
-            OpenAIBatchWriter(str(directory / "output.jsonl"), keep="succeeded"),
-            OpenAIBatchWriter(str(directory / "failed.jsonl"), keep="failed"),
+            OpenAIBatchWriter(join(directory, "output.jsonl"), keep="succeeded"),
+            OpenAIBatchWriter(join(directory, "failed.jsonl"), keep="failed"),
         ]
         spec = JobSpec(
             batch_serialized_fn=payload_of([OpenAIRequest()]),
-            batch_input_format=OpenAIBatchReader(str(directory / "input.jsonl")).to_dict(),
+            batch_input_format=OpenAIBatchReader(join(directory, "input.jsonl")).to_dict(),
             batch_output_formats=[output.to_dict() for output in outputs],
             batch_size=min(MAX_TOGETHER, max(1, total // MIN_BATCHES)),
             name=batch.batch_id,
             max_failed_rows=MAX_REQUESTS,
             if_exists="overwrite",
-            roots=[str(directory)],
+            roots=[directory],
             limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600, grace_s=GRACE_S),
         )
         spec.check()
@@ -259,7 +255,7 @@ class Keeper:
     def _files(self, batch: Batch, job: Job | None, status: str, succeeded: Tally, failed: Tally) -> dict[str, Made]:
         """The output and the error file; one that would be empty is not made. Raises CorruptFilesError."""
         found = results_of(self._parts.jobs, job, batch.total)
-        path = self._directory(batch) / "input.jsonl"
+        path = join(self._directory(batch), "input.jsonl")
         sources = {
             "output": (success_lines(found), succeeded),
             "error": (error_lines(found, path, self._settings.max_body_bytes, WHY[status]), failed),
@@ -274,20 +270,20 @@ class Keeper:
                 self._parts.files.discard(stored.file_id)
         return made
 
-    def _directory(self, batch: Batch) -> Path:
-        return self._root / batch.batch_id
+    def _directory(self, batch: Batch) -> str:
+        return join(self._root, batch.batch_id)
 
     def _discard(self, batch: Batch) -> None:
-        shutil.rmtree(self._directory(batch), ignore_errors=True)
+        store, key = open_store(self._directory(batch))
+        store.delete_below(key)
 
     def _sweep(self) -> None:
         """Delete what is left of batches that ended right before a crash."""
-        if self._root.is_dir():
-            left = [path for path in self._root.iterdir() if path.is_dir()]
-            active = {batch.batch_id for batch in self._parts.batches.active()}  # after the directories were listed
-            for path in left:
-                if path.name not in active:
-                    shutil.rmtree(path, ignore_errors=True)
+        store, root = open_store(self._root)
+        left = {key[len(root) + 1 :].partition("/")[0] for key in store.list(root)}
+        active = {batch.batch_id for batch in self._parts.batches.active()}  # after the directories were listed
+        for name in left - active:
+            store.delete_below(join(root, name))
 
 
 def ending(batch: Batch, job: Job | None) -> str:

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 
 import orjson
 
@@ -21,6 +20,7 @@ from tinsmith.batch.state import BatchJobs, Job
 from tinsmith.batch.writers.openai import line_id
 from tinsmith.errors import CorruptFilesError
 from tinsmith.openai_batches.checking import lines
+from tinsmith.storage.stores import open_store
 from tinsmith.wire.fields import Fields
 
 PAGE = 1000
@@ -111,14 +111,14 @@ def success_lines(found: Results) -> Iterator[bytes]:
     return chain.from_iterable(_lines_of(source) for source in found.succeeded)
 
 
-def error_lines(found: Results, input_path: Path, max_line_bytes: int, why: Mapping[str, str]) -> Iterator[bytes]:
+def error_lines(found: Results, input_location: str, max_line_bytes: int, why: Mapping[str, str]) -> Iterator[bytes]:
     """`why` is what is said of the requests that were not done."""
     yield from chain.from_iterable(_lines_of(source) for source in found.failed)
     if not (found.missing or found.refused):
         return
     spans = iter(found.missing)
     span = next(spans, None)
-    for row, (_, line) in enumerate(lines(input_path, max_line_bytes)):
+    for row, (_, line) in enumerate(lines(input_location, max_line_bytes)):
         while span is not None and row > span.end_idx:
             span = next(spans, None)
         error = why if span is not None and row >= span.start_idx else found.refused.get(row)
@@ -130,7 +130,8 @@ def error_lines(found: Results, input_path: Path, max_line_bytes: int, why: Mapp
 def _lines_of(source: Source) -> Iterator[bytes]:
     digest = hashlib.sha256()
     try:
-        with open(source.path, "rb") as file:
+        store, key = open_store(source.path)
+        with store.open(key) as file:
             for line in file:
                 digest.update(line)
                 yield line

@@ -9,17 +9,18 @@ from __future__ import annotations
 import tarfile
 from collections.abc import Iterator, Mapping
 from email.utils import format_datetime
-from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.errors import GoneError, NotFoundError, UserError
-from tinsmith.routes.call import Call, JsonObject, Services, authenticate, call_of, endpoint, run
+from tinsmith.routes.call import Call, JsonObject, authenticate, call_of, endpoint, run
 from tinsmith.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.routes.links import Link, follow_link, sign_link
+from tinsmith.routes.stored import StoredFile, file_response
+from tinsmith.storage import Directories
 
 PURPOSE = "download"
 DOWNLOAD = "/downloads/{directory}/{run_id}/{kind}/{name}"
@@ -75,10 +76,11 @@ async def download_file(request: Request) -> Response:
     file = request.path_params["file"]
 
     def work() -> Response:
-        services, directory = _opened(request)
-        if file not in services.checkpoints.files.files(directory.name):
+        files, directory = _opened(request)
+        if file not in (sizes := files.files(directory)):
             raise NotFoundError(f"the checkpoint has no file {file!r}")
-        return FileResponse(directory / file, media_type="application/octet-stream", filename=file)
+        stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
+        return file_response(request, stored, "application/octet-stream", filename=file)
 
     return await run(work)
 
@@ -87,14 +89,14 @@ async def download_archive(request: Request) -> Response:
     """A tar, made while it is sent."""
 
     def work() -> Response:
-        services, directory = _opened(request)
-        sizes = services.checkpoints.files.files(directory.name)
+        files, directory = _opened(request)
+        sizes = files.files(directory)
         name = "{run_id}_{kind}_{name}.tar".format(**request.path_params).replace(":", "_")
         headers = {
             "content-length": str(sum(_padded(BLOCK_BYTES + size) for size in sizes.values()) + 2 * BLOCK_BYTES),
             "content-disposition": f'attachment; filename="{name}"',
         }
-        content = () if request.method == "HEAD" else tar_of(directory, sizes)
+        content = () if request.method == "HEAD" else tar_of(files, directory, sizes)
         return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
     return await run(work)
@@ -111,8 +113,8 @@ def _path(checkpoint: Checkpoint) -> str:
     return f"/downloads/{checkpoint.directory}/{ref.training_run_id}/{ref.kind}/{ref.name}"
 
 
-def _opened(request: Request) -> tuple[Services, Path]:
-    """The directory that a link leads to."""
+def _opened(request: Request) -> tuple[Directories, str]:
+    """The directory that a link leads to, and where it is."""
     services = follow_link(request, PURPOSE)
     ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
     checkpoint = services.checkpoints.find(ref)
@@ -120,12 +122,14 @@ def _opened(request: Request) -> tuple[Services, Path]:
     if checkpoint is None or checkpoint.directory != directory:
         raise GoneError(f"checkpoint {ref.path!r} was deleted or overwritten, or has expired")
     services.checkpoints.files.check_sizes(directory)
-    return services, services.checkpoints.files.path(directory)
+    return services.checkpoints.files, directory
 
 
-def tar_of(directory: Path, sizes: Mapping[str, int]) -> Iterator[bytes]:
-    """The archive in chunks; it ends whole even if the directory is deleted before it does."""
-    opened = {file: (directory / file).open("rb") for file in sizes}
+def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
+    """The archive in chunks. On a disk it ends whole even if the directory is deleted before it does; from a bucket it
+    is cut off, short of the length that was announced.
+    """
+    opened = {file: files.open(directory, file) for file in sizes}
 
     def chunks() -> Iterator[bytes]:
         for file, size in sizes.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.errors import ForbiddenError, NotFoundError
@@ -23,6 +23,7 @@ from tinsmith.exchange.hub import (
     checkpoint_repository,
 )
 from tinsmith.routes.call import HUB, Call, JsonObject, authenticate, call_of, endpoint, run
+from tinsmith.routes.stored import StoredFile, file_response
 from tinsmith.wire.fields import show
 
 MODELS = HUB + "/api/models/{repo:path}"
@@ -107,7 +108,7 @@ async def resolve(request: Request) -> Response:
             )
         file = found.file(name)
         headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
-        return FileResponse(file.path, headers=headers, media_type=FILE_TYPE, stat_result=file.path.stat())
+        return file_response(request, StoredFile(file.path, file.size_bytes, file.opened), FILE_TYPE, headers)
 
     return await run(work)
 

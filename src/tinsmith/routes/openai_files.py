@@ -7,12 +7,11 @@ is whole and known to be allowed; nothing but a piece of it is in memory. `opena
 from __future__ import annotations
 
 from collections.abc import Iterator
-from http import HTTPStatus
 
 import orjson
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.chat.refusals import RequestError
@@ -20,6 +19,7 @@ from tinsmith.errors import NotFoundError, TooLargeError
 from tinsmith.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.routes.call import OPENAI, Call, JsonObject, Services, authenticate, call_of, endpoint, run
 from tinsmith.routes.forms import read_form
+from tinsmith.routes.stored import StoredFile, file_response
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import show
 
@@ -137,11 +137,13 @@ async def content(request: Request) -> Response:
 
     def work() -> Response:
         found = services.files.find(tenant_id, call.path["file_id"])
-        path = services.files.path(found.file_id)
-        if not path.is_file():
-            raise NotFoundError(f"file {found.file_id!r} was deleted at this moment")
+        files, file_id = services.files, found.file_id
         headers = {"etag": f'"{found.sha256}"'}  # the bytes never change
-        return FileResponse(path, HTTPStatus.OK, headers, JSONL_TYPE, filename=found.filename, stat_result=path.stat())
+        stored = StoredFile(files.path(file_id), found.size_bytes, lambda: files.open(file_id))
+        try:
+            return file_response(request, stored, JSONL_TYPE, headers, found.filename)
+        except FileNotFoundError:
+            raise NotFoundError(f"file {file_id!r} was deleted at this moment") from None
 
     return await run(work)
 

@@ -21,14 +21,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError, UserError
+from tinsmith.storage.stores import split
+
+if TYPE_CHECKING:
+    from tinsmith.settings import Settings
 
 MANIFEST = "manifest.json"
-CHUNK_BYTES = 1 << 20
-
 Facts = dict[str, tuple[int, str]]
 """The files of a directory, each with its size and SHA-256 digest."""
 
@@ -133,6 +135,10 @@ class Directories:
         self.check(name)
         yield self.path(name)
 
+    def file_path(self, name: str, file: str) -> Path | None:
+        """Where one file is on this disk, if that is where it is kept. `file` is one of `files`."""
+        return self._root / name / file
+
     def open(self, name: str, file: str) -> IO[bytes]:
         """One file, for reading and seeking. Raises FileNotFoundError. `file` is one of `files`."""
         return (self._root / name / file).open("rb")
@@ -186,18 +192,15 @@ class Directories:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
 
-def open_directories(location: str, cache_dir: Path, cache_bytes: int) -> Directories:
-    """Directories at a path or URL. Those in a bucket are read through `cache_dir`, which all of a machine's processes
-    may share and which stays below `cache_bytes`. Raises UserError for a URL that means nothing.
-    """
-    from tinsmith.storage.stores import split
+def open_directories(settings: Settings, kind: str) -> Directories:
+    """The directories of a kind, wherever the settings have them."""
+    location = settings.storage_location(kind)
+    if not settings.has_bucket:
+        return Directories(Path(split(location)[2]))
+    from tinsmith.storage.buckets import BucketDirectories
+    from tinsmith.storage.cache import Cache
 
-    scheme, _, key = split(location)
-    if scheme == "file":
-        return Directories(Path(key))
-    from tinsmith.storage.buckets import BucketDirectories, Cache
-
-    return BucketDirectories(location, Cache(cache_dir, cache_bytes))
+    return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
 
 
 @contextmanager
@@ -241,17 +244,25 @@ def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 def seal(directory: Path, *, durable: bool) -> None:
     """Write the manifest of the files that are there; make all of it durable, if that is wanted here."""
-    files: dict[str, dict[str, object]] = {}
+    facts: Facts = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             if durable:
                 os.fsync(file.fileno())
-        files[path.name] = {"bytes": path.stat().st_size, "sha256": digest}
-    manifest = directory / MANIFEST
-    manifest.write_text(json.dumps({"format": 1, "files": files}, indent=1))
+        facts[path.name] = path.stat().st_size, digest
+    write_manifest(directory, facts)
     if durable:
-        fsync(manifest)
+        fsync(directory / MANIFEST)
+
+
+def write_manifest(directory: Path, facts: Facts) -> None:
+    (directory / MANIFEST).write_text(manifest_text(facts))
+
+
+def manifest_text(facts: Facts) -> str:
+    files = {file: {"bytes": size_bytes, "sha256": sha256} for file, (size_bytes, sha256) in facts.items()}
+    return json.dumps({"format": 1, "files": files}, indent=1)
 
 
 def read_manifest(text: bytes) -> Facts:

@@ -23,6 +23,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Protocol
@@ -34,6 +35,8 @@ CHUNK_BYTES = 1024 * 1024
 # Larger objects are uploaded in pieces of this size; so many bytes of one object are in memory at a time.
 PIECE_BYTES = 8 * CHUNK_BYTES
 SCHEMES = ("file", "s3", "gs", "memory")
+RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
+"""How often a request to a bucket is sent again, with growing pauses: some ten seconds in all."""
 
 
 class ObjectInfo(NamedTuple):
@@ -364,7 +367,7 @@ def _bucket_store(scheme: str, bucket: str) -> Store:
     from tinsmith import settings
 
     endpoints = settings.storage_endpoints()
-    retries: Any = {"max_retries": 5}
+    retries: Any = RETRIES
     if scheme == "s3":
         options: dict[str, Any] = {}
         if endpoint := endpoints.get("s3"):

@@ -1,0 +1,191 @@
+"""A bucket of an object store as a `Store`: S3, Google Cloud Storage, memory, through obstore.
+
+Credentials, regions and endpoints come from the variables that every tool for these stores reads. obstore sends a
+request again, with growing pauses, before it gives up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from tinsmith.storage import UnreachableError
+from tinsmith.storage.stores import CHUNK_BYTES, PIECE_BYTES, Entry, ObjectInfo, Store, Writer
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore as Bucket
+
+MAX_COPY_BYTES = 5 * 2**30
+"""S3 copies no larger object in one request."""
+
+
+NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
+"""Among what stores say where it is the bucket that is missing, and not the object."""
+
+
+@contextlib.contextmanager
+def answered() -> Iterator[None]:
+    """What a bucket fails to do in this block is an UnreachableError, unless there is no such object."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except FileNotFoundError as error:
+        if any(words in str(error) for words in NO_BUCKET):
+            raise UnreachableError(
+                f"the object store says that there is no such bucket: {_first_line(error)}"
+            ) from error
+        raise
+    except BaseError as error:
+        raise UnreachableError(f"the object store does not answer as it should: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:500]
+
+
+class BucketStore(Store):
+    """A bucket behind obstore; keys have no leading slash."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket: Any = bucket
+
+    def put_create(self, key: str, data: bytes) -> str | None:
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            return self._bucket.put(key, data, mode="create", use_multipart=False)["e_tag"]
+        except (AlreadyExistsError, PreconditionError, FileExistsError):
+            if self.get(key) != data:
+                raise FileExistsError(f"{key} exists already") from None
+            return self.head(key).etag
+
+    def put(self, key: str, data: bytes) -> str | None:
+        return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._bucket.get(key).bytes())
+
+    def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        wanted = [(start, end) for start, end in ranges if end > start]
+        found = iter(
+            self._bucket.get_ranges(key, starts=[start for start, _ in wanted], ends=[end for _, end in wanted])
+            if wanted
+            else ()
+        )
+        return [bytes(next(found)) if end > start else b"" for start, end in ranges]
+
+    def chunks(self, key: str) -> Iterator[bytes]:
+        for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
+            yield bytes(chunk)
+
+    def head(self, key: str) -> ObjectInfo:
+        found = self._bucket.head(key)
+        return ObjectInfo(found["size"], found["e_tag"])
+
+    def open(self, key: str) -> IO[bytes]:
+        return io.BufferedReader(_Ranged(self, key, self.head(key).size), PIECE_BYTES)
+
+    def entries(self, prefix: str) -> Iterator[Entry]:
+        for page in self._bucket.list(prefix.rstrip("/") or None):
+            for entry in page:
+                yield Entry(entry["path"], entry["size"], entry["last_modified"].timestamp())
+
+    def delete_many(self, keys: Iterable[str]) -> None:
+        if wanted := list(keys):
+            with contextlib.suppress(FileNotFoundError):
+                self._bucket.delete(wanted)
+
+    @contextlib.contextmanager
+    def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
+        upload = _Upload(self._bucket, key)
+        yield upload
+        if upload.stream is None and exclusive:
+            from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+            try:
+                self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileExistsError):
+                raise FileExistsError(f"{key} exists already") from None
+        elif exclusive and self.exists(key):
+            raise FileExistsError(f"{key} exists already")
+        else:
+            upload.finish()
+
+    def copy(self, source: str, target: str) -> None:
+        if self.head(source).size <= MAX_COPY_BYTES:
+            self._bucket.copy(source, target)
+            return
+        with self.open(source) as file, self.open_writer(target) as writer:
+            while piece := file.read(PIECE_BYTES):
+                writer.write(piece)
+
+    def upload(self, path: Path, key: str) -> None:
+        """A file of this disk as an object."""
+        self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
+
+
+class _Ranged(io.RawIOBase):
+    """An object as a file. Each read is a request of its own: one for gigabytes would be cut off by its time limit."""
+
+    def __init__(self, store: BucketStore, key: str, size: int) -> None:
+        super().__init__()
+        self._store = store
+        self._key = key
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:  # noqa: ANN401  any buffer, as the class above has it
+        end = min(self._position + min(len(buffer), PIECE_BYTES), self._size)
+        if end <= self._position:
+            return 0
+        with answered():
+            piece = self._store.get_range(self._key, self._position, end)
+        buffer[: len(piece)] = piece
+        self._position += len(piece)
+        return len(piece)
+
+
+class _Upload:
+    """Holds a small object until its end is known, and streams a large one in pieces."""
+
+    def __init__(self, bucket: Bucket, key: str) -> None:
+        self._bucket: Any = bucket
+        self._key = key
+        self.held = bytearray()
+        self.stream: Any = None
+
+    def write(self, data: bytes | memoryview) -> None:
+        if self.stream is None and len(self.held) + len(data) <= PIECE_BYTES:
+            self.held += data
+            return
+        if self.stream is None:
+            import obstore
+
+            self.stream = obstore.open_writer(self._bucket, self._key, buffer_size=PIECE_BYTES, max_concurrency=1)
+            self.stream.write(bytes(self.held))
+            self.held.clear()
+        self.stream.write(bytes(data))
+
+    def finish(self) -> None:
+        if self.stream is None:
+            self._bucket.put(self._key, bytes(self.held), use_multipart=False)
+        else:
+            self.stream.close()

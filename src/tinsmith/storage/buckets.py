@@ -1,0 +1,210 @@
+"""Sealed directories in a bucket, read through a cache on this machine's disk.
+
+A directory is filled on the disk, its files are uploaded below its name, and the manifest last: it exists when its
+manifest does. What has none is what a dead process left, and is swept by its age. Readers fetch a directory into the
+cache, comparing every file with its digest while it comes, and read it there. Nothing in the cache is needed: another
+machine, or this one with an empty disk, finds everything in the bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO
+
+import structlog
+
+from tinsmith.crashpoints import reach
+from tinsmith.errors import CorruptFilesError
+from tinsmith.storage import (
+    MANIFEST,
+    Directories,
+    Facts,
+    Staged,
+    UnreachableError,
+    manifest_text,
+    read_manifest,
+    seal,
+    write_manifest,
+)
+from tinsmith.storage.bucket_store import BucketStore, answered
+from tinsmith.storage.cache import Cache
+from tinsmith.storage.stores import PIECE_BYTES, join, open_store
+
+KNOWN_MANIFESTS = 1024
+"""Manifests that stay in memory; they never change."""
+
+log = structlog.get_logger()
+
+
+class BucketDirectories(Directories):
+    is_far = True
+
+    def __init__(self, location: str, cache: Cache) -> None:
+        store, self._prefix = open_store(location.rstrip("/"))
+        assert isinstance(store, BucketStore)
+        self._store = store
+        self._cache = cache
+        self._known: OrderedDict[str, Facts] = OrderedDict()
+        super().__init__(cache.root / PurePosixPath(self._prefix).name)
+
+    def _key(self, name: str, file: str) -> str:
+        return join(join(self._prefix, name), file)
+
+    # Writing.
+
+    def place(self, staged: Staged) -> tuple[str, int]:
+        name, hidden = staged.name, staged.hidden
+        paths = [path for path in sorted(hidden.iterdir()) if path.name != MANIFEST]
+        try:
+            size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
+            with answered(), self._cache.hold(hidden):
+                for path in paths:
+                    self._store.upload(path, self._key(name, path.name))
+                reach(f"{self._root.name}.sealed")
+                self._store.put(self._key(name, MANIFEST), (hidden / MANIFEST).read_bytes())
+        except BaseException:
+            self.discard(name)  # what is left of it all the same is swept
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        reach(f"{self._root.name}.placed")
+        try:
+            hidden.rename(self._root / name)
+            self._cache.make_room(0)
+        except OSError as error:  # the disk's trouble, and not that of what is in the bucket
+            log.warning("a directory that was uploaded could not be cached", directory=name, error=str(error))
+            shutil.rmtree(hidden, ignore_errors=True)
+        return name, size_bytes
+
+    def _seal(self, directory: Path) -> None:
+        seal(directory, durable=False)
+
+    def copy(self, name: str) -> tuple[str, int]:
+        """As on a disk; the bucket copies, and nothing passes through here."""
+        self.check_sizes(name)
+        files, target = self.files(name), uuid.uuid4().hex
+        try:
+            with answered():
+                for file in (*files, MANIFEST):
+                    self._store.copy(self._key(name, file), self._key(target, file))
+                manifest_bytes = self._store.head(self._key(target, MANIFEST)).size
+        except FileNotFoundError as error:
+            self.discard(target)
+            raise CorruptFilesError(f"a file of {name} went away while it was copied") from error
+        except BaseException:
+            self.discard(target)
+            raise
+        return target, sum(files.values()) + manifest_bytes
+
+    # Reading.
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[Path]:
+        path, fetched = self._root / name, False
+        while True:
+            with self._cache.hold(path) as there:
+                if there and (fetched or self._is_whole(name)):
+                    yield path
+                    return
+            if there:
+                log.warning("a cached directory was not as it was fetched; it is fetched again", directory=name)
+                self._cache.remove(path)
+            self._fetch(name)
+            fetched = True
+
+    def _is_whole(self, name: str) -> bool:
+        try:
+            Directories(self._root).check(name)
+        except CorruptFilesError:
+            return False
+        return True
+
+    def _fetch(self, name: str) -> None:
+        """Into the cache. Raises CorruptFilesError, with the file that is not as it was written."""
+        facts = self._manifest(name)
+        self._cache.make_room(sum(size_bytes for size_bytes, _ in facts.values()) + len(manifest_text(facts)))
+        with self._cache.filling(self._root / name) as hidden:
+            for file, (size_bytes, sha256) in facts.items():
+                try:
+                    found_bytes, found = self._download(self._key(name, file), hidden / file)
+                except FileNotFoundError as error:
+                    raise CorruptFilesError(_cut_short(file, size_bytes)) from error
+                if found_bytes != size_bytes:
+                    raise CorruptFilesError(_cut_short(file, size_bytes))
+                if found != sha256:
+                    raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
+            write_manifest(hidden, facts)
+
+    def _download(self, key: str, path: Path) -> tuple[int, str]:
+        """An object as a file of this disk; its size and digest."""
+        digest, size_bytes = hashlib.sha256(), 0
+        with answered(), self._store.open(key) as source, path.open("xb") as target:
+            while piece := source.read(PIECE_BYTES):
+                digest.update(piece)
+                size_bytes += len(piece)
+                target.write(piece)
+        return size_bytes, digest.hexdigest()
+
+    def file_path(self, name: str, file: str) -> Path | None:
+        return None
+
+    def open(self, name: str, file: str) -> IO[bytes]:
+        with answered():
+            return self._store.open(self._key(name, file))
+
+    def check(self, name: str) -> None:
+        with self.reading(name):
+            pass
+
+    def check_sizes(self, name: str) -> None:
+        with answered():
+            there = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
+        for file, size_bytes in self.files(name).items():
+            if there.get(self._key(name, file)) != size_bytes:
+                raise CorruptFilesError(_cut_short(file, size_bytes))
+
+    def _manifest(self, name: str) -> Facts:
+        if (known := self._known.get(name)) is not None:
+            return known
+        try:
+            with answered():
+                found = read_manifest(self._store.get(self._key(name, MANIFEST)))
+        except FileNotFoundError as error:
+            raise CorruptFilesError(f"{MANIFEST} cannot be read: there is none") from error
+        self._known[name] = found
+        while len(self._known) > KNOWN_MANIFESTS:
+            self._known.popitem(last=False)
+        return found
+
+    # Deleting.
+
+    def old(self, age_s: float) -> list[str]:
+        newest: dict[str, float] = {}
+        with answered():
+            for entry in self._store.entries(self._prefix):
+                name = entry.key[len(self._prefix) + 1 :].partition("/")[0]
+                newest[name] = max(entry.modified_at, newest.get(name, 0.0))
+        before = time.time() - age_s
+        return [name for name, modified_at in newest.items() if modified_at < before]
+
+    def discard(self, name: str | None) -> None:
+        if not name:
+            return
+        self._known.pop(name, None)
+        self._cache.remove(self._root / name)
+        try:
+            with answered():
+                self._store.delete_many([self._key(name, MANIFEST)])  # first: without it, there is no directory
+                self._store.delete_below(join(self._prefix, name))
+        except UnreachableError as error:
+            log.warning("a directory is left in the bucket; it is swept later", directory=name, error=str(error))
+
+
+def _cut_short(file: str, size_bytes: int) -> str:
+    return f"{file} is missing or was cut short: {size_bytes} bytes were written"

@@ -1,0 +1,137 @@
+"""Directories of a bucket on this machine's disk: bounded, the least recently read first to go, shared by processes.
+
+Invariants:
+- A directory that has its name here is whole. It appears by a rename, and goes by one.
+- What is being read stays: a reader holds a lock on the directory, which ends with its process. Whoever makes room
+  passes over what is held.
+- Losing any of it loses nothing; what is damaged is found by whoever compares it with its manifest.
+
+Below the root there is one directory for each kind, and in it those of the bucket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.storage import make_private
+
+ABANDONED_S = 3600.0
+"""A hidden directory that nobody holds is being made, or was left by a process that died; after so long it was left."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    path: Path
+    size_bytes: int
+    read_at: float
+
+
+class Cache:
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self.root = root
+        self._max_bytes = max_bytes
+
+    @contextlib.contextmanager
+    def hold(self, path: Path) -> Iterator[bool]:
+        """Keep a directory from being removed until the end of the block; False if it is not there."""
+        descriptor = _locked(path, fcntl.LOCK_SH)
+        if descriptor is None:
+            yield False
+            return
+        try:
+            with contextlib.suppress(OSError):
+                os.utime(path)
+            yield True
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def filling(self, path: Path) -> Iterator[Path]:
+        """A hidden directory that gets the name `path` at the end of the block, unless another has it by then."""
+        make_private(path.parent)
+        hidden = path.parent / f".{path.name}.{uuid.uuid4().hex}"
+        hidden.mkdir()
+        try:
+            with self.hold(hidden):
+                yield hidden
+                with contextlib.suppress(OSError):  # another process was faster, with the same files
+                    hidden.rename(path)
+        finally:
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def make_room(self, needed_bytes: int) -> None:
+        """Remove what was not read for longest, until so much more fits, or nothing else can go."""
+        kept = sorted(self._kept(), key=lambda one: one.read_at)
+        excess = sum(one.size_bytes for one in kept) + needed_bytes - self._max_bytes
+        for one in kept:
+            is_left = one.path.name.startswith(".") and one.read_at < time.time() - ABANDONED_S
+            if excess <= 0 and not is_left:
+                continue
+            if (is_left or not one.path.name.startswith(".")) and self.remove(one.path):
+                excess -= one.size_bytes
+
+    def remove(self, path: Path) -> bool:
+        """False if somebody reads it."""
+        descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if descriptor is None:
+            return not path.exists()
+        gone = path.parent / f".{uuid.uuid4().hex}"
+        try:
+            path.rename(gone)
+        except FileNotFoundError:
+            return True
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(gone, ignore_errors=True)
+        return True
+
+    def _kept(self) -> Iterator[_Kept]:
+        for kind in _directories(self.root):
+            for path in _directories(kind):
+                try:
+                    sizes = [file.stat().st_size for file in path.iterdir()]
+                    yield _Kept(path, sum(sizes), path.stat().st_mtime)
+                except FileNotFoundError:  # it is being removed
+                    continue
+
+
+def _directories(root: Path) -> list[Path]:
+    try:
+        return [path for path in root.iterdir() if path.is_dir()]
+    except FileNotFoundError:
+        return []
+
+
+def _locked(path: Path, how: int) -> int | None:
+    """A descriptor that holds the directory of this name; None if there is none, or another holds it."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(descriptor, how)
+            if _is_still(path, descriptor):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)  # another has its name by now, or nothing has
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
