@@ -52,6 +52,16 @@ class SamplingSession:
     created_at: float
     num_clones: int
 
+    @property
+    def is_inflight(self) -> bool:
+        """Whether its version is the one of its model that every publish replaces."""
+        return self.model_id is not None and self.version_id == inflight_version(self.model_id)
+
+
+def inflight_version(model_id: str) -> str:
+    """The one version that all inflight samplers of a model share."""
+    return f"{model_id}:inflight"
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:

@@ -1,0 +1,196 @@
+"""Versions from an engine to a sampler: complete, only to who knows the key, never from an impostor."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from tinsmith.backends import Capture
+from tinsmith.engine import handover
+from tinsmith.engine.handover import KEPT_FILES, NotHereError, Outbox, fetch
+from tinsmith.errors import CorruptFilesError
+
+KEY = b"k" * 32
+MOST = 1 << 20
+
+
+def capture(text: str, written: list[str] | None = None) -> Capture:
+    def write(directory: Path) -> None:
+        (directory / "adapter.safetensors").write_text(text * 1000)
+        (directory / "adapter_config.json").write_text("{}")
+        if written is not None:
+            written.append(text)
+
+    return Capture(len(text), write)
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Iterator[Outbox]:
+    outbox = Outbox(KEY, "127.0.0.1", tmp_path / "outbox")
+    yield outbox
+    outbox.close()
+
+
+def taken(outbox: Outbox, version_id: str, into: Path, key: bytes = KEY, most: int = MOST) -> dict[str, str]:
+    into.mkdir(parents=True)
+    num_bytes = fetch(outbox.address, version_id, key, into, most)
+    files = {path.name: path.read_text() for path in into.iterdir()}
+    assert num_bytes == sum(map(len, files.values()))
+    return files
+
+
+def test_a_version_arrives_as_it_was_offered(outbox: Outbox, tmp_path: Path) -> None:
+    version_id = "session:1:sample:7/with a slash"
+    outbox.offer(version_id, capture("first"))
+    assert taken(outbox, version_id, tmp_path / "a") == {
+        "adapter.safetensors": "first" * 1000,
+        "adapter_config.json": "{}",
+    }
+
+
+def test_it_is_written_once_for_all_samplers_and_again_when_it_was_replaced(outbox: Outbox, tmp_path: Path) -> None:
+    written: list[str] = []
+    outbox.offer("v", capture("old", written))
+    taken(outbox, "v", tmp_path / "a")
+    taken(outbox, "v", tmp_path / "b")
+    assert written == ["old"]
+    outbox.offer("v", capture("new", written))
+    assert taken(outbox, "v", tmp_path / "c")["adapter.safetensors"].startswith("new")
+    assert written == ["old", "new"]
+
+
+def test_the_files_of_only_a_few_versions_are_kept(outbox: Outbox, tmp_path: Path) -> None:
+    for number in range(KEPT_FILES + 3):
+        outbox.offer(f"v{number}", capture("x"))
+        taken(outbox, f"v{number}", tmp_path / f"{number}")
+    assert len(list((tmp_path / "outbox").iterdir())) == KEPT_FILES
+    assert taken(outbox, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
+
+
+def test_what_was_withdrawn_or_never_offered_is_not_here(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.offer("v", capture("x"))
+    outbox.withdraw("v")
+    for version_id in ("v", "never", "../../etc"):
+        with pytest.raises(NotHereError, match="404"):
+            taken(outbox, version_id, tmp_path / version_id.replace("/", "-"))
+
+
+def test_nobody_gets_anything_without_the_key(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.offer("v", capture("x"))
+    with pytest.raises(NotHereError, match="403"):
+        taken(outbox, "v", tmp_path / "a", key=b"other" * 8)
+    host, _, port = outbox.address.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    connection.request("GET", "/versions/v")
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
+def test_a_signature_is_good_for_one_version_and_for_a_while(outbox: Outbox) -> None:
+    path, nonce = "/versions/v", "n" * 32
+
+    def allows(path: str, expires: str, signature: str) -> bool:
+        return outbox.allows(path, nonce, expires, signature)
+
+    def signed(expires: int) -> tuple[str, str]:
+        return str(expires), handover._request_signature(KEY, path, nonce, str(expires))
+
+    moment = int(time.time())
+    assert allows(path, *signed(moment + 60))
+    assert not allows("/versions/w", *signed(moment + 60))
+    assert not allows(path, *signed(moment - 1))
+    assert not allows(path, *signed(moment + 10**6))
+
+
+def test_more_than_is_allowed_is_refused(outbox: Outbox, tmp_path: Path) -> None:
+    outbox.offer("v", capture("x" * 10))
+    with pytest.raises(CorruptFilesError, match="more than the 100 allowed"):
+        taken(outbox, "v", tmp_path / "a", most=100)
+
+
+def test_a_peer_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
+    with socket.socket() as taken_port:
+        taken_port.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken_port.getsockname()[1]}"
+    with pytest.raises(NotHereError, match="could not give"):
+        fetch(address, "v", KEY, tmp_path, MOST)
+
+
+def test_a_version_that_cannot_be_written_fails_this_transfer_only(outbox: Outbox, tmp_path: Path) -> None:
+    def full(_directory: Path) -> None:
+        raise OSError("no space")
+
+    outbox.offer("bad", Capture(1, full))
+    outbox.offer("good", capture("x"))
+    with pytest.raises(NotHereError):
+        taken(outbox, "bad", tmp_path / "a")
+    assert taken(outbox, "good", tmp_path / "b")
+
+
+class _Impostor(BaseHTTPRequestHandler):
+    """Answers with what the test says: a manifest, the key that signs it, and a body."""
+
+    def __init__(self, key: bytes, manifest: object, body: bytes, *args: object) -> None:
+        self.key, self.manifest, self.answer = key, json.dumps(manifest).encode(), body
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.manifest) + len(self.answer)))
+        self.send_header(handover.MANIFEST_BYTES, str(len(self.manifest)))
+        nonce = self.headers[handover.NONCE]
+        self.send_header(handover.SIGNATURE, handover._answer_signature(self.key, self.manifest, nonce))
+        self.end_headers()
+        self.wfile.write(self.manifest + self.answer)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+DIGEST = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"  # of b"x"
+FILE = {"name": "weights", "size_bytes": 1, "sha256": DIGEST}
+
+
+@pytest.mark.parametrize(
+    ("key", "manifest", "body", "told"),
+    [
+        (b"other" * 8, [FILE], b"x", "not signed with our key"),
+        (KEY, [FILE], b"y", "changed on its way"),
+        (KEY, [FILE], b"", "cut short"),
+        (KEY, [FILE | {"name": "../weights"}], b"x", "no name of a file"),
+        (KEY, [FILE | {"name": ""}], b"x", "no name of a file"),
+        (KEY, [FILE | {"name": f"{number}"} for number in range(100)], b"x" * 100, "more than"),
+    ],
+)
+def test_what_an_impostor_answers_is_not_believed(key, manifest, body, told, tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), partial(_Impostor, key, manifest, body))
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    into = tmp_path / "into"
+    into.mkdir()
+    try:
+        with pytest.raises(CorruptFilesError, match=told):
+            fetch(f"127.0.0.1:{server.server_port}", "v", KEY, into, MOST)
+    finally:
+        thread.join()
+        server.server_close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_the_same_answer_without_a_fault_is_taken(tmp_path: Path) -> None:
+    server = HTTPServer(("127.0.0.1", 0), partial(_Impostor, KEY, [FILE], b"x"))
+    thread = threading.Thread(target=server.handle_request)
+    thread.start()
+    assert fetch(f"127.0.0.1:{server.server_port}", "v", KEY, tmp_path, MOST) == 1
+    thread.join()
+    server.server_close()
+    assert (tmp_path / "weights").read_bytes() == b"x"
