@@ -18,12 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config as AlembicConfig
-from alembic.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
@@ -33,6 +30,10 @@ from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
 from tinsmith.turns import MOST_IN_SQLITE_S, Turns
+
+if TYPE_CHECKING:
+    from alembic.config import Config as AlembicConfig
+    from alembic.script import ScriptDirectory
 
 MAX_NOTIFY_BYTES = 7_900
 """Postgres takes less than 8,000 bytes in one NOTIFY."""
@@ -137,6 +138,8 @@ class Database:
 
     def migrate(self) -> None:
         """Bring the schema to the newest version; several processes may call it at once. Raises SettingsError."""
+        from alembic import command
+
         try:
             with self.migrations() as config:
                 command.upgrade(config, "head")
@@ -147,6 +150,9 @@ class Database:
     @contextmanager
     def migrations(self) -> Iterator[AlembicConfig]:
         """One transaction for Alembic's commands, which nobody else's migrations can enter."""
+        from alembic.config import Config as AlembicConfig
+        from alembic.script import ScriptDirectory
+
         config = AlembicConfig()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         # The lock first: two processes that both find an empty schema would both create it.
@@ -194,6 +200,8 @@ def _make_private_file(path: str | None) -> None:
 
 
 def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:
+    from alembic.migration import MigrationContext
+
     known = {script.revision for script in scripts.walk_revisions()}
     unknown = set(MigrationContext.configure(connection).get_current_heads()) - known
     if unknown:
