@@ -107,6 +107,10 @@ class EngineFailedError(TinsmithError):
     """The engine failed while it worked on this request."""
 
 
+class RanksLostError(TinsmithError):
+    """A rank of the group that holds the base model has ended, does not answer, or does other work than the rest."""
+
+
 class SettingsError(TinsmithError):
     """The settings contradict each other."""
 

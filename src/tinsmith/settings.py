@@ -7,6 +7,7 @@ Unknown keys are refused. Every field's docstring is its documentation (`docs/se
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,9 @@ SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSW
 """What the name of a secret in the environment has among its words."""
 
 BUCKET_SCHEMES = ("s3", "gs")
+
+RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
+"""What Ray tells its own processes, and nobody that they start."""
 
 KEPT_PRODUCTS = 128
 """How many compiled matrix products an engine keeps."""
@@ -71,11 +75,22 @@ class Settings(BaseSettings):
     samplers: int | None = Field(default=None, ge=0, le=64)
     """Dedicated samplers for each base model; empty means one in the role `sampler`, and none in the role `all`."""
 
+    sampler_version_bytes: int = Field(default=0, ge=0)
+    """Bytes of adapter versions that a dedicated sampler keeps in memory, as they are on disk; beyond it those that
+    were not sampled for longest go, and are fetched again when they are wanted. 0 means a quarter of what
+    resident_model_bytes would be."""
+
+    peer_host: str = "127.0.0.1"
+    """Address of this machine at which the dedicated samplers of others reach its engines, to fetch new versions before
+    they are in the storage; only for a private network, since nothing is encrypted. What is reached at no address is
+    fetched from the storage."""
+
     models: tuple[str, ...] = ()
     """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
 
     backend: str = "torch"
-    """What computes: `torch`, or `fake` (deterministic and instant, for tests of clients)."""
+    """What computes: `torch`, `fake` (deterministic and instant, for tests of clients), or `sharded`, which is torch on
+    several devices and what `torch` means as soon as data_parallel or tensor_parallel is more than 1."""
 
     device: str = "auto"
     """Device of the torch backend: `auto`, `cpu`, `cuda` or `cuda:N`."""
@@ -90,6 +105,45 @@ class Settings(BaseSettings):
     quantize: str = "off"
     """What the frozen base model's linears are kept in: `off` (their own format), `int8` or `nf4`, which need
     `tinsmith[quantize]`. Adapters are not quantised."""
+
+    data_parallel: int = Field(default=1, ge=1)
+    """Over how many devices the sequences of a step, and the samples, are spread. With tensor_parallel, an engine has
+    data_parallel x tensor_parallel devices, and a process for each (docs/howto/several-devices.md)."""
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Among how many devices each layer of the base model is divided: its heads, and the width of its MLP."""
+
+    shard_base: bool = False
+    """Whether each of the data_parallel devices keeps a part of every layer only, and is given the others' when the
+    layer runs: less memory, more traffic."""
+
+    rank_timeout_s: float = Field(default=600.0, gt=0)
+    """How long the processes of an engine on several devices wait for each other, before it is taken for dead and
+    started again. It must be longer than a micro-batch takes."""
+
+    sampler: Literal["local", "vllm", "sglang"] = "local"
+    """What samples: `local`, the engine itself, or a `vllm` or `sglang` that it starts beside itself or finds at
+    sampler_url (docs/howto/vllm.md)."""
+
+    sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
+    """Address of a vLLM or SGLang that runs already; empty means that each engine starts one of its own."""
+
+    sampler_python: str = ""
+    """Python that has vLLM or SGLang; empty means this one."""
+
+    sampler_options: str = ""
+    """More options for the vLLM or SGLang that is started, as on a command line."""
+
+    sampler_adapters: Path | None = None
+    """Directory through which adapters reach vLLM or SGLang; empty means one in the data directory. An engine on
+    another machine must see it under the same path."""
+
+    sampler_loaded_adapters: int = Field(default=32, ge=1)
+    """Adapters that vLLM or SGLang has at a time; beyond it the least recently used is unloaded."""
+
+    sampler_shares_device: bool = False
+    """Whether vLLM or SGLang is on the device that trains: it sleeps during a step, and wakes when there is something
+    to sample."""
 
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
@@ -175,6 +229,13 @@ class Settings(BaseSettings):
     batch_pools: tuple[str, ...] = ()
     """Further pools for bulk jobs on this machine, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
+    ray_address: str = ""
+    """Ray cluster that runs the workers of bulk jobs in the pool `ray`, and in others with `infra: ray`: `HOST:PORT` of
+    its head, from one of its nodes. Needs `tinsmith[ray]`."""
+
+    ray_workers: int = Field(default=8, ge=0, le=1024)
+    """Most workers of the pool `ray`, which is there once there is a ray_address."""
+
     batch_tenants: tuple[str, ...] = ()
     """Tenants whose bulk jobs may run code of theirs: functions and formats of their own. It runs as the user that this
     server runs as, so once there are keys nobody may who is not named here; without keys, everyone may."""
@@ -210,6 +271,12 @@ class Settings(BaseSettings):
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
     """Collector of OpenTelemetry traces, such as `http://127.0.0.1:4318`, spoken to by OTLP over HTTP (needs
     `tinsmith[otel]`); empty means no traces."""
+
+    @property
+    def resolved_backend(self) -> str:
+        """What computes: several devices are the sharded backend's affair."""
+        several = self.data_parallel > 1 or self.tensor_parallel > 1 or self.shard_base
+        return "sharded" if self.backend == "torch" and several else self.backend
 
     @property
     def resolved_data_dir(self) -> Path:
@@ -290,12 +357,14 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False)
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
     metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
     own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    # The ranks of an engine are on one machine, and what they tell each other is for nobody else.
+    own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform == "linux" else {}
     return {**own, **kept, **needed, **metered}
 
 
 def worker_environment() -> dict[str, str]:
     """The environment of a worker of bulk jobs: without secrets, but for those that open its inputs and outputs."""
-    return engine_environment(bucket=True)
+    return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
 
 
 def _bucket_variables() -> dict[str, str]:
@@ -303,9 +372,10 @@ def _bucket_variables() -> dict[str, str]:
 
 
 def role_environment() -> dict[str, str]:
-    """The environment of a process that a shell keeps on a cluster: its settings come by pipe, and what Ray told the
-    shell is not for others that speak to Ray."""
-    return {name: value for name, value in os.environ.items() if not name.startswith((PREFIX, "RAY_"))}
+    """The environment of a process whose settings come by pipe, and which may speak to Ray on its own account."""
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
+    }
 
 
 def silence_ray() -> None:

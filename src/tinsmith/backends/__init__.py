@@ -121,8 +121,13 @@ def load(name: str, shape: ModelShape, **options: str) -> Backend:
             from tinsmith.backends.torch import TorchBackend
 
         return TorchBackend(shape, **options)
+    if name == "sharded":
+        with importing():
+            from tinsmith.backends import sharded
+
+        return sharded.load(shape, **options)
     if name == "fake":
         from tinsmith.backends.fake import FakeBackend
 
         return FakeBackend(shape, **options)
-    raise SettingsError(f"backend {name!r} is unknown; choose 'torch' or 'fake'")
+    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded' or 'fake'")

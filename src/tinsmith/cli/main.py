@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -24,6 +24,9 @@ from tinsmith.cli import up as up_cli
 from tinsmith.errors import SettingsError
 from tinsmith.heap import importing
 from tinsmith.settings import Settings, client_address, load
+
+if TYPE_CHECKING:
+    from tinsmith.cli.plan import Asked
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -47,6 +50,12 @@ Deterministic = Annotated[
     typer.Option("--deterministic", help="Every bit depends on its request alone; slower. Default: off."),
 ]
 Quantize = Annotated[str | None, typer.Option(help="Base model's linears: off, int8 or nf4. Default: off.")]
+DataParallel = Annotated[int | None, typer.Option(help="Devices that share each step's sequences. Default: 1.")]
+TensorParallel = Annotated[int | None, typer.Option(help="Devices that share each layer. Default: 1.")]
+ShardBase = Annotated[
+    bool | None,
+    typer.Option("--shard-base", help="A part of every layer on each data-parallel device. Default: off."),
+]
 Backend = Annotated[str | None, typer.Option(help="torch, or fake to test a client. Default: torch.")]
 
 
@@ -60,6 +69,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     dtype: Dtype = None,
     deterministic: Deterministic = None,
     quantize: Quantize = None,
+    data_parallel: DataParallel = None,
+    tensor_parallel: TensorParallel = None,
+    shard_base: ShardBase = None,
     backend: Backend = None,
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
@@ -74,6 +86,9 @@ def serve(  # noqa: PLR0913 - one parameter a flag
         "dtype": dtype,
         "deterministic": deterministic,
         "quantize": quantize,
+        "data_parallel": data_parallel,
+        "tensor_parallel": tensor_parallel,
+        "shard_base": shard_base,
         "backend": backend,
         "log_level": log_level,
     }
@@ -104,12 +119,33 @@ def demo(
 
 
 @app.command()
-def doctor(
+def doctor(  # noqa: PLR0913 - one parameter a flag
+    place: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="A base model to plan for: its directory, config.json or id."),
+    ] = None,
     model: Model = None,
     data_dir: DataDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
+    gpus: Annotated[int | None, typer.Option(help="Devices to plan for. Default: those of this machine.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB. Default: this machine's.")] = None,
+    rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 32,
+    adapters: Annotated[int, typer.Option(help="How many are in training at a time.")] = 1,
+    context: Annotated[int | None, typer.Option(help="Longest sequence. Default: the model's, up to 8192.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Base model's format. Default: bfloat16 on GPUs.")] = None,
+    quantize: Annotated[str, typer.Option(help="Base model's linears: off, int8 or nf4.")] = "off",
+    tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share each layer. Default: chosen.")] = None,
+    data_parallel: Annotated[int | None, typer.Option(help="Groups that share each step. Default: chosen.")] = None,
+    shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine and say what Tinsmith can do on it."""
+    """Look at this machine and say what Tinsmith can do on it; or say where MODEL fits, and why there."""
+    if place is not None:
+        from tinsmith.cli.plan import Asked
+
+        asked = Asked(place, gpus, memory, rank, context, adapters, dtype, quantize)
+        asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
+        _show_plan(asked, as_json=as_json)
+        return
     from tinsmith.cli.doctor import examine
 
     given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
@@ -152,6 +188,27 @@ def bench(
     else:
         whole = run_bench(output, targets, runs=runs, rank=rank, patience_s=timeout)
     if not whole:
+        raise typer.Exit(1)
+
+
+def _show_plan(asked: Asked, *, as_json: bool) -> None:
+    from tinsmith.cli.plan import plan_of
+    from tinsmith.plan import report
+
+    plan = plan_of(asked)
+    if as_json:
+        _print_json(report.as_json(plan))
+        raise typer.Exit(0 if plan.fits else 1)
+    output.print(report.summary(plan), highlight=False, soft_wrap=True)
+    table = Table("of each device", "", box=None, pad_edge=False)
+    for what, size in report.rows(plan):
+        table.add_row(what, size)
+    output.print(table)
+    colour = "green" if plan.fits else "red"
+    output.print(f"[{colour}]{report.headline(plan)}[/]", highlight=False, soft_wrap=True)
+    for words in plan.words:
+        output.print(f"  {words}", highlight=False, soft_wrap=True)
+    if not plan.fits:
         raise typer.Exit(1)
 
 

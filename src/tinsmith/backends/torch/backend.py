@@ -68,7 +68,7 @@ class TorchBackend:
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
         if logits_chunk != "auto":
             logits_chunk = _positive("logits_chunk", logits_chunk)
-        self._base = BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
+        self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
         max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
@@ -79,11 +79,23 @@ class TorchBackend:
         if not isinstance(logits_chunk, int):
             fitting = CHUNK_NUMBERS[self._base.device.type == "cuda"] // self._base.vocab_size
             logits_chunk = min(max(fitting, LEAST_CHUNK), LARGEST_CHUNK)
-        self._trainer = (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, logits_chunk)
+        self._trainer = self._make_trainer(max_tokens, logits_chunk)
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
         self._room_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
+        return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
+
+    def _make_trainer(self, max_tokens: int, chunk_rows: int) -> Trainer:
+        return (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
+
+    def _make_sampler(self) -> LocalSampler:
+        from tinsmith.samplers.deterministic import DeterministicSampler
+        from tinsmith.samplers.local import LocalSampler
+
+        return (DeterministicSampler if self._deterministic else LocalSampler)(self._base, self._versions)
 
     @property
     def base(self) -> BaseModel:
@@ -92,11 +104,7 @@ class TorchBackend:
     @property
     def sampler(self) -> LocalSampler:
         if self._sampler is None:
-            from tinsmith.samplers.deterministic import DeterministicSampler
-            from tinsmith.samplers.local import LocalSampler
-
-            kind = DeterministicSampler if self._deterministic else LocalSampler
-            self._sampler = kind(self._base, self._versions)
+            self._sampler = self._make_sampler()
         return self._sampler
 
     def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:

@@ -129,6 +129,10 @@ class BaseModel:
     def pin(self) -> None:
         """Compute the same way whatever the number of rows and the memory that is free."""
         self._written_out = self._differentiable = None
+        self.pin_threads()
+
+    def pin_threads(self) -> None:
+        """As many threads whatever the number of rows: the sums of different ranks must come out alike."""
         self._threads.pin()
 
     def adaptable(self) -> list[Target]:

@@ -45,6 +45,10 @@ class Recompute:
         for layer in decoder.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.forward = self._recomputing(layer.forward)
+        self.count(decoder)
+
+    def count(self, decoder: nn.Module) -> None:
+        """What the decoder's linears keep, again if these are others now."""
         self._linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 

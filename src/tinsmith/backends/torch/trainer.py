@@ -86,11 +86,15 @@ class Trainer:
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may do."""
-        num_tokens = sum(batch.lengths)
+        alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
+        return self._shrink_to(sum(batch.lengths), alone, problem)
+
+    def _shrink_to(self, num_tokens: int, alone: int | None, problem: str) -> tuple[int, UserError] | None:
+        """`alone`: the pass of the one sequence that did not fit, if it was one."""
         self._steps_at_limit = 0
-        if len(batch.examples) == 1:
+        if alone is not None:
             text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
-            return batch.examples[0].pass_index, UserError(text)
+            return alone, UserError(text)
         self._limit = max(1, num_tokens // 2)
         log.warning("memory ran out; micro-batches are smaller now", num_tokens=self._limit, problem=problem)
         return None
