@@ -107,6 +107,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": {"db", "errors", "placement", "settings", "tables"},
     "plan": {"errors", "plan"},
     "scheduler": {"ops"},
+    "running_notes": set(),
+    "ownership": {"db", "engines", "ops", "tables"},
+    "fleet": {"db", "ownership", "tables"},
     "routing": {"ops"},
     "executors": {"db", "futures", "notify", "ops", "routing", "tables"},
     "dispatch": {"executors", "futures", "ops", "routing"},
@@ -137,6 +140,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     | DURABLE
     | {
         "backends",
+        "ownership",
+        "running_notes",
         "losses",
         "bases",
         "crashpoints",
@@ -157,7 +162,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "janitor": DURABLE | {"clocks", "db", "tables", "heap", "files", "settings", "storage"},
-    "supervisor": {"bases", "engines", "observing.meters", "ops", "settings"},
+    "supervisor": {"bases", "engines", "observing.meters", "ops", "running_notes", "settings"},
     "routes": VALUES
     | DURABLE
     | {
@@ -204,6 +209,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tables",
         "errors",
         "files",
+        "fleet",
         "openai_batches",
         "janitor",
         "listen",

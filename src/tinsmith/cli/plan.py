@@ -1,0 +1,118 @@
+"""`tinsmith doctor MODEL`: where a base model fits, from its configuration and what is said of the devices.
+
+What is not said is asked of this machine. Loads no weight.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from tinsmith import bases
+from tinsmith.errors import SettingsError
+from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
+from tinsmith.plan.degrees import Degrees, Plan, Wanted, check, choose
+from tinsmith.plan.memory import NUMBER_BYTES, QUANTISED_BYTES
+
+LARGEST_RANK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the flags say; None where they say nothing."""
+
+    model: str
+    gpus: int | None = None
+    memory: str | None = None
+    rank: int = 32
+    context: int | None = None
+    adapters: int = 1
+    dtype: str | None = None
+    quantize: str = "off"
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    shard_base: bool = False
+
+
+def plan_of(asked: Asked) -> Plan:
+    """Raises SettingsError for what cannot be, or does not fit where degrees were asked for."""
+    directory = find(asked.model)
+    model = read_directory(directory)
+    _compare(model, directory)
+    wanted = _wanted(asked, model)
+    if asked.tensor_parallel is None and asked.data_parallel is None and not asked.shard_base:
+        return choose(model, wanted)
+    tensor = asked.tensor_parallel or 1
+    data = asked.data_parallel or max(1, wanted.devices // max(1, tensor))
+    return check(model, wanted, Degrees(data, tensor, asked.shard_base))
+
+
+def find(model: str) -> Path:
+    """A directory or a config.json as it is; anything else as the server would find it."""
+    path = Path(model.partition("=")[2] or model).expanduser()
+    return path if path.exists() else Path(next(iter(bases.resolve([model]))).path)
+
+
+def _compare(model: Architecture, directory: Path) -> None:
+    """Files that hold another number of weights than was counted are no files of this configuration."""
+    found = size_of_files(directory)
+    # Tied embeddings are often stored twice, and quantised weights in other shapes.
+    if found and found[0] < model.num_parameters and found[1] >= 2 * model.num_parameters:
+        raise SettingsError(
+            f"{directory}: its config.json tells of {model.num_parameters:,} weights, its files hold {found[0]:,}"
+        )
+
+
+def _wanted(asked: Asked, model: Architecture) -> Wanted:
+    devices, memory_bytes, cuda = asked.gpus, None, True
+    if asked.memory is not None:
+        memory_bytes = _bytes_of(asked.memory)
+    if devices is None or memory_bytes is None:
+        found = _this_machine()
+        devices, memory_bytes = devices or found[0], memory_bytes or found[1]
+        cuda = found[2] or asked.gpus is not None
+    dtype = asked.dtype or ("bfloat16" if cuda else "float32")
+    context = asked.context or 0
+    for name, value, good in (
+        ("--gpus", devices, devices >= 1),
+        ("--rank", asked.rank, 1 <= asked.rank <= LARGEST_RANK),
+        ("--adapters", asked.adapters, asked.adapters >= 1),
+        ("--context", asked.context, asked.context is None or 1 <= context <= model.context),
+        ("--dtype", dtype, dtype in NUMBER_BYTES),
+        ("--quantize", asked.quantize, asked.quantize in ("off", *QUANTISED_BYTES)),
+    ):
+        if not good:
+            raise SettingsError(f"{name} is {value!r}; {_HINTS[name]}".replace("CONTEXT", f"{model.context:,}"))
+    return Wanted(devices, memory_bytes, asked.rank, context, dtype, asked.quantize, asked.adapters, cuda)
+
+
+_HINTS = {
+    "--gpus": "it must be at least 1",
+    "--rank": f"it must be from 1 to {LARGEST_RANK}",
+    "--adapters": "it must be at least 1",
+    "--context": "it must be from 1 to the model's own CONTEXT",
+    "--dtype": "choose bfloat16 or float32",
+    "--quantize": "choose off, int8 or nf4",
+}
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise SettingsError(f"--memory is {text!r}; write a size such as 80GB or 24GiB")
+    return found
+
+
+def _this_machine() -> tuple[int, int, bool]:
+    """Devices, bytes of each, and whether they are GPUs."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory, True
+    return 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), False
