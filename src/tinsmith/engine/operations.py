@@ -1,12 +1,13 @@
 """The barriers of a model: creating, loading, saving, publishing, unloading.
 
-Each method carries out one request on the backend and returns the settlement for the engine to write. A
-UserError is an answer; any other exception is the engine's to handle. A publish writes no file (see `versions`).
+Each method carries out one request on the backend and returns the settlement for the engine to write, or what is to be
+sent away before there is one. A UserError is an answer; any other exception is the engine's to handle. A publish writes no file (see `versions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -23,14 +24,15 @@ from tinsmith.checkpoints import (
     parse_path,
 )
 from tinsmith.crashpoints import reach
-from tinsmith.engine.versions import Versions, inflight_version
+from tinsmith.engine.sending import Sending
+from tinsmith.engine.versions import Versions
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.futures import Settlement
 from tinsmith.models import Model, set_state
 from tinsmith.ops import Pending
 from tinsmith.records import usage
 from tinsmith.records.audit import entry
-from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.sampling_sessions import NewSamplingSession, inflight_version
 from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
 
 CHECKPOINT_KINDS = {
@@ -51,7 +53,7 @@ class Operations:
         self._checkpoints = checkpoints
         self._versions = versions
 
-    def run(self, request: Pending, model: Model, body: bytes) -> Settlement:
+    def run(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
         """Carry out one barrier of a model. Raises TinsmithError for what the client must be told."""
         operation = {
             "create_model": self._create_model,
@@ -120,7 +122,7 @@ class Operations:
             )
         reach("model.loaded")
 
-    def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement:
+    def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
         save = read_save(body)
         if save.name is None:
             return self._publish(request, model, save)
@@ -142,24 +144,30 @@ class Operations:
             if save.recipients:
                 encryption.encrypt_files(directory, save.recipients)
 
-        directory, size_bytes = self._checkpoints.files.write(fill)
+        files = self._checkpoints.files
+        staged = files.stage(fill)
 
         def clean_up() -> None:
             # What was overwritten must not be served from memory, nor fill the disk.
             self._backend.drop_version(new.ref.path)
-            self._checkpoints.files.discard(replaced)
+            files.discard(replaced)
 
-        answer: dict[str, str | int] = {"path": new.ref.path, "type": request.kind}
-        if kind == "external_weights":
-            answer["size_bytes"] = size_bytes
-        event = "checkpoint_exported" if kind == "external_weights" else "checkpoint_saved"
-        saved = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
-        effects = [
-            *completion(new, directory, size_bytes),
-            *usage.added(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
-            entry(model.tenant_id, event, saved),
-        ]
-        return _answer(request, answer, effects, clean_up)
+        def settled(directory: str, size_bytes: int) -> Settlement:
+            answer: dict[str, str | int] = {"path": new.ref.path, "type": request.kind}
+            if kind == "external_weights":
+                answer["size_bytes"] = size_bytes
+            event = "checkpoint_exported" if kind == "external_weights" else "checkpoint_saved"
+            saved = {"model_id": model.model_id, "tinker_path": new.ref.path, "size_bytes": size_bytes}
+            effects = [
+                *completion(new, directory, size_bytes),
+                *usage.added(model.tenant_id, model.session_id, model.base_model, "checkpoint", 1),
+                entry(model.tenant_id, event, saved),
+            ]
+            return _answer(request, answer, effects, clean_up)
+
+        if files.is_far:
+            return Sending(partial(files.place, staged), settled)
+        return settled(*files.place(staged))
 
     def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
         if save.sampling_session_seq_id is None:

@@ -20,6 +20,8 @@ class Lane:
         self.model_id = model_id
         self.tenant_id = tenant_id
         self.next_seq_id = next_seq_id
+        self.held_until = 0.0
+        """By the monotonic clock: so long nothing of it is planned."""
         self.waiting: dict[int, Pending] = {}
         self._refused: set[int] = set()
         self._gap: tuple[int, float] | None = None  # what waits behind missing ones, and since when
@@ -44,6 +46,10 @@ class Lane:
         while self.next_seq_id in self._refused:
             self._refused.discard(self.next_seq_id)
             self.next_seq_id += 1
+
+    @property
+    def is_held(self) -> bool:
+        return self.held_until > 0.0 and time.monotonic() < self.held_until
 
     @property
     def has_gap(self) -> bool:
@@ -106,12 +112,12 @@ class Queues:
         return [
             ModelQueue(lane.model_id, lane.tenant_id, lane.next_seq_id, lane.waiting)
             for lane in self.lanes.values()
-            if lane.waiting
+            if lane.waiting and not lane.is_held
         ]
 
     def passes_wait(self) -> bool:
         """Whether a pass could be in the next step."""
-        heads = (lane.waiting.get(lane.next_seq_id) for lane in self.lanes.values())
+        heads = (lane.waiting.get(lane.next_seq_id) for lane in self.lanes.values() if not lane.is_held)
         return any(head is not None and head.kind in PASS_KINDS for head in heads)
 
     def forget_lane(self, model_id: str) -> list[Pending]:

@@ -20,7 +20,7 @@ from tinsmith.errors import LostStateError, TinsmithError, UserError
 from tinsmith.futures import Futures
 from tinsmith.models import Model, Models
 from tinsmith.ops import Pending
-from tinsmith.storage import Directories
+from tinsmith.storage import Directories, UnreachableError
 from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
@@ -57,6 +57,8 @@ class Recovery:
         for seq_id, directory in _beginnings(model):
             try:
                 self._begin(model, directory)
+            except UnreachableError:  # says nothing of the snapshot
+                raise
             except (TinsmithError, OSError) as error:
                 log.error("a snapshot cannot be used", model_id=model.model_id, seq_id=seq_id, error=str(error))
                 failures.append(f"its snapshot after seq_id {seq_id}: {error}")

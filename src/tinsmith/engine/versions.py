@@ -20,8 +20,9 @@ import structlog
 from tinsmith.backends import Backend, Capture
 from tinsmith.checkpoints import Checkpoints, parse_path
 from tinsmith.crashpoints import reach
+from tinsmith.engine.handing import Handing
 from tinsmith.errors import LostStateError, TinsmithError
-from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
+from tinsmith.sampling_sessions import SamplingSession, SamplingSessions, inflight_version
 from tinsmith.storage import Directories
 
 VERSIONS_IN_MEMORY = 4
@@ -58,12 +59,14 @@ class Versions:
         checkpoints: Checkpoints,
         directories: Directories,
         room_bytes: int,
+        handing: Handing | None = None,
     ) -> None:
         self._backend = backend
         self._room_bytes = SHARE_OF_ROOM * room_bytes
         self._samplers = samplers
         self._checkpoints = checkpoints
         self._directories = directories
+        self._handing = handing
         # By model, oldest first; inflight versions are not among them.
         self._ephemeral: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._in_memory: dict[str, tuple[str, int]] = {}  # of these: model and bytes, least recently used first
@@ -80,6 +83,8 @@ class Versions:
     def publish(self, model_id: str, version_id: str) -> None:
         self._backend.publish(model_id, version_id)
         reach("model.published")
+        if self._handing:
+            self._handing.offer(version_id, self._backend.capture_version)
         self._loaded.pop(version_id, None)
         if version_id == inflight_version(model_id):
             self._newer_inflight.add(version_id)
@@ -215,8 +220,10 @@ class Versions:
                 return
 
     def _move(self, model_id: str, version_id: str) -> bool:
-        """To disk, out of memory; False if it is being written just now."""
-        if version_id in self._being_written:
+        """To disk, out of memory; False if it is being written just now, or will be with the next snapshot: nobody
+        waits here until it is sent far away.
+        """
+        if version_id in self._being_written or (self._directories.is_far and version_id not in self._written):
             return False
         if version_id not in self._written:
             self.write([CapturedVersion(version_id, self._backend.capture_version(version_id))])
@@ -224,7 +231,16 @@ class Versions:
         self._drop(version_id)
         return True
 
+    def look_for_samplers(self) -> bool:
+        """Once a second: whether what is published is to be written at once, since dedicated samplers want it."""
+        if self._handing is None:
+            return False
+        self._handing.look(list(self._in_memory), self._backend.capture_version)
+        return self._handing.is_wanted
+
     def _drop(self, version_id: str) -> None:
+        if self._handing:
+            self._handing.withdraw(version_id)
         self._backend.drop_version(version_id)
         self._written.discard(version_id)
         self._newer_inflight.discard(version_id)
@@ -233,8 +249,3 @@ class Versions:
     def _forget_size(self, version_id: str) -> None:
         _, num_bytes = self._in_memory.pop(version_id, ("", 0))
         self._bytes_in_memory -= num_bytes
-
-
-def inflight_version(model_id: str) -> str:
-    """The one version that all inflight samplers of a model share."""
-    return f"{model_id}:inflight"
