@@ -182,7 +182,7 @@ def make_harness(
         models=Models(database),
         sampling_sessions=SamplingSessions(database),
         checkpoints=Checkpoints(database, Directories(directory / "checkpoints")),
-        futures=Futures(database, woken.append, meters.submitted),
+        futures=Futures(database, lambda base_model, _engine_id=None: woken.append(base_model), meters.submitted),
         usage=Usage(database),
         audit=Audit(database),
         traces=Traces(database),

@@ -16,12 +16,13 @@ import sqlalchemy as sa
 import tinker
 from tinker import types
 
+from arrived import incoming
 from http_harness import BOB, Harness, close, make_harness, sample_request
 from live import LiveServer, freeze
 from raw_client import connect, engine_of
 from test_engine import BASE, Bench
 from tinsmith.db import Database, now
-from tinsmith.engines import Engines
+from tinsmith.engines import Engines, Seat
 from tinsmith.errors import NotFoundError
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.tables import BODIES, FUTURES, RESULTS, SESSIONS
@@ -136,7 +137,7 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
     with bench.db.write() as connection:
         connection.execute(SESSIONS.insert(), {"session_id": "s", **facts, **ended})
         connection.execute(SESSIONS.insert().values(session_id="t", state="active", **facts))
-    Engines(bench.db, "here").take(BASE, 60)
+    Engines(bench.db, "here").take(Seat(BASE), 60)
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "alice", BASE))
     ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(IN_SAMPLER + 5)]
     other = bench.sample("t:sample:0", 0)
@@ -158,7 +159,7 @@ def test_samples_of_a_closed_session_are_given_up_and_those_of_others_are_not(be
 
 def test_a_queue_of_ten_thousand_is_emptied_from_its_front_and_middle_in_no_time(bench: Bench) -> None:
     bench.sample(SAMPLER, 0)
-    (request,) = bench.futures.incoming(BASE, 0)
+    (request,) = incoming(bench.db, BASE)
     queues = bench.engine._queues
     names = [f"{SAMPLER}:{seq_id}" for seq_id in range(20_000)]
     for name in names:

@@ -26,6 +26,7 @@ from tinsmith.futures import Futures, NewFuture, Outcome
 from tinsmith.models import Models, NewModel
 from tinsmith.notify import Mailbox
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample
+from tinsmith.ownership import Ownership
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
@@ -33,6 +34,7 @@ from tinsmith.tables import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESS
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"
+ENGINE = "engine-0-tests"
 SHAPE = ModelShape(name=BASE, path="/models/tiny", vocab_size=50, max_context_length=64, arch="Tiny")
 OPTIM = {"adam_params": {"learning_rate": 0.5}}
 UNNAMED = {"tenant_id": "t", "session_id": "s", "base_model": "other", "num_tokens": 0, "created_at": 0.0}
@@ -89,12 +91,15 @@ class Bench:
         self.db = Database(url or fresh_url(directory))
         self.mailbox = Mailbox(sockets, "engine")
         self.server_mailbox = Mailbox(sockets, "server")
-        self.futures = Futures(self.db, lambda _base: self.server_mailbox.wake("engine"))
+        self.futures = Futures(self.db, lambda _base, _engine_id=None: self.server_mailbox.wake("engine"))
         self.models = Models(self.db)
         self.samplers = SamplingSessions(self.db)
-        self.checkpoints = Checkpoints(self.db, Directories(directory / "checkpoints"))
+        self.checkpoints = Checkpoints(self.db, self.directories("checkpoints"))
         self.settings = Settings(data_dir=directory, seq_gap_s=5)
         self.restart()
+
+    def directories(self, kind: str) -> Directories:
+        return Directories(self.directory / kind)
 
     def restart(self) -> None:
         """What memory held is gone, as after a kill."""
@@ -104,9 +109,10 @@ class Bench:
             self.models,
             self.samplers,
             self.checkpoints,
-            Directories(self.directory / "versions"),
-            Directories(self.directory / "snapshots"),
+            self.directories("versions"),
+            self.directories("snapshots"),
             CustomLosses(self.db),
+            Ownership(self.db, BASE, ENGINE),
             Records(self.db, kept_samples=3),
         )
         self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
@@ -576,7 +582,8 @@ def test_a_failed_overwrite_leaves_what_was_there(bench: Bench) -> None:
     bench.backend.breaks.clear()
     assert directories(bench) == before
     found = bench.checkpoints.get("alice", parse_path(f"tinker://{model}/weights/one"))
-    assert bench.checkpoints.checked_directory(found).is_dir()
+    with bench.checkpoints.reading(found) as directory:
+        assert directory.is_dir()
 
 
 def test_an_overwritten_directory_is_removed_after_the_new_row_is_there(

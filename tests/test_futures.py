@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
+from arrived import incoming, waiting_ids
 from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
@@ -159,10 +160,10 @@ def test_what_comes_in_is_what_is_to_be_done_or_skipped(futures: Futures) -> Non
     refused = futures.submit(new(3), UserError("no"))
     futures.submit(replace(new(4), base_model="other"))
     futures.settle([Settlement(done, b"")], {})
-    found = futures.incoming("base", 0)
+    found = incoming(futures._db, "base")
     assert [(request.request_id, request.state) for request in found] == [(pending, "pending"), (refused, "refused")]
-    assert [request.request_id for request in futures.incoming("base", found[0].arrival)] == [refused]
-    assert futures.pending_ids("base") == {pending}
+    assert [request.request_id for request in incoming(futures._db, "base", found[0].arrival)] == [refused]
+    assert waiting_ids(futures._db, "base") == {pending}
 
 
 def test_results_are_forgotten_with_their_session_and_pending_work_is_not(futures: Futures, db: Database) -> None:

@@ -20,6 +20,7 @@ from http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sa
 from tinsmith.db import Database, now
 from tinsmith.futures import SampleCost, Settlement
 from tinsmith.janitor import Janitor, SweptParts
+from tinsmith.ownership import Ownership
 from tinsmith.quotas import Limits
 from tinsmith.records import usage
 from tinsmith.records.audit import PREFIXES
@@ -97,8 +98,9 @@ class Life:
         self.janitor = Janitor(services.settings, parts)
         self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
         with database(harness).write() as connection:
-            row = {"engine_id": "", "pid": 0, "state": "ready", "started_at": 0.0}
-            connection.execute(ENGINES.insert(), [{"base_model": name} | row for name in (BASE, "local/other")])
+            row = {"pid": 0, "state": "ready", "started_at": 0.0}
+            names = (BASE, "local/other")
+            connection.execute(ENGINES.insert(), [{"base_model": name, "engine_id": name} | row for name in names])
 
     def train(self) -> None:
         self.number += 1
@@ -115,9 +117,11 @@ class Life:
 
     def _work(self, settlement: Settlement) -> None:
         futures = self.harness.services.futures
-        arrived = futures.arrived([settlement.request_id])
-        assert [one.request_id for one in futures.incoming(BASE, arrived[0].arrival - 1)] == [settlement.request_id]
-        assert futures.pending_ids(BASE) == {settlement.request_id}
+        ownership = Ownership(database(self.harness), BASE, "engine-0")
+        (arrived,) = ownership.named([settlement.request_id])
+        incoming = ownership.incoming(arrived.request.arrival - 1)
+        assert [one.request.request_id for one in incoming] == [settlement.request_id]
+        assert ownership.waiting_ids() == {settlement.request_id}
         futures.bodies([settlement.request_id])
         applied = {self.model: self.number} if settlement.keep_body else {}
         futures.settle([settlement], applied)

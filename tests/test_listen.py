@@ -101,7 +101,7 @@ def test_closing_takes_no_time(url: str) -> None:
 
 
 def test_the_database_decides_how_wake_ups_go(url: str, tmp_path: Path) -> None:
-    opened = [open_mailbox(url, tmp_path, "engine"), open_mailbox("sqlite:///x.db", tmp_path, "engine")]
+    opened = [open_mailbox(url, "engine"), open_mailbox(f"sqlite:///{tmp_path}/x.db", "engine")]
     assert [type(mailbox) for mailbox in opened] == [PostgresMailbox, Mailbox]
     for mailbox in opened:
         mailbox.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from arrived import incoming
 from http_harness import Harness, close, make_harness
 from tinsmith import nano
 from tinsmith.bases import Bases, read_shape
@@ -54,7 +55,7 @@ def result(*texts: str) -> SampleResult:
 async def pending(harness: Harness, count: int = 1) -> list[str]:
     """The samples that an engine would find, as soon as there are so many."""
     for _ in range(200):
-        rows = [row for row in harness.services.futures.incoming(nano.MODEL_NAME, 0) if row.state == "pending"]
+        rows = [row for row in incoming(harness.services.futures._db, nano.MODEL_NAME) if row.state == "pending"]
         if len(rows) >= count:
             return [row.request_id for row in rows]
         await asyncio.sleep(0.01)
@@ -107,7 +108,7 @@ def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_p
     asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
     status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
     assert status == 429
-    kinds = [row.kind for row in services.futures.incoming(nano.MODEL_NAME, 0)]
+    kinds = [row.kind for row in incoming(services.futures._db, nano.MODEL_NAME)]
     assert kinds == ["sample", "cancel"]
     close(made)
 

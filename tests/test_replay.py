@@ -12,12 +12,13 @@ import torch
 
 import tiny_models
 from test_captures import same, state
-from test_engine import BASE, Bench
+from test_engine import BASE, ENGINE, Bench
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine import Engine, Nouns
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec
+from tinsmith.ownership import Ownership
 from tinsmith.storage import Directories
 
 MODEL = "s:train:0"
@@ -37,7 +38,7 @@ class TorchBench(Bench):
         self.backend = torch_backend  # type: ignore[assignment]
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
-        nouns = Nouns(*durable, versions, snapshots, CustomLosses(self.db))
+        nouns = Nouns(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
         self.engine = Engine(self.shape, torch_backend, nouns, self.mailbox, self.settings)
         self.engine.start()
 

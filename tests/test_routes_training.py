@@ -11,6 +11,7 @@ import zstandard
 from starlette.testclient import TestClient
 from tinker.types import GetInfoResponse, UntypedAPIFuture
 
+from arrived import incoming
 from http_harness import (
     ALICE,
     BASE,
@@ -450,7 +451,7 @@ def test_a_load_may_name_another_base_that_holds_the_same_weights(harness: Harne
     future = both.ok("load_weights", load(session_id, path, base_model=twin.name))
     model = services.models.get("alice", future["model_id"])
     assert (model.base_model, model.state) == (twin.name, "creating")
-    assert [row.request_id for row in services.futures.incoming(twin.name, 0)] == [future["request_id"]]
+    assert [row.request_id for row in incoming(services.futures._db, twin.name)] == [future["request_id"]]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from live import LiveServer, free_port, freeze, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
 from tinsmith.db import Database
-from tinsmith.engines import Engines
+from tinsmith.engines import Engines, Seat
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings
 from tinsmith.supervisor import Supervisor
@@ -226,7 +226,7 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     supervisor = Supervisor(Settings(data_dir=tmp_path), Bases((SHAPE,)), engines)
     starts: list[float] = []
 
-    async def die(_shape: ModelShape) -> int:
+    async def die(_shape: ModelShape, _seat: Seat) -> int:
         starts.append(time.monotonic())
         if len(starts) == 1:
             raise OSError(12, "Cannot allocate memory")
@@ -243,8 +243,8 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     asyncio.run(run())
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(pause >= 0.001 * 2 ** (index + 1) for index, pause in enumerate(pauses))
-    assert engines.take("local/tiny", 60)
-    engines.set_state("local/tiny", "restarting", "it ended with status 1")
+    assert engines.take(Seat("local/tiny"), 60)
+    engines.set_state(Seat("local/tiny"), "restarting", "it ended with status 1")
     assert engines.queue_state("local/tiny") == (
         "paused_capacity",
         "the engine of local/tiny is restarting: it ended with status 1",
@@ -254,6 +254,6 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
 def test_base_models_whose_names_look_alike_have_logs_of_their_own(tmp_path: Path, engines: Engines) -> None:
     supervisor = Supervisor(Settings(data_dir=tmp_path), Bases(()), engines)
     names = ["a/b", "a-b", "../../a/b", "x" * 300 + "a/b"]
-    paths = {supervisor.log_path(name) for name in names}
+    paths = {supervisor.log_path(Seat(name)) for name in names}
     assert len(paths) == 4
     assert {path.parent for path in paths} == {tmp_path / "logs"}

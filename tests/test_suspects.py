@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from test_engine import BASE, Bench, FlakyBackend
-from tinsmith.engine.suspects import MOST_DEATHS, SMALLER, Suspects
+from tinsmith.engine.suspects import MOST_DEATHS, Suspects
 from tinsmith.errors import UserError
 from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
+from tinsmith.running_notes import SMALLER
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.tables import BODIES
 
@@ -310,7 +311,9 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
         guilty, innocent = bench.train(model, 1, (1, POISON)), bench.train(other, 1)
         (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
-        spec = json.dumps({"name": BASE, "path": str(tmp_path), "settings": settings}) + "\n"
+        spec = (
+            json.dumps({"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "settings": settings}) + "\n"
+        )
         statuses: list[int] = []
         while bench.outcome(guilty) is None:
             assert len(statuses) < MOST_STARTS, "the engines die for ever"

@@ -9,7 +9,8 @@ directory is named by two rows: a copy has its own. Directories that no row name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundEr
 from tinsmith.models import ids_of_project
 from tinsmith.ops import LoraSpec
 from tinsmith.storage import Directories
-from tinsmith.tables import CHECKPOINTS
+from tinsmith.tables import CHECKPOINTS, MODELS
 
 KINDS = ("weights", "sampler_weights", "external_weights")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -135,16 +136,18 @@ class Checkpoints:
         with self._db.read() as connection:
             return int(connection.scalar(query) or 0)
 
-    def checked_directory(self, checkpoint: Checkpoint) -> Path:
-        """Where its files are, every byte of which is as it was written. Raises CorruptFilesError, and NotFoundError if
-        it is gone by now.
+    @contextmanager
+    def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
+        """Where its files can be read until the end of the block, every byte of which is as it was written. Raises
+        CorruptFilesError, and NotFoundError if it is gone by now.
         """
         assert checkpoint.directory is not None
-        try:
-            self.files.check(checkpoint.directory)
-        except CorruptFilesError as error:
-            raise self._gone_or_damaged(checkpoint, error) from error
-        return self.files.path(checkpoint.directory)
+        with ExitStack() as stack:
+            try:
+                path = stack.enter_context(self.files.reading(checkpoint.directory))
+            except CorruptFilesError as error:
+                raise self._gone_or_damaged(checkpoint, error) from error
+            yield path
 
     def _gone_or_damaged(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
         found = self.find(checkpoint.ref)
@@ -278,9 +281,10 @@ class Checkpoints:
             connection.execute(CHECKPOINTS.insert().values(**_row(new), state="pending"))
         return None
 
-    def recover(self, base_model: str) -> None:
-        """After a restart of this base model's engine: interrupted saves have failed."""
-        mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending")
+    def recover(self, base_model: str, engine_id: str) -> None:
+        """After a restart of this engine: interrupted saves of its runs, and of nobody's, have failed."""
+        others = sa.exists().where(MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id)
+        mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~others
         with self._db.write() as connection:
             connection.execute(
                 CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted")

@@ -12,6 +12,7 @@ A fenced database begins every writing transaction with the fence, which raises 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import sqlite3
 import time
@@ -122,10 +123,11 @@ class Database:
     def alone(self, name: str) -> Iterator[bool]:
         """Whether this process is the only one that does `name` now; others are told no until the block ends.
 
-        On SQLite there is only one server. On Postgres the claim ends with the connection, however that ends.
+        The claim ends with the process: on Postgres it is the connection's, on SQLite a lock on a file beside its own.
         """
         if self.is_sqlite:
-            yield True
+            with _claimed(f"{sa.make_url(self.url).database}.{name}.lock") as claimed:
+                yield claimed
             return
         key = {"name": name}
         with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -171,6 +173,20 @@ class Database:
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
 _CLAIM = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam("name"))))
 _DISCLAIM = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
+
+
+@contextmanager
+def _claimed(path: str) -> Iterator[bool]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)
 
 
 def sqlalchemy_url(url: str) -> str:

@@ -14,8 +14,9 @@ engine; a server, what it refuses): on SQLite writers take turns, elsewhere the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -37,9 +38,15 @@ UNBOUNDED = 2**62
 
 
 class Waker(Protocol):
-    """Tells a base model's engine that there is work."""
+    """Tells one of a base model's engines and samplers that there is work, or all of them."""
 
-    def __call__(self, base_model: str) -> None: ...
+    def __call__(self, base_model: str, engine_id: str | None = None) -> None: ...
+
+
+class Give(Protocol):
+    """Which engine gets a sample that is bound to no run; None if nobody is there to get it."""
+
+    def __call__(self, base_model: str, request_id: str) -> str | None: ...
 
 
 class Count(Protocol):
@@ -50,6 +57,10 @@ class Count(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NewFuture:
+    """`run_id` is the run whose own version a sample is of; `engine_id` who has the run, as far as is known: it is
+    woken alone; `executor` who is to do what is bound to no run.
+    """
+
     request_id: str
     tenant_id: str
     session_id: str
@@ -60,6 +71,9 @@ class NewFuture:
     model_id: str | None = None
     sampling_session_id: str | None = None
     seq_id: int | None = None
+    run_id: str | None = None
+    engine_id: str | None = None
+    executor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,27 +163,17 @@ _OUTCOME = (
     .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
-_APPLIED = sa.select(MODELS.c.applied_seq_id).where(MODELS.c.model_id == FUTURES.c.model_id).scalar_subquery()
-_INCOMING = (
-    sa.select(*_COLUMNS)
-    .where(FUTURES.c.base_model == sa.bindparam("base_model"))
-    .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
-    .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > _APPLIED))
-    .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
-    .order_by(FUTURES.c.arrival)
-)
-_ARRIVED = (
-    sa.select(*_COLUMNS)
-    .where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
-    .where(FUTURES.c.state.in_(("pending", "refused")))
-    .order_by(FUTURES.c.arrival)
-)
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _BODY = sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id"))
 _FREE = BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id"))
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
+# Who is to do a sample, or does what is asked of its run: see `ownership`.
+_WITH_OWNERS = FUTURES.outerjoin(
+    SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id
+).outerjoin(MODELS, MODELS.c.model_id == SAMPLERS.c.model_id)
+_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
 _NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
@@ -222,14 +226,18 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
         "settled_at": None if state == "pending" else created_at,
         "settle_order": None,
         "traceparent": CURRENT.get(),
+        "executor": new.executor,
     }
 
 
 class Futures:
-    def __init__(self, db: Database, wake: Waker | None = None, count: Count | None = None) -> None:
+    def __init__(
+        self, db: Database, wake: Waker | None = None, count: Count | None = None, give: Give | None = None
+    ) -> None:
         self._db = db
         self._wake = wake
         self._count = count
+        self._give = give
         self._add = db.insert_once(FUTURES)
 
     # The server's side.
@@ -237,6 +245,9 @@ class Futures:
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
         """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
         reach("submit.before")
+        if self._give and new.kind == "sample" and not (refusal or new.run_id or new.executor):
+            new = replace(new, executor=self._give(new.base_model, new.request_id))
+        named = new.executor or new.engine_id
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
@@ -247,14 +258,14 @@ class Futures:
                 return new.request_id  # it was there
             if packed is not None:
                 connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
-            self._db.notify(connection, engine_mailbox(new.base_model), [new.request_id])
+            self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])
             if refusal:
                 self._db.notify(connection, SERVER, [new.request_id])
         reach("submit.stored")
         if self._count:
             self._count(new.kind, new.tenant_id, refused=refusal is not None)
         if self._wake:
-            self._wake(new.base_model)
+            self._wake(new.base_model, named)
         return new.request_id
 
     def record(self, new: NewFuture, answer: bytes, effects: Sequence[sa.Executable] = ()) -> str:
@@ -306,15 +317,19 @@ class Futures:
         What has ended stays as it is. So does every other kind of request: operations on a model are ordered, and a
         later one may have been sent in the belief that an earlier one takes effect.
         """
-        query = sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state).where(
-            FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id
+        query = (
+            sa.select(
+                FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER.label("owner")
+            )
+            .select_from(_WITH_OWNERS)
+            .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
         )
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         if row.kind == "sample" and row.state == "pending":
-            self._submit_cancel(request_id, tenant_id, row.session_id, row.base_model, reason)
+            self._submit_cancel(request_id, tenant_id, row, reason)
 
     def cancel_of_closed_sessions(self) -> int:
         """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
@@ -326,8 +341,9 @@ class Futures:
                 FUTURES.c.session_id,
                 FUTURES.c.base_model,
                 SESSIONS.c.reason,
+                _OWNER.label("owner"),
             )
-            .join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id)
+            .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
             # An engine's rows by the index of its queue: the settled ones are many.
             .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), samples)
             .where(SESSIONS.c.closed_at.is_not(None))
@@ -336,13 +352,16 @@ class Futures:
         with self._db.read() as connection:
             rows = connection.execute(query).all()
         for row in rows:
-            reason = f"its session ended ({row.reason})"
-            self._submit_cancel(row.sampling_session_id, row.tenant_id, row.session_id, row.base_model, reason)
-        return len(rows)
+            self._submit_cancel(row.sampling_session_id, row.tenant_id, row, f"its session ended ({row.reason})")
+        return len({row.sampling_session_id for row in rows})
 
-    def _submit_cancel(self, name: str, tenant_id: str, session_id: str, base_model: str, reason: str) -> None:
-        """`name` is a sample's request_id, or a sampling_session_id for all of its samples."""
-        self.submit(NewFuture(name + _CANCEL, tenant_id, session_id, base_model, kind="cancel", body=reason.encode()))
+    def _submit_cancel(self, name: str, tenant_id: str, row: sa.Row, reason: str) -> None:
+        """`name` is a sample's request_id, or a sampling_session_id for all of its samples that `row.owner` has."""
+        request_id = name + _CANCEL
+        if row.owner is not None:
+            request_id += "." + hashlib.blake2b(row.owner.encode(), digest_size=4).hexdigest()
+        new = NewFuture(request_id, tenant_id, row.session_id, row.base_model, kind="cancel", body=reason.encode())
+        self.submit(replace(new, executor=row.owner))
 
     def base_model_of(self, request_id: str) -> str | None:
         """Whose queue a request waits in."""
@@ -389,21 +408,6 @@ class Futures:
         return len(spent)
 
     # The engine's side.
-
-    def incoming(self, base_model: str, after_arrival: int) -> list[Pending]:
-        """Requests that arrived after `after_arrival` and are to be worked on or, if refused and not yet, skipped."""
-        known = {"base_model": base_model, "after_arrival": after_arrival}
-        with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(_INCOMING, known)]
-
-    def arrived(self, request_ids: Sequence[str]) -> list[Pending]:
-        """The same for requests that a wake-up named: they may have been committed after later arrivals."""
-        found: list[Pending] = []
-        for start in range(0, len(request_ids), _CHUNK):
-            some = {"request_ids": request_ids[start : start + _CHUNK]}
-            with self._db.read() as connection:
-                found += [Pending(**row._mapping) for row in connection.execute(_ARRIVED, some)]
-        return found
 
     def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
         """A model's requests from `from_seq_id` on that are to be skipped."""
@@ -476,16 +480,10 @@ class Futures:
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
 
-    def pending_ids(self, base_model: str) -> set[str]:
-        """Every unfinished request, for the slow poll that covers late commits."""
-        query = sa.select(FUTURES.c.request_id).where(FUTURES.c.base_model == base_model, FUTURES.c.state == "pending")
-        with self._db.read() as connection:
-            return set(connection.scalars(query))
-
 
 def cancelled_name(request_id: str) -> str:
     """What a request to cancel names: a sample, or a sampling session for all of its samples."""
-    return request_id.removesuffix(_CANCEL)
+    return request_id.rpartition(_CANCEL)[0]
 
 
 def deletion(request_id: str) -> sa.Executable:

@@ -33,19 +33,25 @@ QUIET_S = 30.0
 log = structlog.get_logger()
 
 
-def open_mailbox(database_url: str, data_dir: Path, name: str) -> WakeUps:
+def open_mailbox(database_url: str, name: str) -> WakeUps:
     """One end of the wake-ups that go with this database."""
     if database_url.startswith("sqlite"):
-        return Mailbox(socket_dir(data_dir), name)
+        return Mailbox(socket_dir(_shared(database_url)), name)
     return PostgresMailbox(database_url, name)
 
 
+def _shared(database_url: str) -> Path:
+    """What all processes on a SQLite file have in common: its directory, if it is the usual file there."""
+    path = Path(sa.make_url(database_url).database or "").resolve()
+    return path.parent if path.name == "tinsmith.db" else path
+
+
 class PostgresMailbox:
-    """The reader of one channel; what is sent goes with the sender's transactions."""
+    """The reader of one channel, and of its group's; what is sent goes with the sender's transactions."""
 
     def __init__(self, url: str, channel: str) -> None:
         self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
-        self._channel = channel
+        self._channels = sorted({channel, channel.partition(".")[0]})
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._woken, self._wake = os.pipe()
@@ -98,7 +104,8 @@ class PostgresMailbox:
                 self._ends_within(RECONNECT_S)
 
     def _listen(self, connection: psycopg.Connection) -> None:
-        connection.execute(f'LISTEN "{self._channel}"'.encode())
+        for channel in self._channels:
+            connection.execute(f'LISTEN "{channel}"'.encode())
         self._arrived([""])
         while True:
             readable, _, _ = select.select([connection, self._told_to_end], [], [], QUIET_S)

@@ -32,6 +32,7 @@ class NewModel:
     lora: LoraSpec
     optimizer_type: str = "adamw"
     user_metadata: Mapping[str, str] | None = None
+    engine_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Model:
     created_at: float
     last_request_at: float
     project_id: str | None = None
+    engine_id: str | None = None
 
     @property
     def lora(self) -> LoraSpec:
@@ -222,6 +224,7 @@ def _model(new: NewModel, state: str, reason: str | None = None, project_id: str
         created_at=created_at,
         last_request_at=created_at,
         project_id=project_id,
+        engine_id=new.engine_id,
     )
 
 
@@ -234,9 +237,8 @@ def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
 
 def unloading(model_id: str, reason: str) -> sa.Executable:
     """A statement for the transaction that settles the unloading: nothing comes back of this model."""
-    gone = dict.fromkeys(
-        ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
-    )
+    snapshots = ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
+    gone = dict.fromkeys((*snapshots, "engine_id"))
     return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
 
 

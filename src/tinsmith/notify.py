@@ -3,6 +3,9 @@
 A wake-up is a hint and never carries state: whoever is woken reads the database. It may be lost (no reader, full
 buffer), so every waiter also polls slowly. `Mailbox` is one end, `WakeUps` what both kinds of it can do; `Waiters`
 turns the server's incoming ids into woken coroutines.
+
+An end is a member of a group, and its name `GROUP.MEMBER`: the servers are one group, the engines and samplers of a
+base model another. What is sent to a group goes to all of its members.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import select
 import socket
 import stat
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,13 +27,27 @@ from typing import Protocol
 from tinsmith.errors import SettingsError
 
 SERVER = "server"
+
+EVERYTHING = "*"
+"""In place of an id: rows that were another's are anybody's now, wherever they are in the queue."""
+
 SAFETY_POLL_S = 1.0
 MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
 
 
-def engine_mailbox(base_model: str) -> str:
-    """The mailbox name of a base model's engine."""
-    return "engine-" + hashlib.sha256(base_model.encode()).hexdigest()[:16]
+_SETTLED_S = 0.1
+"""A directory that changed this recently may change again without looking different."""
+
+
+def engine_mailbox(base_model: str, engine_id: str | None = None) -> str:
+    """The mailbox name of one of a base model's engines and samplers, or of all of them."""
+    group = "engine-" + hashlib.sha256(base_model.encode()).hexdigest()[:16]
+    return f"{group}.{engine_id}" if engine_id else group
+
+
+def server_mailbox(data_dir: Path) -> str:
+    """The mailbox name of the server on a data directory."""
+    return f"{SERVER}.{hashlib.sha256(str(data_dir).encode()).hexdigest()[:12]}"
 
 
 def socket_dir(data_dir: Path) -> Path:
@@ -62,18 +80,32 @@ class Mailbox:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self._socket.bind(str(self._path))
         self._inode = self._path.stat().st_ino
+        self._ends: list[str] = []
+        self._ends_at = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Send a hint to the mailbox `name`; silently nothing if it cannot be delivered now."""
-        for payload in payloads(ids, MAX_DATAGRAM_BYTES):
-            try:
-                self._socket.sendto(payload.encode(), str(self._directory / name))
-            except OSError:
-                # The reader is absent or its buffer is full: its safety poll will find the rows.
-                return
+        """Send a hint to the mailbox `name`, or to all of a group; silently nothing to whom it cannot be delivered."""
+        texts = [payload.encode() for payload in payloads(ids, MAX_DATAGRAM_BYTES)]
+        for end in self._known_ends():
+            if end == name or end.startswith(f"{name}."):
+                # The reader is gone or its buffer is full: its safety poll will find the rows.
+                with contextlib.suppress(OSError):
+                    for text in texts:
+                        self._socket.sendto(text, f"{self._directory}/{end}")
+
+    def _known_ends(self) -> list[str]:
+        """The names in the directory, which is read again when it has changed."""
+        try:
+            changed_at = os.stat(self._directory).st_mtime_ns
+            if changed_at != self._ends_at:
+                self._ends = os.listdir(self._directory)
+                self._ends_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
+        except OSError:  # whoever tidies up temporary files has removed it
+            return []
+        return self._ends
 
     def drain(self) -> set[str]:
         """All ids that arrived; an empty id stands for a bare wake-up."""
@@ -145,13 +177,13 @@ class EngineWaker:
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
 
-    def __call__(self, base_model: str) -> None:
+    def __call__(self, base_model: str, engine_id: str | None = None) -> None:
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._soon, base_model)
+            self._loop.call_soon_threadsafe(self._soon, engine_mailbox(base_model, engine_id))
 
-    def _soon(self, base_model: str) -> None:
+    def _soon(self, name: str) -> None:
         assert self._loop is not None
-        self._loop.call_later(self.PATIENCE_S, self._mailbox.wake, engine_mailbox(base_model))
+        self._loop.call_later(self.PATIENCE_S, self._mailbox.wake, name)
 
 
 class Waiters:

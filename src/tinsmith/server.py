@@ -40,11 +40,20 @@ from tinsmith.db import Database
 from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
 from tinsmith.files import Files
+from tinsmith.fleet import Fleet
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
-from tinsmith.notify import SAFETY_POLL_S, SERVER, EngineWaker, Waiters
+from tinsmith.notify import (
+    EVERYTHING,
+    SAFETY_POLL_S,
+    EngineWaker,
+    Waiters,
+    WakeUps,
+    engine_mailbox,
+    server_mailbox,
+)
 from tinsmith.observing.census import Census
 from tinsmith.observing.meters import ServerMeters, emptied_directory, time_connections
 from tinsmith.observing.overview import Overview
@@ -66,7 +75,7 @@ from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
 from tinsmith.standing import StandingSessions
-from tinsmith.storage import Directories, claim
+from tinsmith.storage import claim, open_directories
 from tinsmith.supervisor import Supervisor
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
@@ -162,16 +171,17 @@ def build(settings: Settings) -> Server:
         emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
     )
     time_connections(partial(event.listen, database.engine), meters.database_used)
-    supervisor = Supervisor(settings, served, engines, meters.engine_gone)
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
+    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox))
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
-    mailbox = open_mailbox(settings.resolved_database_url, data_dir, SERVER)
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    futures = Futures(database, wake, meters.submitted)
-    services = _services(settings, served, database, waiters, futures, engines, meters)
+    fleet = Fleet(database)
+    futures = Futures(database, wake, meters.submitted, fleet.for_sample)
+    services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     if services.tenants.accepts_anyone():
         _refuse_public_address(settings)
     janitor = Janitor(settings, _swept(settings, services), lambda: database.alone("janitor"))
@@ -210,8 +220,8 @@ def _swept(settings: Settings, services: Services) -> SweptParts:
         services.sampling_sessions,
         services.futures,
         services.checkpoints,
-        Directories(settings.resolved_storage_dir / "versions"),
-        Directories(settings.resolved_storage_dir / "snapshots"),
+        open_directories(settings, "versions"),
+        open_directories(settings, "snapshots"),
         services.audit,
         services.custom_losses,
         services.sequences,
@@ -227,14 +237,15 @@ def _services(
     waiters: Waiters,
     futures: Futures,
     engines: Engines,
+    fleet: Fleet,
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
-    files = Files(database, settings.resolved_storage_dir / "files")
+    files = Files(database, settings.storage_location("files"))
     sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
-    checkpoints = Checkpoints(database, Directories(settings.resolved_storage_dir / "checkpoints"))
+    checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
     keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
@@ -269,10 +280,15 @@ def _services(
         kept_samples=KeptSamples(database),
         overview=Overview(database),
         queue_state=engines.queue_state,
+        engine_for_run=fleet.for_run,
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         reads_wait=not database.is_sqlite,
     )
+
+
+def _tell_of_free_runs(mailbox: WakeUps, base_model: str) -> None:
+    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:

@@ -1,8 +1,9 @@
-"""The supervisor: keeps one engine process running for each base model that no other server's engine serves.
+"""The supervisor: keeps a process running on each seat of this data directory: engines, and dedicated samplers.
 
-Runs on the server's event loop. An engine that dies is started again, after a pause that doubles while it keeps
-dying; the server answers polls meanwhile. An engine that refuses its model (exit status 3) is not retried: the
-reason is in its row, and `refused` is set. Engines get their settings on standard input and stop when it closes.
+Runs on an event loop. An engine that dies is started again, after a pause that doubles while it keeps dying; what it
+worked on is free for other engines meanwhile, with a word of what it was at (`running_notes`). An engine that refuses
+its model (exit status 3) is not retried: the reason is in its row, and `refused` is set. Engines get their settings on
+standard input and stop when it closes.
 """
 
 from __future__ import annotations
@@ -21,17 +22,16 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
-from tinsmith.engines import EXIT_LEASE_HELD, EXIT_UNUSABLE_MODEL, Engines
+from tinsmith.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
 from tinsmith.observing.meters import metrics_directory
 from tinsmith.ops import ModelShape
+from tinsmith.running_notes import left_behind, note_path
 from tinsmith.settings import Settings, engine_environment
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
 """An engine that ran this long was healthy: its next death starts again with the first pause."""
-LEASE_POLL_S = 1.0
-"""How often a lease that another server's engine holds is looked at."""
 STOP_S = 20.0
 """How long an engine may take to finish its step when told to stop, before it is killed."""
 
@@ -40,10 +40,16 @@ log = structlog.get_logger()
 
 class Supervisor:
     def __init__(
-        self, settings: Settings, bases: Bases, engines: Engines, gone: Callable[[int], None] = lambda _pid: None
+        self,
+        settings: Settings,
+        bases: Bases,
+        engines: Engines,
+        gone: Callable[[int], None] = lambda _pid: None,
+        freed: Callable[[str], None] = lambda _base_model: None,
     ) -> None:
-        """`gone` is told the process id of an engine that has ended."""
+        """`gone` is told the process id of an engine that has ended, `freed` the base model whose runs it had."""
         self._gone = gone
+        self._freed = freed
         self._settings = settings
         self._bases = bases
         self._engines = engines
@@ -55,39 +61,45 @@ class Supervisor:
 
     def start(self) -> None:
         """Begin to keep the engines; call on the running event loop."""
-        self._tasks = [asyncio.create_task(self._keep(shape)) for shape in self._bases]
+        self._tasks = [
+            asyncio.create_task(self._keep(shape, seat)) for shape in self._bases for seat in self._seats(shape)
+        ]
 
     async def stop(self) -> None:
         """Stop all engines and wait until they are gone."""
         self._stopping.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _keep(self, shape: ModelShape) -> None:
+    def _seats(self, shape: ModelShape) -> list[Seat]:
+        counts = {"engine": self._settings.num_engines, "sampler": self._settings.num_samplers}
+        return [Seat(shape.name, kind, index) for kind, count in counts.items() for index in range(count)]
+
+    async def _keep(self, shape: ModelShape, seat: Seat) -> None:
         pause_s = FIRST_PAUSE_S
+        named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
         while not self._stopping.is_set():
-            if not await self._may_start(shape):
-                await self._pause(min(LEASE_POLL_S, self._settings.engine_lease_s / 3))
-                continue
             started = time.monotonic()
             # The row of an engine that is gone may still say that it is ready.
-            await self._note(self._engines.set_state, shape, "starting")
+            await self._note(self._engines.set_state, seat, "starting")
             try:
-                code = await self._run_once(shape)
+                code = await self._run_once(shape, seat)
             except OSError as error:  # no memory, no room for the log: that passes
-                log.error("an engine could not be started", base_model=shape.name, exc_info=error)
+                log.error("an engine could not be started", exc_info=error, **named)
                 code = -1
             if self._stopping.is_set():
+                if code != 0:
+                    await self._release(seat, "stopped", None)
                 return
             if code == EXIT_UNUSABLE_MODEL:
-                row = self._engines.find(shape.name)
+                row = self._engines.find(seat)
                 self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
                 self.refused.set()
                 return
-            if code == EXIT_LEASE_HELD:
-                continue  # another server's was faster, or has taken over
-            await self._note(self._engines.release, shape, "restarting", f"it ended with status {code}")
+            if code == EXIT_LEASE_LOST:
+                continue  # it was slow, not broken
+            await self._release(seat, "restarting", f"it ended with status {code}")
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
-            log.error("an engine died; restarting it", base_model=shape.name, status=code, pause_s=pause_s)
+            log.error("an engine died; restarting it", status=code, pause_s=pause_s, **named)
             await self._pause(pause_s)
 
     async def _pause(self, pause_s: float) -> None:
@@ -95,21 +107,19 @@ class Supervisor:
             async with asyncio.timeout(pause_s):
                 await self._stopping.wait()
 
-    async def _may_start(self, shape: ModelShape) -> bool:
-        try:
-            return await asyncio.to_thread(self._engines.is_free, shape.name)
-        except SQLAlchemyError as error:
-            log.error("the lease of an engine cannot be read", base_model=shape.name, exc_info=error)
-            return False
+    async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
+        suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
+        await self._note(self._engines.release, seat, state, reason, suspects)
+        self._freed(seat.base_model)
 
-    async def _note(self, write: Callable[..., None], shape: ModelShape, *news: str) -> None:
+    async def _note(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
         """Tell polls how the engine is; it writes its own row as soon as it runs."""
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(write, shape.name, *news)
+            await asyncio.to_thread(write, seat, *news)
 
-    async def _run_once(self, shape: ModelShape) -> int:
+    async def _run_once(self, shape: ModelShape, seat: Seat) -> int:
         """Run one engine process to its end; returns its exit status."""
-        path = self.log_path(shape.name)
+        path = self.log_path(seat)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
@@ -119,20 +129,22 @@ class Supervisor:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env=engine_environment(metrics_directory(self._settings.resolved_data_dir)),
+                env=engine_environment(
+                    metrics_directory(self._settings.resolved_data_dir), bucket=self._settings.has_bucket
+                ),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
         self.pids.add(process.pid)
         try:
-            return await self._attend(shape, process)
+            return await self._attend(shape, seat, process)
         finally:
             self.pids.discard(process.pid)
             self._gone(process.pid)
 
-    async def _attend(self, shape: ModelShape, process: asyncio.subprocess.Process) -> int:
+    async def _attend(self, shape: ModelShape, seat: Seat, process: asyncio.subprocess.Process) -> int:
         assert process.stdin is not None
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
-        spec = {"name": shape.name, "path": shape.path, "settings": settings}
+        spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
@@ -142,11 +154,12 @@ class Supervisor:
             await _end(process, exited)
         return await exited
 
-    def log_path(self, base_model: str) -> Path:
-        """Where an engine's output goes."""
-        readable = "".join(letter if letter.isalnum() else "-" for letter in base_model)[-40:]
-        key = hashlib.sha256(base_model.encode()).hexdigest()[:8]
-        return self._settings.resolved_data_dir / "logs" / f"engine-{readable}-{key}.log"
+    def log_path(self, seat: Seat) -> Path:
+        """Where the output of the engines on a seat goes."""
+        readable = "".join(letter if letter.isalnum() else "-" for letter in seat.base_model)[-40:]
+        key = hashlib.sha256(seat.base_model.encode()).hexdigest()[:8]
+        number = f"-{seat.index}" if seat.index else ""
+        return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{number}.log"
 
 
 async def _end(process: asyncio.subprocess.Process, exited: asyncio.Task[int]) -> None:

@@ -9,10 +9,12 @@ engine is the only settler of futures.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import orjson
 import structlog
@@ -22,15 +24,18 @@ from tinsmith.backends import Backend
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.crashpoints import reach
 from tinsmith.custom_losses import CustomLosses
+from tinsmith.engine.arrivals import Arrivals
+from tinsmith.engine.handing import Handing
 from tinsmith.engine.metering import EngineMeters
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
-from tinsmith.engine.queues import Lane, Queues
+from tinsmith.engine.queues import Queues
 from tinsmith.engine.recording import Recorder, Records
 from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.snapshots import Snapshots
+from tinsmith.engine.sending import POLL_S, Sending, Sendings
+from tinsmith.engine.snapshots import RETRY_S, Snapshots
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.versions import Versions
 from tinsmith.engine.worklog import Worklog
@@ -38,15 +43,17 @@ from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, log_deletion, unloading
-from tinsmith.notify import SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.ownership import Ownership
 from tinsmith.observing.tracing import NoTracing, Tracing
 from tinsmith.ops import ModelShape, Partial, PassResult, Pending
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
+from tinsmith.running_notes import note_path
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
+from tinsmith.storage import Directories, UnreachableError
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
@@ -66,8 +73,10 @@ class Nouns:
     versions: Directories
     snapshots: Directories
     custom_losses: CustomLosses
+    ownership: Ownership
     records: Records | None = None
     tracing: Tracing = field(default_factory=NoTracing)
+    handing: Handing | None = None
 
 
 class Engine:
@@ -79,7 +88,9 @@ class Engine:
         self._settings = settings
         self._queues = Queues()
         room_bytes = settings.resident_model_bytes or backend.room_bytes
-        self._versions = Versions(backend, nouns.samplers, nouns.checkpoints, nouns.versions, room_bytes)
+        self._versions = Versions(
+            backend, nouns.samplers, nouns.checkpoints, nouns.versions, room_bytes, nouns.handing
+        )
         self._operations = Operations(backend, nouns.checkpoints, self._versions)
         self._passes = PassReader(nouns.custom_losses)
         self._snapshots = Snapshots(
@@ -88,7 +99,7 @@ class Engine:
         self._recovery = Recovery(
             backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
         )
-        self._suspects = Suspects(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.running")
+        self._suspects = Suspects(note_path(settings.resolved_data_dir, nouns.ownership.engine_id))
         self.meters = EngineMeters(shape.name, settings.step_token_budget, settings.metrics_tenants)
         self._worklog = Worklog(self.meters, nouns.tracing)
         self._sampling = Sampling(
@@ -97,9 +108,13 @@ class Engine:
         self._recorder = Recorder(shape.name, nouns.records)
         self._fairness = Fairness()
         self._prices = Prices()
-        self._last_arrival = 0
+        self._arrivals = Arrivals(
+            nouns.ownership, nouns.futures, nouns.models, self._queues, self._suspects, self._worklog, self._fail
+        )
+        self._sendings = Sendings()
         self._last_step_s = 0.0
         self._next_check = 0.0
+        self._writes_at_once = False
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`; a step that has begun is finished and settled first."""
@@ -120,24 +135,30 @@ class Engine:
         """Leave to the next engine what only this one's memory holds."""
         self.pardon()
         self.flush()
+        self._snapshots.cover_all()
         try:
             self._versions.keep_all()
         except Exception as error:  # the next engine makes them again, by a replay
             log.error("ephemeral versions could not be kept", exc_info=error)
 
     def flush(self) -> None:
-        """Wait until the snapshots that were begun are written."""
+        """Wait until what was begun to be written is written."""
+        self._sendings.wait()
+        self._settle_sent()
         self._snapshots.flush()
 
     def start(self) -> None:
         """Take over from whatever engine came before."""
-        self._nouns.checkpoints.recover(self._shape.name)
-        self._fetch()
+        self._nouns.checkpoints.recover(self._shape.name, self._nouns.ownership.engine_id)
+        self._arrivals.fetch_late()
         self._suspects.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
         """One step of training and a share of decoding; without either, wait for work. False if there was none."""
         self._snapshots.collect()
+        if self._sendings:
+            self._settle_sent()
+            patience_s = min(patience_s, POLL_S)
         trained = self._training_turn()
         self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
         sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
@@ -145,13 +166,18 @@ class Engine:
         if time.monotonic() >= self._next_check:
             # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
             self._next_check = time.monotonic() + SAFETY_POLL_S
-            self._fetch_late()
+            self._look_at_everything()
             self._give_up_gaps()
             self._recorder.flush()
             self._sampling.measure()
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
-            self._fetch(self._mailbox.drain())
+            self._arrivals.fetch(self._mailbox.drain())
         return busy
+
+    def _look_at_everything(self) -> None:
+        if self._arrivals.fetch_late():
+            self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
+        self._writes_at_once = self._versions.look_for_samplers()
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
         """Nothing came for a moment: do what can wait, then wait for the rest. False if still nothing came."""
@@ -168,65 +194,6 @@ class Engine:
         except OSError as error:  # a full disk: the versions stay where they are, in memory
             log.error("an ephemeral version could not be moved to disk", exc_info=error)
             return False
-
-    # Reading what arrived.
-
-    def _fetch(self, named: Collection[str] = ()) -> None:
-        """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
-        found = self._nouns.futures.incoming(self._shape.name, self._last_arrival)
-        if found:
-            reach("engine.fetched")
-        late = set(named) - {"", *self._queues.known, *(request.request_id for request in found)}
-        for request in [*found, *self._nouns.futures.arrived(sorted(late))]:
-            self._last_arrival = max(self._last_arrival, request.arrival)
-            self._enqueue(request)
-
-    def _fetch_late(self) -> None:
-        """The slow poll: rows whose wake-up was lost, or that were committed out of order."""
-        self._fetch()
-        missed = self._nouns.futures.pending_ids(self._shape.name) - self._queues.known
-        for request in self._nouns.futures.arrived(sorted(missed)):
-            self._enqueue(request)
-        for lane in self._queues.lanes.values():
-            if lane.has_gap:
-                for request in self._nouns.futures.refused_of(lane.model_id, lane.next_seq_id):
-                    lane.add(request)
-
-    def _enqueue(self, request: Pending) -> None:
-        if request.request_id in self._queues.known:
-            return
-        if request.state == "pending":
-            self._queues.known.add(request.request_id)
-            self._worklog.arrived(request)
-        if request.kind == "sample":
-            if request.state == "pending":
-                self._queues.add_sample(request)
-        elif request.kind == "unload_model":
-            self._queues.unloads.append(request)
-        elif request.kind == "cancel":
-            self._queues.cancels.append(request)
-        elif request.model_id is not None:
-            self._enqueue_in_lane(request, request.model_id)
-
-    def _enqueue_in_lane(self, request: Pending, model_id: str) -> None:
-        lane = self._queues.lanes.get(model_id)
-        if lane is None:
-            model = self._nouns.models.find(model_id)
-            if model is None:
-                if request.state == "pending":
-                    self._fail([request], UserError(f"model_id {model_id!r} is unknown"))
-                return
-            if request.state == "pending" and model.state == "unloaded":
-                # What was waiting at its end was failed without being applied: a new lane would wait for it.
-                self._fail([request], GoneError(f"model {model_id!r} was unloaded: {model.reason}"))
-                return
-            lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
-            self._queues.lanes[model_id] = lane
-        if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
-            late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
-            self._fail([request], UserError(late))
-            return
-        lane.add(request)
 
     def _give_up_gaps(self) -> None:
         """The SDK stops re-sending a request after some minutes: what waits behind it must not wait for ever."""
@@ -304,12 +271,20 @@ class Engine:
         bodies = self._nouns.futures.bodies([request.request_id for request in requests])
         ready: list[tuple[Pending, bytes]] = []
         usable: dict[str, TinsmithError | None] = {}
+        later: set[str] = set()
         for request in requests:
             assert request.model_id is not None
+            if request.model_id in later:
+                continue
             error: TinsmithError | None = self._suspects.verdict(request.request_id)
             if error is None and request.model_id not in usable:
-                with self._suspects.running([request.request_id]):
-                    usable[request.model_id] = self._bring_back(request.model_id, self._sampling.slice)
+                try:
+                    with self._suspects.running([request.request_id]):
+                        usable[request.model_id] = self._bring_back(request.model_id, self._sampling.slice)
+                except UnreachableError as unreachable:
+                    self._try_later(request, unreachable)
+                    later.add(request.model_id)
+                    continue
             error = error or usable[request.model_id]
             if error is None:
                 ready.append((request, bodies[request.request_id]))
@@ -320,7 +295,7 @@ class Engine:
     def _tell(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
-    def _prepare_version(self, sampler: SamplingSession) -> str | None:
+    def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
         return self._versions.prepare(sampler, self._bring_back)
 
     def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
@@ -335,6 +310,8 @@ class Engine:
             self._recovery.restore(model, between)
         except TinsmithError as error:
             return error
+        except UnreachableError:
+            raise
         except Exception as error:  # one model's unreadable state must not stop the others
             log.error("a model could not be brought back", model_id=model_id, exc_info=error)
             self._backend.unload_model(model_id)
@@ -413,13 +390,42 @@ class Engine:
         body = self._nouns.futures.bodies([request.request_id])[request.request_id]
         try:
             settlement = self._single_settlement(request, model, body)
+        except UnreachableError as error:
+            self._try_later(request, error)
+            return
         except Exception as error:  # noqa: BLE001  the answer of this request alone
             failure = _as_error(error, request)
             effects = self._operations.failed(request, body, failure)
             settlement = Settlement(request.request_id, error=failure, effects=effects)
+        if isinstance(settlement, Sending):
+            self._queues.lanes[request.model_id].held_until = math.inf
+            self._sendings.begin(request, body, settlement)
+            return
         self._settle_in_lane([(request, settlement)])
 
-    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement:
+    def _settle_sent(self) -> None:
+        """Settle the requests whose files have arrived where they are kept."""
+        for sent in self._sendings.finished():
+            request = sent.request
+            if request.request_id not in self._queues.known:
+                continue  # its model was unloaded meanwhile; no row names the files, and they are swept
+            try:
+                settlement = sent.settlement()
+            except Exception as error:  # noqa: BLE001  the answer of this request alone
+                failure = _as_error(error, request)
+                effects = self._operations.failed(request, sent.body, failure)
+                settlement = Settlement(request.request_id, error=failure, effects=effects)
+            assert request.model_id is not None
+            self._queues.lanes[request.model_id].held_until = 0.0
+            self._settle_in_lane([(request, settlement)])
+
+    def _try_later(self, request: Pending, error: UnreachableError) -> None:
+        """What a request needs cannot be had just now: its model waits, and nothing else does."""
+        assert request.model_id is not None
+        log.error("a model waits for its files", model_id=request.model_id, error=str(error))
+        self._queues.lanes[request.model_id].held_until = time.monotonic() + RETRY_S
+
+    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement | Sending:
         assert model is not None
         if verdict := self._suspects.verdict(request.request_id):
             raise verdict
@@ -429,14 +435,22 @@ class Engine:
             raise error
         with self._running([(request, body)]):
             settlement = self._operations.run(request, model, body)
+        if isinstance(settlement, Sending):
+            return settlement
         assert request.seq_id is not None
         if request.kind == "create_model":
             self._snapshots.entered(model.model_id)
         elif request.kind in ("load_model", "load_weights"):
-            clean_up = self._snapshots.loaded(model.model_id, request.seq_id)
-            return replace(settlement, keep_body=True, clean_up=clean_up)
+            loaded = self._snapshots.loaded(model.model_id, request.seq_id)
+
+            def settled(directory: str, _size_bytes: int) -> Settlement:
+                return replace(settlement, keep_body=True, clean_up=loaded.clean_up(directory))
+
+            return Sending(loaded.send, settled) if self._snapshots.is_far else settled(*loaded.send())
         elif settlement.keep_body:
             self._snapshots.count(model.model_id, body_bytes=len(body))
+            if self._writes_at_once:
+                return replace(settlement, clean_up=partial(self._snapshots.write_versions, model.model_id))
         return settlement
 
     # Settling.

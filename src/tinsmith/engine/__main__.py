@@ -3,7 +3,7 @@
 Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTERM, or until standard input closes:
 when the server dies, however it dies, its engines follow. Settings come by pipe, since a command line can be read
 by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
-another engine serves it.
+this engine was taken for dead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,20 +24,22 @@ import structlog
 from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import backends, crashpoints
+from tinsmith import crashpoints
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
+from tinsmith.engine.external import open_backend
 from tinsmith.engine.recording import Records
 from tinsmith.engines import (
-    EXIT_LEASE_HELD,
+    EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
     Engines,
     Lease,
     LeaseLostError,
     Renewal,
+    Seat,
     fence,
     holder_of,
 )
@@ -49,9 +52,11 @@ from tinsmith.observing.logs import configure_logs
 from tinsmith.observing.meters import time_connections
 from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.ops import ModelShape
+from tinsmith.ownership import Ownership
+from tinsmith.running_notes import left_behind, note_path
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories, claim
+from tinsmith.storage import claim, open_directories
 
 log = structlog.get_logger()
 
@@ -73,50 +78,67 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda _signal, _frame: stopping.set())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server tells us
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
-    # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
-    lock = claim(settings.resolved_data_dir / f"{engine_mailbox(shape.name)}.lock", wait=True)
-    assert lock is not None
+    seat = Seat(shape.name, spec["kind"], spec["index"])
     # Connections of its own: a lease is renewed in the middle of the engine's transactions, too.
     leases = Database(settings.resolved_database_url)
     engines = Engines(leases, holder_of(settings.resolved_data_dir))
-    lease = engines.take(shape.name, settings.engine_lease_s)
-    if lease is None:
-        log.info("another engine has the lease", base_model=shape.name)
-        return EXIT_LEASE_HELD
+    engine_id = engines.id_of(seat)
+    # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
+    lock = claim(settings.resolved_data_dir / f"{engine_id}.lock", wait=True)
+    assert lock is not None
+    lease = engines.take(seat, settings.engine_lease_s, left_behind(note_path(settings.resolved_data_dir, engine_id)))
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
-        status = _serve(shape, settings, engines, lease, stopping)
+        status = _serve(_Place(shape, seat, engines, lease), settings, stopping)
     except LeaseLostError:
-        status = EXIT_LEASE_HELD
+        status = EXIT_LEASE_LOST
     finally:
         renewal.close()
         leases.close()
         lock.close()
-    if renewal.lost or status == EXIT_LEASE_HELD:
-        log.error("this engine was taken for dead; what it had not settled is its successor's", epoch=lease.epoch)
-        return EXIT_LEASE_HELD
+    if renewal.lost or status == EXIT_LEASE_LOST:
+        log.error("this engine was taken for dead; what it had not settled is others' now", epoch=lease.epoch)
+        return EXIT_LEASE_LOST
     return status
 
 
-def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease, stopping: threading.Event) -> int:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What this process is among the others."""
+
+    shape: ModelShape
+    seat: Seat
+    engines: Engines
+    lease: Lease
+
+
+def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
+    shape, seat, engines = place.shape, place.seat, place.engines
     try:
-        backend = backends.load(settings.backend, shape, **_options(settings))
+        backend = open_backend(settings, shape, place.lease.engine_id, _options(settings))
         # Building the sampler now keeps its cost out of the first request.
         _ = backend.sampler
     except SettingsError as error:
-        engines.release(shape.name, "failed", str(error))
+        engines.release(seat, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
     # What was computed is not given up because another process holds the database.
-    database = Database(settings.resolved_database_url, fence(lease), patience_s=math.inf)
-    mailbox = open_mailbox(settings.resolved_database_url, settings.resolved_data_dir, engine_mailbox(shape.name))
+    database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf)
+    engine_id = place.lease.engine_id
+    mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
-    engine = Engine(shape, backend, open_nouns(database, settings, tracing), mailbox, settings)
+    engine = Engine(
+        shape,
+        backend,
+        open_nouns(database, settings, Ownership(database, shape.name, engine_id), tracing),
+        mailbox,
+        settings,
+    )
     time_connections(partial(event.listen, database.engine), engine.meters.database_used)
     threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
     gc.freeze()
-    engines.set_state(shape.name, "ready")
+    engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
     try:
         engine.run(stopping.is_set)
@@ -124,21 +146,21 @@ def _serve(shape: ModelShape, settings: Settings, engines: Engines, lease: Lease
         mailbox.close()
         tracing.close()
         with contextlib.suppress(SQLAlchemyError):  # the supervisor releases what this engine cannot
-            engines.release(shape.name, "stopped")
+            engines.release(seat, "stopped")
         database.close()
     return 0
 
 
-def open_nouns(database: Database, settings: Settings, tracing: Tracing | None = None) -> Nouns:
-    root = settings.resolved_storage_dir
+def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Nouns:
     return Nouns(
         futures=Futures(database),
         models=Models(database),
         samplers=SamplingSessions(database),
-        checkpoints=Checkpoints(database, Directories(root / "checkpoints")),
-        versions=Directories(root / "versions"),
-        snapshots=Directories(root / "snapshots"),
+        checkpoints=Checkpoints(database, open_directories(settings, "checkpoints")),
+        versions=open_directories(settings, "versions"),
+        snapshots=open_directories(settings, "snapshots"),
         custom_losses=CustomLosses(database),
+        ownership=ownership,
         records=Records(database, settings.kept_samples),
         tracing=tracing or NoTracing(),
     )
@@ -153,7 +175,17 @@ def _options(settings: Settings) -> dict[str, str]:
         torch.set_num_threads(settings.engine_threads)
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
+    given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
     return {**given, "deterministic": deterministic}
+
+
+def _degrees(settings: Settings) -> dict[str, str]:
+    return {
+        "data_parallel": str(settings.data_parallel),
+        "tensor_parallel": str(settings.tensor_parallel),
+        "shard_base": "on" if settings.shard_base else "off",
+        "rank_timeout_s": str(settings.rank_timeout_s),
+    }
 
 
 def _pardon_at_the_end(stopping: threading.Event, engine: Engine) -> None:

@@ -16,7 +16,6 @@ import sqlalchemy as sa
 import structlog
 
 from tinsmith import sequences
-from tinsmith.backends import Backend
 from tinsmith.crashpoints import reach
 from tinsmith.engine.metering import DECODE, EngineMeters
 from tinsmith.engine.queues import Queues
@@ -26,6 +25,7 @@ from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Partial, Pending, SampleResult
+from tinsmith.samplers import VersionHolder
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -57,9 +57,9 @@ class _Inside:
 class Sampling:
     def __init__(
         self,
-        backend: Backend,
+        backend: VersionHolder,
         nouns: Nouns,
-        prepare_version: Callable[[SamplingSession], str | None],
+        prepare_version: Callable[[SamplingSession, Pending], str | None],
         suspects: Suspects,
         settle: Settle,
         tell: Callable[[Sequence[Partial]], None],
@@ -84,7 +84,8 @@ class Sampling:
         self._admit(queues)
         if not self._backend.sampler.has_work:
             return False
-        deadline = time.monotonic() + (share_s or 0.0)
+        alone = self._backend.sampler.runs_by_itself  # the trainer takes nothing from it
+        deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
         self.slice()
         while self._backend.sampler.has_work and time.monotonic() < deadline:
             self.slice()
@@ -167,7 +168,7 @@ class Sampling:
             if sampler is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._suspects.running([request.request_id]):
-                version_id = self._prepare_version(sampler)
+                version_id = self._prepare_version(sampler, request)
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)

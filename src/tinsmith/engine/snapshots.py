@@ -19,6 +19,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from functools import partial
 
 import structlog
 
@@ -41,10 +44,15 @@ SNAPSHOT_SHARE = 0.005
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
 """Request bytes between snapshots: bounds what a model's log takes on disk."""
 
+COVER_S = 5.0
+"""How long an engine that was told to stop begins to write snapshots."""
+
 RETRY_S = 10.0
 """A disk that is full now may have room by then."""
 
 log = structlog.get_logger()
+
+CleanUp = Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -63,6 +71,27 @@ class _Resident:
     @property
     def is_covered(self) -> bool:
         return self.changed_seq_id <= self.covered_seq_id
+
+
+class Loaded:
+    """The snapshot of a checkpoint that was just loaded: captured, not yet written."""
+
+    def __init__(self, write: Callable[[], str], noted: Callable[[str, Exception | None], CleanUp | None]) -> None:
+        self._write = write
+        self._noted = noted
+        self._failure: Exception | None = None
+
+    def send(self) -> tuple[str, int]:
+        """On any thread. Returns the directory, which is empty if it could not be written, and no bytes of anybody's."""
+        try:
+            return self._write(), 0
+        except Exception as error:  # noqa: BLE001  what a backend raises when it cannot write is its own affair
+            self._failure = error
+            return "", 0
+
+    def clean_up(self, directory: str) -> CleanUp | None:
+        """What records the snapshot, once the load has been settled; None if there is none."""
+        return self._noted(directory, self._failure)
 
 
 class Snapshots:
@@ -118,30 +147,38 @@ class Snapshots:
             return True
         return entry.steps >= SNAPSHOT_OPTIM_STEPS and self._paid_s >= 0.0
 
-    def loaded(self, model_id: str, seq_id: int) -> Callable[[], None] | None:
-        """A checkpoint was loaded, which may be deleted as soon as the client knows: write a snapshot now. The result
-        records it, once the load has been settled.
-        """
+    @property
+    def is_far(self) -> bool:
+        """Whether snapshots are sent somewhere, which takes its time."""
+        return self._directories.is_far
+
+    def loaded(self, model_id: str, seq_id: int) -> Loaded:
+        """A checkpoint was loaded, which may be deleted as soon as the client knows: its snapshot is written first."""
         self.entered(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
         entry = self._resident[model_id]
         captured = self._versions.capture(model_id)
-        failure: Exception | None = None
-        directory = ""
         try:
+            fill = self._backend.capture(model_id, optimizer=True, gradient=True).write
+        except Exception as error:  # noqa: BLE001  as if it could not be written
+            fill = partial(_fail, error)
+
+        def write() -> str:
             self._versions.write(captured)
-            directory, _ = self._directories.write(self._backend.capture(model_id, optimizer=True, gradient=True).write)
-        except Exception as error:  # what a backend raises when it cannot write is its own affair
-            log.error("a snapshot could not be written", model_id=model_id, exc_info=error)
-            failure = error
-        self._versions.noted(model_id, captured, failure)
-        if failure is not None:
-            return None
+            return self._directories.write(fill)[0]
 
-        def record() -> None:
-            self._record(model_id, seq_id, directory)
-            entry.covered_seq_id = seq_id
+        def noted(directory: str, failure: Exception | None) -> CleanUp | None:
+            self._versions.noted(model_id, captured, failure)
+            if failure is not None:
+                log.error("a snapshot could not be written", model_id=model_id, exc_info=failure)
+                return None
 
-        return record
+            def record() -> None:
+                self._record(model_id, seq_id, directory)
+                entry.covered_seq_id = seq_id
+
+            return record
+
+        return Loaded(write, noted)
 
     def _take(self, model_id: str, entry: _Resident) -> None:
         if entry.writing or self._writer.is_full or time.monotonic() < entry.retry_at:
@@ -193,6 +230,27 @@ class Snapshots:
         """Take note of what was written meanwhile."""
         self._writer.collect()
 
+    def write_versions(self, model_id: str) -> None:
+        """What of a model's versions is in memory only, behind; what cannot be written now is with a snapshot."""
+        if self._writer.is_full or not (captured := self._versions.capture(model_id)):
+            return
+
+        def done(error: Exception | None) -> None:
+            self._versions.noted(model_id, captured, error)
+            if error is not None:
+                log.error("a version could not be written", model_id=model_id, exc_info=error)
+
+        num_bytes = sum(one.capture.num_bytes for one in captured)
+        self._writer.submit(Job(num_bytes, partial(self._versions.write, captured), done))
+
+    def cover_all(self) -> None:
+        """The engine stops in good order: its models' next engines are spared a replay, as far as there is time."""
+        until = time.monotonic() + COVER_S
+        for model_id, entry in self._resident.items():
+            if not entry.is_covered and time.monotonic() < until:
+                self._take(model_id, entry)
+                self.flush()
+
     def flush(self) -> None:
         """Wait for what is being written."""
         self._writer.flush()
@@ -221,3 +279,7 @@ class Snapshots:
         self.left(model.model_id)
         self._directories.discard(model.snapshot_directory)
         self._directories.discard(model.previous_snapshot_directory)
+
+
+def _fail(error: Exception, _directory: Path) -> None:
+    raise error

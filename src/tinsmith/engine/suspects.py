@@ -5,7 +5,10 @@ nothing is synchronised). An engine that finds a note knows what was being worke
 requests are suspects: from then on they share their work with an eighth of the company at most, alone in the end, and
 in the order in which they would have run. One that is settled is none any more; one that ended MOST_DEATHS engines
 while it was alone is settled as failed. An engine that is told to stop, or that fails for reasons of its own, leaves
-an empty note. Knows nothing of what requests do.
+an empty note.
+
+The note of an engine that died goes with its runs (`running_notes`): whoever claims what it had heeds it. Knows nothing
+of what requests do.
 """
 
 from __future__ import annotations
@@ -14,30 +17,19 @@ import contextlib
 import os
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 import structlog
 
 from tinsmith.crashpoints import reach
 from tinsmith.errors import EngineFailedError
 from tinsmith.ops import Pending
+from tinsmith.running_notes import Note, Suspect, after_death
 
 MOST_DEATHS = 5
 """An engine that is killed from outside looks the same, so the innocent get the benefit of a few more tries."""
 
-SMALLER = 8
-
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """How many requests may share its work, and how many engines ended while it was alone."""
-
-    company: int
-    deaths: int
 
 
 class Suspects:
@@ -47,12 +39,7 @@ class Suspects:
         self._quiet = False
         self._running: Sequence[str] = ()
         self._written = b""
-        running, self._suspects = _read(path)
-        company = max(1, len(running) // SMALLER)
-        for request_id in running:
-            before = self._suspects.get(request_id, Suspect(company, 0))
-            deaths = before.deaths + (len(running) == 1)
-            self._suspects[request_id] = Suspect(min(company, before.company), deaths)
+        self._suspects = after_death(path)
 
     def __bool__(self) -> bool:
         return bool(self._suspects)
@@ -62,6 +49,16 @@ class Suspects:
         self.forget(self._suspects.keys() - pending)
         if self._suspects:
             log.warning("an engine died; what it was working on runs apart", request_ids=sorted(self._suspects)[:20])
+        self._write()
+
+    def heed(self, left_behind: Iterable[str], waiting: Collection[str]) -> None:
+        """What other engines left behind counts for the requests that wait here now."""
+        for text in left_behind:
+            for request_id, other in Note.parse(text).suspects.items():
+                if request_id in waiting:
+                    mine = self._suspects.get(request_id, other)
+                    worst = Suspect(min(mine.company, other.company), max(mine.deaths, other.deaths))
+                    self._suspects[request_id] = worst
         self._write()
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -122,8 +119,7 @@ class Suspects:
             self._store(b"")
 
     def _write(self) -> None:
-        suspects = {request_id: (one.company, one.deaths) for request_id, one in self._suspects.items()}
-        note = orjson.dumps({"running": list(self._running), "suspects": suspects})
+        note = Note(list(self._running), self._suspects).text()
         with self._lock:
             if note != self._written and not self._quiet:
                 self._store(note)
@@ -137,13 +133,3 @@ class Suspects:
                 os.pwrite(descriptor, note + b"\n", 0)
             finally:
                 os.close(descriptor)
-
-
-def _read(path: Path) -> tuple[list[str], dict[str, Suspect]]:
-    """A note, or nothing if there is none that can be read: a death may have cut it short."""
-    try:
-        note = orjson.loads(path.read_bytes().partition(b"\n")[0])
-        suspects = {str(name): Suspect(int(one[0]), int(one[1])) for name, one in note["suspects"].items()}
-        return [str(name) for name in note["running"]], suspects
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
-        return [], {}

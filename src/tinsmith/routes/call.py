@@ -107,6 +107,7 @@ class Services:
     kept_samples: KeptSamples
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
+    engine_for_run: Callable[[str], str | None]
     meters: ServerMeters
     tracing: Tracing
     reads_wait: bool = True

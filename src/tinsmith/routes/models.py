@@ -114,12 +114,13 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     refusal = None
     try:
         planned = plan(model_id, session.session_id)
+        planned = replace(planned, engine_id=services.engine_for_run(planned.base_model))
         with services.quotas.creation(call.tenant_id, model_id):
             services.quotas.admit(new)
             model = services.models.create(planned)
         if model.state == "copied":
             raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
-        new = replace(new, base_model=model.base_model)
+        new = replace(new, base_model=model.base_model, engine_id=model.engine_id)
     except TooManyRequestsError:
         raise
     except UserError as error:
@@ -160,6 +161,7 @@ def unload_model(call: Call) -> JsonObject:
         kind="unload_model",
         body=call.body,
         model_id=model.model_id,
+        engine_id=model.engine_id,
     )
     return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}
 

@@ -85,6 +85,7 @@ def asample(call: Call) -> JsonObject:
         num_tokens=num_tokens,
         sampling_session_id=sampling_session.sampling_session_id,
         seq_id=seq_id,
+        run_id=sampling_session.model_id,
     )
     if refusal is None:
         services.quotas.admit(new)

@@ -57,6 +57,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
         num_tokens=num_tokens,
         model_id=model.model_id,
         seq_id=seq_id,
+        engine_id=model.engine_id,
     )
     if refusal is None:
         call.services.quotas.admit(new)

@@ -66,6 +66,8 @@ MODELS = sa.Table(
     sa.Index("ix_models_engine", "engine_id"),
 )
 
+_GIVEN = sa.text("executor IS NOT NULL")  # few of many
+
 FUTURES = sa.Table(
     "futures",
     METADATA,
@@ -101,6 +103,7 @@ FUTURES = sa.Table(
     sa.Index("ix_futures_session", "session_id"),
     sa.Index("ix_futures_tenant_settled", "tenant_id", "state", "settled_at"),
     sa.Index("ix_futures_settle_order", "sampling_session_id", "settle_order"),
+    sa.Index("ix_futures_executor", "executor", "state", "arrival", sqlite_where=_GIVEN, postgresql_where=_GIVEN),
     sqlite_autoincrement=True,
 )
 

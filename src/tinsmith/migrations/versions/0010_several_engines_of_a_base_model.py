@@ -26,6 +26,9 @@ def upgrade() -> None:
     op.add_column("models", sa.Column("engine_id", sa.String(length=64), nullable=True))
     op.create_index("ix_models_engine", "models", ["engine_id"])
     op.add_column("futures", sa.Column("executor", sa.String(length=64), nullable=True))
+    given = sa.text("executor IS NOT NULL")
+    columns = ["executor", "state", "arrival"]
+    op.create_index("ix_futures_executor", "futures", columns, sqlite_where=given, postgresql_where=given)
     engines, models = sa.table("engines", *map(sa.column, _KEPT)), sa.table("models", *map(sa.column, _RUN))
     for row in before:
         if row["engine_id"]:  # one that never ran has none
@@ -36,6 +39,7 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     newest = {row["base_model"]: row for row in sorted(_rows(), key=lambda row: row["lease_expires_at"])}
+    op.drop_index("ix_futures_executor", "futures")
     op.drop_column("futures", "executor")
     op.drop_index("ix_models_engine", "models")
     op.drop_column("models", "engine_id")

@@ -1,0 +1,16 @@
+"""What an engine would find in the rows."""
+
+from __future__ import annotations
+
+from tinsmith.db import Database
+from tinsmith.ops import Pending
+from tinsmith.ownership import Ownership
+
+
+def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:
+    """What came after a row, is nobody's, and is to be worked on or skipped."""
+    return [one.request for one in Ownership(db, base_model, "engine-of-nobody").incoming(after_arrival)]
+
+
+def waiting_ids(db: Database, base_model: str) -> set[str]:
+    return Ownership(db, base_model, "engine-of-nobody").waiting_ids()
