@@ -20,8 +20,12 @@ FLAGS = {
     "serve": {
         "--model",
         "-m",
+        "--role",
+        "--engines",
+        "--samplers",
         "--host",
         "--port",
+        "--health-port",
         "--data-dir",
         "--device",
         "--dtype",

@@ -14,15 +14,17 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.batch.operations.openai_request import VERB
-from tinsmith.routes import API, pages, problems
+from tinsmith.routes import API, metrics, pages, problems
 from tinsmith.routes.call import Services, answer
 from tinsmith.routes.openai_batches import answer_request
+from tinsmith.routes.service import healthz
 from tinsmith.wire.fields import show
 
-__all__ = ["Services", "create_app"]
+__all__ = ["Services", "create_app", "create_probe_app"]
 
 HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
@@ -89,6 +91,15 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
     )
     # A path with a slash too many is not found. The router would send its client to whatever host it had named.
     app.router.redirect_slashes = False
+    app.state.services = services
+    services.answers.register(VERB, partial(answer_request, services))
+    return app
+
+
+def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
+    """What a process that answers no clients shows to probes and to Prometheus."""
+    routes = [Route("/healthz", healthz, methods=["GET"]), *metrics.ROOT_ROUTES]
+    app = Starlette(routes=routes, exception_handlers=problems.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.answers.register(VERB, partial(answer_request, services))
     return app

@@ -2,8 +2,8 @@
 
 A new run goes to the engine that has the fewest; a sample that is bound to no run goes to any of them, by its name.
 Who there is and what they have is asked at most twice a second; in between, what was given away is added. A view that
-is a moment old does no harm: what was given to an engine that is gone is freed by the others (`ownership`), and what nobody
-was there for is nobody's, and claimed by whoever comes. Called from any thread.
+is a moment old does no harm: what was given to an engine that is gone is freed by the others (`ownership`), and what
+nobody was there for is nobody's, and claimed by whoever comes. Called from any thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The server process: wires the durable parts, the HTTP app, the supervisor and the janitor, and runs them.
+"""The process of `tinsmith serve`: wires the durable parts, the HTTP app, the supervisor and the janitor, and runs
+those of them that its role wants. A process that answers no clients listens for probes and for Prometheus, or nowhere.
 
 Everything is built here, once, and passed down. The process never loads torch.
 """
@@ -27,7 +28,7 @@ from starlette.applications import Starlette
 
 from tinsmith import bases as base_models
 from tinsmith.answers import ServiceAnswers
-from tinsmith.app import Services, create_app
+from tinsmith.app import Services, create_app, create_probe_app
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.state import BatchJobs
@@ -37,8 +38,10 @@ from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
+from tinsmith.dispatch import Dispatch
 from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
+from tinsmith.executors import Executors
 from tinsmith.files import Files
 from tinsmith.fleet import Fleet
 from tinsmith.futures import Futures
@@ -107,17 +110,20 @@ class _PatientServer(uvicorn.Server):
 
 @dataclass(slots=True)
 class Server:
-    """One server process, built and not yet running."""
+    """One process, built and not yet running."""
 
     settings: Settings
     app: Starlette
     bases: Bases
-    listener: socket.socket
+    listener: socket.socket | None
     supervisor: Supervisor
     waiters: Waiters
 
     @property
     def url(self) -> str:
+        """Empty if it listens nowhere."""
+        if self.listener is None:
+            return ""
         host, port = self.listener.getsockname()[:2]
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -136,6 +142,29 @@ class Server:
         uvloop.run(self._run(on_ready))
 
     async def _run(self, on_ready: Callable[[str], None] | None) -> None:
+        refused = asyncio.create_task(self.supervisor.refused.wait())
+        if self.listener is None:
+            await self._work_unseen(on_ready, refused)
+        else:
+            await self._listen(self.listener, on_ready, refused)
+        refused.cancel()
+        if self.supervisor.refused.is_set():
+            raise SettingsError(self.supervisor.refusal)
+
+    async def _work_unseen(self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool]) -> None:
+        told = asyncio.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, told.set)
+        async with self.app.router.lifespan_context(self.app):
+            if on_ready:
+                on_ready(self.url)
+            stopping = asyncio.create_task(told.wait())
+            await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+
+    async def _listen(
+        self, listener: socket.socket, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool]
+    ) -> None:
         config = uvicorn.Config(
             self.app,
             http=Connection,
@@ -148,16 +177,12 @@ class Server:
             timeout_graceful_shutdown=SHUTDOWN_S,
         )
         server = _PatientServer(config, self.waiters)
-        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
-        refused = asyncio.create_task(self.supervisor.refused.wait())
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         if on_ready:
             on_ready(self.url)
         await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
-        refused.cancel()
-        if self.supervisor.refused.is_set():
-            raise SettingsError(self.supervisor.refusal)
 
 
 def build(settings: Settings) -> Server:
@@ -182,7 +207,8 @@ def build(settings: Settings) -> Server:
     fleet = Fleet(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
-    if services.tenants.accepts_anyone():
+    port = settings.listening_port
+    if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
     janitor = Janitor(settings, _swept(settings, services), lambda: database.alone("janitor"))
 
@@ -193,13 +219,17 @@ def build(settings: Settings) -> Server:
             wake.bind(loop)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         supervisor.start()
-        services.coordinator.start()
-        services.batch_keeper.start()
-        tasks = [asyncio.create_task(janitor.run()), asyncio.create_task(_poll_slowly(services))]
+        tasks = [asyncio.create_task(_poll_slowly(services))]
+        if settings.runs_bulk_jobs:
+            services.coordinator.start()
+        if settings.answers_clients:
+            services.batch_keeper.start()
+            tasks.append(asyncio.create_task(janitor.run()))
         try:
             yield
         finally:
-            await services.batch_keeper.stop()
+            if settings.answers_clients:
+                await services.batch_keeper.stop()
             await services.coordinator.stop()
             await supervisor.stop()
             await asyncio.to_thread(services.tracing.close)
@@ -210,7 +240,9 @@ def build(settings: Settings) -> Server:
             database.close()
             lock.close()
 
-    return Server(settings, create_app(services, lifespan), served, _listen(settings), supervisor, waiters)
+    app = create_app(services, lifespan) if settings.answers_clients else create_probe_app(services, lifespan)
+    listener = None if port is None else _open_port(settings.host, port)
+    return Server(settings, app, served, listener, supervisor, waiters)
 
 
 def _swept(settings: Settings, services: Services) -> SweptParts:
@@ -246,7 +278,8 @@ def _services(
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
     quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
-    answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters)
+    dispatch = Dispatch(Executors(database))
+    answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters, dispatch)
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
     keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
     return Services(
@@ -281,6 +314,7 @@ def _services(
         overview=Overview(database),
         queue_state=engines.queue_state,
         engine_for_run=fleet.for_run,
+        dispatch=dispatch,
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
         reads_wait=not database.is_sqlite,
@@ -363,17 +397,15 @@ def _refuse_public_address(settings: Settings) -> None:
     )
 
 
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+def _open_port(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol given, the event loop sets TCP_NODELAY on what it accepts; without it, answers wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((settings.host, settings.port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise SettingsError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port"
-        ) from None
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
     listener.listen(2048)
     return listener

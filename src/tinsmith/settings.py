@@ -69,6 +69,9 @@ class Settings(BaseSettings):
     `batch-worker` runs bulk jobs, and `all` is everything at once. Processes of all roles meet in the database and the
     storage, any number of each."""
 
+    health_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of `/healthz` and `/metrics` in the roles that answer no clients; empty means none."""
+
     engines: int = Field(default=1, ge=0, le=64)
     """Engine processes for each base model, in the roles `all` and `engine`."""
 
@@ -306,6 +309,19 @@ class Settings(BaseSettings):
     def cache_dir(self) -> Path:
         """Where what was read from a bucket is kept."""
         return self.resolved_data_dir / "cache"
+
+    @property
+    def answers_clients(self) -> bool:
+        return self.role in ("all", "server")
+
+    @property
+    def runs_bulk_jobs(self) -> bool:
+        return self.role in ("all", "batch-worker")
+
+    @property
+    def listening_port(self) -> int | None:
+        """None if this process listens nowhere."""
+        return self.port if self.answers_clients else self.health_port
 
     @property
     def num_engines(self) -> int:

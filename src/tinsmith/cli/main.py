@@ -42,6 +42,14 @@ Model = Annotated[
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 8000.")]
+Role = Annotated[
+    str | None, typer.Option(help="all, server, engine, sampler or batch-worker: what this process does. Default: all.")
+]
+Engines = Annotated[int | None, typer.Option(help="Engine processes for each base model. Default: 1.")]
+Samplers = Annotated[int | None, typer.Option(help="Dedicated samplers for each. Default: 0; 1 in the role sampler.")]
+HealthPort = Annotated[
+    int | None, typer.Option(help="Port of /healthz and /metrics in roles that answer no clients. Default: none.")
+]
 DataDir = Annotated[Path | None, typer.Option(help="Where everything is kept. Default: ~/.tinsmith.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto.")]
 Dtype = Annotated[str | None, typer.Option(help="Base model's format: auto, float32 or bfloat16. Default: auto.")]
@@ -62,8 +70,12 @@ Backend = Annotated[str | None, typer.Option(help="torch, or fake to test a clie
 @app.command()
 def serve(  # noqa: PLR0913 - one parameter a flag
     model: Model = None,
+    role: Role = None,
+    engines: Engines = None,
+    samplers: Samplers = None,
     host: Host = None,
     port: Port = None,
+    health_port: HealthPort = None,
     data_dir: DataDir = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -76,9 +88,13 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
-    """Serve base models to the tinker SDK until Ctrl-C."""
+    """Serve base models to the tinker SDK until Ctrl-C, or do one part of it beside other processes."""
     given = {
         "models": tuple(model) if model else None,
+        "role": role,
+        "engines": engines,
+        "samplers": samplers,
+        "health_port": health_port,
         "host": host,
         "port": port,
         "data_dir": data_dir,
@@ -234,12 +250,16 @@ def _serve(settings: Settings, *, as_json: bool) -> None:
     server = build(settings)
 
     def announce(url: str) -> None:
+        models = [shape.name for shape in server.bases]
         if as_json:
-            models = [shape.name for shape in server.bases]
-            found = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir)}
+            found = {"url": url, "models": models, "data_dir": str(settings.resolved_data_dir), "role": settings.role}
             typer.echo(json.dumps(found | {"takes_any_key": server.accepts_anyone}))
             return
-        names = ", ".join(shape.name for shape in server.bases)
+        names = ", ".join(models)
+        if not settings.answers_clients:
+            output.print(f"[bold]Tinsmith {__version__}[/] works as {settings.role} for {names}", highlight=False)
+            output.print(f"  data in {settings.resolved_data_dir}; Ctrl-C stops it", highlight=False, soft_wrap=True)
+            return
         output.print(f"[bold]Tinsmith {__version__}[/] serves {names} at [bold]{url}[/]")
         key = "tml-local" if server.accepts_anyone else "..."
         output.print(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}", highlight=False)
