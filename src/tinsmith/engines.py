@@ -182,7 +182,8 @@ _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", 
 def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
     """In one transaction with whatever else the caller does: fence off whoever sits there, and free what it had."""
     seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
-    # The epoch first: on Postgres this waits for the last transaction of whoever sits there.
+    # On Postgres this waits for the last transaction of whoever sits there, which the update would not.
+    connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
     connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
     connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
     pass_on(db, connection, engine_id, base_model)

@@ -1,0 +1,215 @@
+"""Whose run and whose request it is: claims that nobody else gets, rows that nobody else sees, and who gets new work."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from databases import fresh_url
+from tinsmith.db import Database
+from tinsmith.engines import Engines, Seat
+from tinsmith.fleet import FRESH_S, Fleet
+from tinsmith.futures import Futures, NewFuture, Settlement
+from tinsmith.models import Models, NewModel, unloading
+from tinsmith.ops import LoraSpec
+from tinsmith.ownership import Ownership, preferred
+from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
+
+BASE = "local/tiny"
+LONG_S = 60.0
+RUN = "s:train:0"
+
+
+@pytest.fixture
+def url(tmp_path: Path, database_kind: str) -> str:
+    return fresh_url(tmp_path, database_kind)
+
+
+@pytest.fixture
+def db(url: str) -> Iterator[Database]:
+    made = Database(url)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def one(db: Database) -> Ownership:
+    return Ownership(db, BASE, "engine-one")
+
+
+@pytest.fixture
+def two(db: Database) -> Ownership:
+    return Ownership(db, BASE, "engine-two")
+
+
+def make_run(db: Database, model_id: str = RUN, engine_id: str | None = None) -> str:
+    Models(db).create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4), engine_id=engine_id))
+    return model_id
+
+
+def step(db: Database, model_id: str, seq_id: int) -> str:
+    new = NewFuture(f"{model_id}:{seq_id}", "alice", "s", BASE, "optim_step", b"{}", model_id=model_id, seq_id=seq_id)
+    return Futures(db).submit(new)
+
+
+def sample(db: Database, sampler: str, seq_id: int, executor: str | None = None) -> str:
+    new = NewFuture(f"{sampler}:{seq_id}", "alice", "s", BASE, "sample", b"{}", seq_id=seq_id)
+    return Futures(db).submit(
+        NewFuture(**{**vars_of(new), "sampling_session_id": sampler, "executor": executor})  # type: ignore[arg-type]
+    )
+
+
+def vars_of(new: NewFuture) -> dict[str, object]:
+    return {name: getattr(new, name) for name in NewFuture.__dataclass_fields__}
+
+
+def seen(ownership: Ownership) -> list[tuple[str, bool]]:
+    return [(each.request.request_id, each.free) for each in ownership.incoming(0)]
+
+
+def test_a_claim_takes_the_run_with_all_its_requests(db: Database, one: Ownership, two: Ownership) -> None:
+    first, second = step(db, make_run(db), 1), step(db, RUN, 2)
+    assert seen(one) == seen(two) == [(first, True), (second, True)]
+    assert one.claim([first]) == {first}
+    assert seen(one) == [(first, False), (second, False)]
+    assert seen(two) == [] and two.named([first, second]) == [] and two.waiting_ids() == set()
+    assert two.claim([first, second]) == set()
+    assert one.waiting_ids() == {first, second}
+    assert one.claim([first, second]) == {first, second}, "claiming what is one's own changes nothing"
+
+
+def test_a_sample_of_a_runs_own_version_goes_with_the_run(db: Database, one: Ownership, two: Ownership) -> None:
+    make_run(db, engine_id="engine-one")
+    SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
+    asked = sample(db, "s:sample:0", 0)
+    (found,) = one.incoming(0)
+    assert (found.request.request_id, found.free, found.run_id) == (asked, False, RUN)
+    assert seen(two) == [] and two.claim([asked]) == set()
+    one.give_back(RUN)
+    assert seen(two) == [(asked, True)]
+    assert two.claim([asked]) == {asked}
+    found_run = Models(db).find(RUN)
+    assert found_run is not None and found_run.engine_id == "engine-two", "the run came with it"
+    assert seen(one) == []
+
+
+def test_a_sample_that_was_given_away_is_that_processes_alone(db: Database, one: Ownership, two: Ownership) -> None:
+    make_run(db, engine_id="engine-one")
+    samplers = SamplingSessions(db)
+    samplers.create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
+    samplers.create(NewSamplingSession("s:sample:1", "s", "alice", BASE))
+    of_run, of_base = sample(db, "s:sample:0", 0, "sampler-x"), sample(db, "s:sample:1", 0, "engine-two")
+    free = sample(db, "s:sample:1", 1)
+    assert seen(one) == [(free, True)]
+    assert seen(two) == [(of_base, False), (free, True)]
+    assert one.claim([of_run, of_base, free]) == {free}
+    assert seen(two) == [(of_base, False)]
+
+
+def test_a_sample_of_a_run_that_was_unloaded_is_whoevers(db: Database, one: Ownership, two: Ownership) -> None:
+    make_run(db, engine_id="engine-one")
+    SamplingSessions(db).create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=RUN))
+    with db.write() as connection:
+        connection.execute(unloading(RUN, "the client unloaded it"))
+    asked = sample(db, "s:sample:0", 0)
+    assert seen(one) == seen(two) == [(asked, True)]
+    assert two.claim([asked]) == {asked}
+
+
+def test_what_is_settled_or_of_another_base_is_nobodys_to_claim(db: Database, one: Ownership) -> None:
+    done, other = step(db, make_run(db), 1), step(db, RUN, 2)
+    Futures(db).settle([Settlement(done, b"{}")], {RUN: 1})
+    assert seen(one) == [(other, True)]
+    assert Ownership(db, "local/other", "engine-one").incoming(0) == []
+    assert Ownership(db, "local/other", "engine-one").named([other]) == []
+
+
+def test_many_that_claim_at_once_get_each_run_once(url: str, db: Database) -> None:
+    runs = [make_run(db, f"s:train:{number}") for number in range(24)]
+    requests = [step(db, run, 1) for run in runs]
+    claimed: dict[str, set[str]] = {}
+
+    def claim(name: str, order: list[str]) -> None:
+        mine = Database(url)
+        ownership = Ownership(mine, BASE, name)
+        got: set[str] = set()
+        for _ in range(5):  # what another was claiming at that moment is free or its own at the next look
+            got |= ownership.claim(order)
+        claimed[name] = got
+        mine.close()
+
+    orders = {"a": requests, "b": requests[::-1], "c": requests[12:] + requests[:12]}
+    threads = [threading.Thread(target=claim, args=item) for item in orders.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(one for got in claimed.values() for one in got) == sorted(requests)
+
+
+def test_the_preferred_engine_is_the_same_for_all_and_moves_little() -> None:
+    engines = ["a", "b", "c"]
+    chosen = {run: preferred(run, engines) for run in map(str, range(900))}
+    assert chosen == {run: preferred(run, engines[::-1]) for run in chosen}
+    assert all(200 < count < 400 for count in Counter(chosen.values()).values())
+    fewer = {run: preferred(run, ["a", "b"]) for run in chosen}
+    assert all(fewer[run] == engine for run, engine in chosen.items() if engine != "c")
+
+
+# Who gets new work.
+
+
+def made_ready(engines: Engines, index: int) -> str:
+    seat = Seat(BASE, index=index)
+    engines.take(seat, LONG_S)
+    engines.set_state(seat, "ready")
+    return engines.id_of(seat)
+
+
+def test_new_runs_go_to_the_engine_with_the_fewest(db: Database) -> None:
+    engines = Engines(db, "here")
+    moment = [0.0]
+    fleet = Fleet(db, lambda: moment[0])
+    assert fleet.for_run(BASE) is None and fleet.for_sample(BASE, "r") is None
+    busy, idle = made_ready(engines, 0), made_ready(engines, 1)
+    engines.take(Seat(BASE, "sampler"), LONG_S)
+    for number in range(3):
+        make_run(db, f"s:train:{number}", busy)
+    assert fleet.for_run(BASE) is None, "a view is good for a while"
+    moment[0] += 2 * FRESH_S
+    given = [fleet.for_run(BASE) for _ in range(5)]
+    assert Counter(given) == {idle: 4, busy: 1} and given[:3] == [idle] * 3
+    assert fleet.for_run("local/other") is None
+
+
+def test_a_loading_engine_gets_work_only_while_there_is_no_other(db: Database) -> None:
+    engines = Engines(db, "here")
+    loading = Seat(BASE, index=5)
+    engines.take(loading, LONG_S)
+    assert Fleet(db).for_run(BASE) == engines.id_of(loading)
+    ready = made_ready(engines, 0)
+    assert {Fleet(db).for_run(BASE) for _ in range(3)} == {ready}
+    engines.release(Seat(BASE), "stopped")
+    assert Fleet(db).for_run(BASE) == engines.id_of(loading)
+
+
+def test_samples_that_are_bound_to_no_run_are_spread(db: Database) -> None:
+    engines = Engines(db, "here")
+    ready = {made_ready(engines, index) for index in range(2)}
+    futures = Futures(db, give=Fleet(db).for_sample)
+    for number in range(32):
+        futures.submit(NewFuture(f"s:sample:0:{number}", "alice", "s", BASE, "sample", b"{}"))
+    bound = NewFuture("s:sample:1:0", "alice", "s", BASE, "sample", b"{}", run_id=RUN)
+    given = NewFuture("s:sample:1:1", "alice", "s", BASE, "sample", b"{}", executor="sampler-x")
+    for new in (bound, given):
+        futures.submit(new)
+    found = {name: Ownership(db, BASE, name).incoming(0) for name in ready}
+    assert all(any(not each.free for each in arrivals) for arrivals in found.values())
+    assert {each.request.request_id for arrivals in found.values() for each in arrivals if each.free} == {
+        "s:sample:1:0"
+    }
+    assert sum(not each.free for arrivals in found.values() for each in arrivals) == 32
