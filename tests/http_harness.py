@@ -22,7 +22,9 @@ from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
+from tinsmith.dispatch import Dispatch
 from tinsmith.errors import TinsmithError
+from tinsmith.executors import Executors
 from tinsmith.files import Files
 from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
@@ -171,7 +173,7 @@ def make_harness(
     checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
     answers = ServiceAnswers(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
-        Quotas(database, limits), Waiters(),
+        Quotas(database, limits), Waiters(), Dispatch(Executors(database)),
     )  # fmt: skip
     files, batches = Files(database, str(directory / "files")), OpenAIBatches(database)
     meters = ServerMeters(None, 2, Census(database, "here").counts)
@@ -207,6 +209,7 @@ def make_harness(
         overview=Overview(database),
         queue_state=lambda base_model: queue.get(base_model, ("active", None)),
         engine_for_run=lambda _base_model: None,
+        dispatch=Dispatch(Executors(database)),
         meters=meters,
         tracing=NoTracing(),
     )

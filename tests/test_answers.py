@@ -79,7 +79,7 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
         assert len(told | {(await each)["result"] for each in more}) == 5
         again = ServiceAnswers(
             answers._bases, answers._sessions, answers._samplers, answers._checkpoints, answers._futures,
-            answers._quotas, answers._waiters,
+            answers._quotas, answers._waiters, answers._dispatch,
         )  # fmt: skip
         assert {(await again.answer(question()))["result"]} == told, "a server that was started anew knows it"
         assert await pending(harness, 0) == []

@@ -75,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "batch",
         "checkpoints",
+        "dispatch",
         "futures",
         "notify",
         "quotas",
@@ -162,7 +163,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "janitor": DURABLE | {"clocks", "db", "tables", "heap", "files", "settings", "storage"},
-    "supervisor": {"bases", "engines", "observing.meters", "ops", "running_notes", "settings"},
+    "supervisor": {"bases", "engines", "observing.meters", "ops", "running_notes", "settings", "signing"},
     "routes": VALUES
     | DURABLE
     | {
@@ -175,6 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat",
         "crashpoints",
         "dashboard",
+        "dispatch",
         "encryption",
         "files",
         "openai_batches",
@@ -206,6 +208,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat",
         "crashpoints",
         "db",
+        "dispatch",
         "tables",
         "errors",
         "files",

@@ -32,6 +32,7 @@ from tinsmith.admission import check_sample, most_tokens
 from tinsmith.bases import Bases
 from tinsmith.batch.questions import Question
 from tinsmith.checkpoints import Checkpoints, parse_path
+from tinsmith.dispatch import Dispatch
 from tinsmith.errors import GoneError, NotFoundError, NotSupportedError, TinsmithError, TooManyRequestsError, UserError
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.notify import Waiters
@@ -66,6 +67,7 @@ class ServiceAnswers:
         futures: Futures,
         quotas: Quotas,
         waiters: Waiters,
+        dispatch: Dispatch,
     ) -> None:
         self._bases = bases
         self._sessions = sessions
@@ -74,6 +76,7 @@ class ServiceAnswers:
         self._futures = futures
         self._quotas = quotas
         self._waiters = waiters
+        self._dispatch = dispatch
         self._handlers: dict[str, Handler] = {"sample": self._sample, "model": self._model}
         self._jobs: dict[int, _JobSession] = {}
 
@@ -192,7 +195,7 @@ class ServiceAnswers:
             sampling_session_id=session.sampling_session_id,
         )
         self._quotas.admit(new)
-        return self._futures.submit(new)
+        return self._futures.submit(self._dispatch.assigned(new, sample))
 
     def _sampling_session(
         self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None

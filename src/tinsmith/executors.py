@@ -19,6 +19,9 @@ from tinsmith.ops import Pending
 from tinsmith.routing import Candidate
 from tinsmith.tables import ENGINES, FUTURES, MODELS
 
+SAMPLER = "sampler"
+"""The kind of seat of a dedicated sampler."""
+
 _CHUNK = 500  # variables of one IN (...) clause
 
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
@@ -35,7 +38,7 @@ _NAMED = (
     .order_by(FUTURES.c.arrival)
 )
 _LOADS = (
-    sa.select(FUTURES.c.executor, sa.func.sum(FUTURES.c.num_tokens))
+    sa.select(FUTURES.c.executor, sa.func.sum(FUTURES.c.num_tokens).label("tokens"))
     .where(*_WAITING, FUTURES.c.executor.is_not(None))
     .group_by(FUTURES.c.executor)
 )
@@ -51,8 +54,9 @@ class Executors:
         """The samplers that take samples now, and the tokens that wait for each of them."""
         with self._db.read() as connection:
             names = list(connection.scalars(live_samplers(self._db, base_model)))
-            loads = dict(connection.execute(_LOADS, {"base_model": base_model}).tuples()) if names else {}
-        return [Candidate(name, int(loads.get(name) or 0)) for name in names]
+            rows = connection.execute(_LOADS, {"base_model": base_model}).all() if names else []
+        tokens = {row.executor: int(row.tokens) for row in rows}
+        return [Candidate(name, tokens.get(name, 0)) for name in names]
 
     def owner_address(self, model_id: str) -> str | None:
         """Where the engine that owns a run hands over versions; None if it does not, or is not alive."""
@@ -86,13 +90,15 @@ class Executors:
         with self._db.read() as connection:
             return set(connection.scalars(_GIVEN_IDS, {"base_model": base_model, "executor": executor}))
 
-    def leave_to_engines(self, base_model: str, executor: str, request_ids: Sequence[str]) -> None:
-        """Samples of weights that cannot be had from here: the run's engine can make them again."""
+    def hand_on(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
+        """Give away what a sampler has not begun: to the other samplers, if there are any, or to the engines."""
         with self._db.write() as connection:
+            others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
+            names = list(connection.scalars(others)) if to_samplers else []
             for start in range(0, len(request_ids), _CHUNK):
                 some = FUTURES.c.request_id.in_(request_ids[start : start + _CHUNK])
                 mine = (FUTURES.c.executor == executor) & (FUTURES.c.state == "pending")
-                connection.execute(FUTURES.update().where(some, mine).values(executor=None))
+                connection.execute(FUTURES.update().where(some, mine).values(executor=_in_turns(names)))
             self._db.notify(connection, engine_mailbox(base_model), request_ids)
 
 
@@ -100,7 +106,7 @@ def live_samplers(db: Database, base_model: str) -> sa.Select[str]:
     """The samplers of a base model that take samples now."""
     return (
         sa.select(ENGINES.c.engine_id)
-        .where(ENGINES.c.base_model == base_model, ENGINES.c.kind == "sampler", ENGINES.c.state == "ready")
+        .where(ENGINES.c.base_model == base_model, ENGINES.c.kind == SAMPLER, ENGINES.c.state == "ready")
         .where(ENGINES.c.lease_expires_at > db.clock())
         .order_by(ENGINES.c.engine_id)
     )
@@ -113,7 +119,7 @@ def pass_on(db: Database, connection: sa.Connection, executor: str, base_model: 
     request to cancel goes where the sample goes that it names.
     """
     theirs = (FUTURES.c.base_model == base_model, FUTURES.c.state == "pending", FUTURES.c.executor == executor)
-    sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == "sampler")
+    sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == SAMPLER)
     others = live_samplers(db, base_model).where(ENGINES.c.engine_id != executor, sampler)
     names = list(connection.scalars(others))
     moved = FUTURES.update().where(*theirs).values(executor=_in_turns(names))

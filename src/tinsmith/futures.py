@@ -170,9 +170,9 @@ _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fi
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
 # Who is to do a sample, or does what is asked of its run: see `ownership`.
-_WITH_OWNERS = FUTURES.outerjoin(
-    SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id
-).outerjoin(MODELS, MODELS.c.model_id == SAMPLERS.c.model_id)
+_WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
+    MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
+)
 _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))

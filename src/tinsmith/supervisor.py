@@ -27,6 +27,7 @@ from tinsmith.observing.meters import metrics_directory
 from tinsmith.ops import ModelShape
 from tinsmith.running_notes import left_behind, note_path
 from tinsmith.settings import Settings, engine_environment
+from tinsmith.signing import Signer, load_secret
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
@@ -51,6 +52,8 @@ class Supervisor:
         self._gone = gone
         self._freed = freed
         self._settings = settings
+        secret = load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)
+        self._peer_key = Signer(secret).key("peers")  # what engines and samplers prove to each other
         self._bases = bases
         self._engines = engines
         self._stopping = asyncio.Event()
@@ -145,6 +148,7 @@ class Supervisor:
         assert process.stdin is not None
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
+        spec |= {"peer_key": self._peer_key.hex()}
         process.stdin.write(json.dumps(spec).encode() + b"\n")
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())

@@ -44,13 +44,13 @@ from tinsmith.errors import EngineFailedError, GoneError, LostStateError, Tinsmi
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, log_deletion, unloading
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.ownership import Ownership
 from tinsmith.observing.tracing import NoTracing, Tracing
 from tinsmith.ops import ModelShape, Partial, PassResult, Pending
+from tinsmith.ownership import Ownership
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
-from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.running_notes import note_path
+from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories, UnreachableError

@@ -16,7 +16,8 @@ import os
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +26,18 @@ from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import crashpoints
+from tinsmith.backends import Backend
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.engine import Engine, Nouns
 from tinsmith.engine.external import open_backend
+from tinsmith.engine.fetching import Fetcher, Places
+from tinsmith.engine.handing import Handing, Peering
 from tinsmith.engine.recording import Records
+from tinsmith.engine.sampler import SamplerEngine
+from tinsmith.engine.versions import SHARE_OF_ROOM
 from tinsmith.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
@@ -44,10 +50,11 @@ from tinsmith.engines import (
     holder_of,
 )
 from tinsmith.errors import SettingsError
+from tinsmith.executors import SAMPLER, Executors
 from tinsmith.futures import Futures
 from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
-from tinsmith.notify import engine_mailbox
+from tinsmith.notify import WakeUps, engine_mailbox
 from tinsmith.observing.logs import configure_logs
 from tinsmith.observing.meters import time_connections
 from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
@@ -89,7 +96,7 @@ def main() -> int:
     lease = engines.take(seat, settings.engine_lease_s, left_behind(note_path(settings.resolved_data_dir, engine_id)))
     renewal = Renewal(engines, lease, settings.engine_lease_s, stopping.set)
     try:
-        status = _serve(_Place(shape, seat, engines, lease), settings, stopping)
+        status = _serve(_Place(shape, seat, engines, lease, bytes.fromhex(spec["peer_key"])), settings, stopping)
     except LeaseLostError:
         status = EXIT_LEASE_LOST
     finally:
@@ -110,12 +117,14 @@ class _Place:
     seat: Seat
     engines: Engines
     lease: Lease
+    peer_key: bytes
 
 
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
-        backend = open_backend(settings, shape, place.lease.engine_id, _options(settings))
+        trains = seat.kind != SAMPLER
+        backend = open_backend(settings, shape, place.lease.engine_id, _options(settings), trains=trains)
         # Building the sampler now keeps its cost out of the first request.
         _ = backend.sampler
     except SettingsError as error:
@@ -127,15 +136,10 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     engine_id = place.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
-    engine = Engine(
-        shape,
-        backend,
-        open_nouns(database, settings, Ownership(database, shape.name, engine_id), tracing),
-        mailbox,
-        settings,
-    )
+    nouns = open_nouns(database, settings, Ownership(database, shape.name, engine_id), tracing)
+    engine, close = (_engine if trains else _sampler)(place, backend, nouns, database, mailbox, settings)
     time_connections(partial(event.listen, database.engine), engine.meters.database_used)
-    threading.Thread(target=_pardon_at_the_end, args=(stopping, engine), daemon=True).start()
+    threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
     gc.freeze()
     engines.set_state(seat, "ready")
@@ -143,12 +147,37 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     try:
         engine.run(stopping.is_set)
     finally:
+        close()
         mailbox.close()
         tracing.close()
         with contextlib.suppress(SQLAlchemyError):  # the supervisor releases what this engine cannot
             engines.release(seat, "stopped")
         database.close()
     return 0
+
+
+def _engine(
+    place: _Place, backend: Backend, nouns: Nouns, database: Database, mailbox: WakeUps, settings: Settings
+) -> tuple[Engine, Callable[[], None]]:
+    """An engine, and how to close what it has open."""
+    directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
+    announce = partial(place.engines.set_state, place.seat, "ready", None)
+    peering = Peering(place.peer_key, settings.peer_host, directory, announce)
+    handing = Handing(Executors(database), place.shape.name, peering)
+    return Engine(place.shape, backend, replace(nouns, handing=handing), mailbox, settings), handing.close
+
+
+def _sampler(
+    place: _Place, backend: Backend, nouns: Nouns, database: Database, mailbox: WakeUps, settings: Settings
+) -> tuple[SamplerEngine, Callable[[], None]]:
+    """The same for a dedicated sampler."""
+    executors = Executors(database)
+    places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, place.peer_key)
+    fetcher = Fetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
+    budget_bytes = settings.sampler_version_bytes or int(SHARE_OF_ROOM * backend.room_bytes)
+    seat = place.shape.name, place.lease.engine_id
+    sampler = SamplerEngine(seat, backend, nouns, executors, mailbox, fetcher, settings, budget_bytes)
+    return sampler, fetcher.close
 
 
 def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Nouns:
@@ -188,10 +217,15 @@ def _degrees(settings: Settings) -> dict[str, str]:
     }
 
 
-def _pardon_at_the_end(stopping: threading.Event, engine: Engine) -> None:
-    """A step that is longer than the patience of whoever stops us is no reason to suspect its requests."""
+def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, place: _Place) -> None:
+    """A step that is longer than the patience of whoever stops us is no reason to suspect its requests. A sampler that
+    finishes what it has begun gets nothing more.
+    """
     stopping.wait()
     engine.pardon()
+    if isinstance(engine, SamplerEngine):
+        with contextlib.suppress(SQLAlchemyError):
+            place.engines.set_state(place.seat, "stopping")
 
 
 def _watch_parent(stopping: threading.Event) -> None:

@@ -119,7 +119,7 @@ class SamplerEngine:
         """Hand on what has not begun; finish the rest, if it takes no longer than DRAIN_S."""
         queued = [request for requests in self._queues.waiting_samples().values() for request in requests]
         self._queues.take_samples(queued)
-        self._leave([*self._stock.waiting(), *queued])
+        self._hand_on([*self._stock.waiting(), *queued], to_samplers=True)
         deadline = time.monotonic() + DRAIN_S
         while self._holder.sampler.has_work and time.monotonic() < deadline:
             self._sampling.turn(self._queues, None)
@@ -169,7 +169,7 @@ class SamplerEngine:
         if wanted is None:
             self._queues.add_sample(request)
         elif wanted.sampler.is_inflight:  # its weights change under their name; only their engine knows which count
-            self._leave([request])
+            self._hand_on([request], to_samplers=False)
         else:
             self._stock.add(request, wanted)
 
@@ -201,7 +201,7 @@ class SamplerEngine:
                 self._settle([Settlement(request_id, error=failure.error) for request_id in ids], {})
             else:
                 log.warning("a version cannot be had here; its samples go to the engines", error=repr(failure.error))
-                self._leave(failure.requests)
+                self._hand_on(failure.requests, to_samplers=False)
 
     def _load(self, key: str, directory: Path, requests: Sequence[Pending]) -> None:
         with self._suspects.running([request.request_id for request in requests]):
@@ -210,11 +210,11 @@ class SamplerEngine:
     def _key_of(self, _sampler: SamplingSession, request: Pending) -> str | None:
         return self._stock.key_of(request.request_id)
 
-    def _leave(self, requests: Sequence[Pending]) -> None:
+    def _hand_on(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
         ids = [request.request_id for request in requests]
         self._stock.remove(ids)
         self._queues.known.difference_update(ids)
-        self._executors.leave_to_engines(self._base_model, self._engine_id, ids)
+        self._executors.hand_on(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
         self._mailbox.wake(engine_mailbox(self._base_model), ids)
 
     # Telling and settling.

@@ -27,6 +27,7 @@ from tinsmith.batch.state import BatchJobs
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
+from tinsmith.dispatch import Dispatch
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.files import Files
 from tinsmith.futures import Futures
@@ -108,6 +109,7 @@ class Services:
     overview: Overview
     queue_state: Callable[[str], tuple[str, str | None]]
     engine_for_run: Callable[[str], str | None]
+    dispatch: Dispatch
     meters: ServerMeters
     tracing: Tracing
     reads_wait: bool = True

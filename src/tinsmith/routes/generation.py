@@ -175,7 +175,7 @@ def _submit(
     )
     services.quotas.admit(new)
     seats.append(seat)
-    services.futures.submit(new)
+    services.futures.submit(services.dispatch.assigned(new, sample))
 
 
 def _shown(plan: Plan) -> Mapping[str, object]:

@@ -66,7 +66,7 @@ def asample(call: Call) -> JsonObject:
     seq_id = check_seq_id(fields.integer("seq_id"), first=0)
     request_id = f"{sampling_session.sampling_session_id}:{seq_id}"
     bind_contextvars(request_id=request_id)
-    num_tokens, sequence_ids, refusal = 0, [], None
+    num_tokens, sequence_ids, sample, refusal = 0, [], None, None
     try:
         sample = sample_of(fields, request_id, sampling_session.version_id)
         shape = services.bases.get(sampling_session.base_model)
@@ -88,7 +88,9 @@ def asample(call: Call) -> JsonObject:
         run_id=sampling_session.model_id,
     )
     if refusal is None:
+        assert sample is not None
         services.quotas.admit(new)
+        new = services.dispatch.assigned(new, sample, inflight=sampling_session.is_inflight)
     services.futures.submit(new, refusal)
     if refusal is not None:
         services.waiters.settled_from_thread([request_id])

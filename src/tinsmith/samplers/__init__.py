@@ -2,15 +2,17 @@
 
 The engine submits requests at any time and calls `step` as long as `has_work`; each step decodes one token of
 every running sequence (or prefills a bounded number of prompt tokens) and returns what finished. A sampler knows
-no SQL and no HTTP and is driven from one thread.
+no SQL, answers no HTTP and is driven from one thread. One may have another engine sample, which it then asks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
-from tinsmith.errors import UserError
+from tinsmith.errors import TinsmithError
 from tinsmith.ops import Partial, Sample, SampleResult
 
 
@@ -24,6 +26,11 @@ class CacheUse:
 
 
 class Sampler(Protocol):
+    """`runs_by_itself`: what was submitted goes on without `step`, which only collects it."""
+
+    @property
+    def runs_by_itself(self) -> bool: ...
+
     @property
     def has_work(self) -> bool: ...
 
@@ -35,7 +42,7 @@ class Sampler(Protocol):
         """Forget a waiting or running request; False if it is unknown or finished."""
         ...
 
-    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+    def step(self) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
         """Run one step and return the finished requests as (request_id, outcome)."""
         ...
 
@@ -46,3 +53,13 @@ class Sampler(Protocol):
     def cache_use(self) -> CacheUse:
         """How full the key-value cache is now; zeros, if a sampler has none."""
         ...
+
+
+class VersionHolder(Protocol):
+    """A sampler and the versions that it samples from: what a dedicated sampler asks of its device. A backend is one."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+    def load_version(self, version_id: str, directory: Path) -> None: ...
+    def has_version(self, version_id: str) -> bool: ...
+    def drop_version(self, version_id: str) -> None: ...

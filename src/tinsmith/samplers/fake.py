@@ -30,6 +30,8 @@ DEFAULT_MAX_TOKENS = 8
 class FakeSampler:
     """Finishes its oldest request in each step. The weight of a version seeds its tokens."""
 
+    runs_by_itself = False
+
     def __init__(self, shape: ModelShape, versions: Mapping[str, float]) -> None:
         self._shape = shape
         self._versions = versions
