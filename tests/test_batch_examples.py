@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from live import API_KEY, LiveServer
-from tinsmith.batch.pools.local import pool_from
+from tinsmith.batch.pools.specs import pool_from
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "batch"

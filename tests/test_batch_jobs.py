@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +62,8 @@ def broken() -> None:
 @batch.remote_function
 def suicidal(marker: str, victim: str) -> None:
     """Once, in the middle: kill the worker, or its own process."""
+    import os
+    import signal
     from pathlib import Path
 
     from tinsmith import batch

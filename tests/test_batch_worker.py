@@ -18,7 +18,8 @@ import pytest
 from tinsmith import batch
 from tinsmith.batch import functions
 from tinsmith.batch.feeding import Pace
-from tinsmith.batch.pools.local import LocalPool, PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.pools.local import LocalPool
+from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import JobSpec, Limits
 from tinsmith.batch.share import FairShare
@@ -194,7 +195,7 @@ def test_a_pool_is_read_from_skypilots_keys(tmp_path: Path) -> None:
         ({"pool": {"workers": True}}, "workers is True"),
         ({"pool": {"workers": 1, "speed": 3}}, "speed"),
         ({"pool": {"workers": 1}, "run": "x"}, "run"),
-        ({"pool": {"workers": 1}, "resources": {"cloud": "aws"}}, "accelerators only"),
+        ({"pool": {"workers": 1}, "resources": {"cloud": "aws"}}, "accelerators, infra and cpus"),
         ({"pool": {"workers": 1}, "resources": {"accelerators": "H100:x"}}, "NAME:COUNT"),
     ],
 )

@@ -13,12 +13,14 @@ import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import permissions
-from tinsmith.batch.pools.local import LocalPool, PoolSpec, WorkerStartError, pool_from_yaml
+from tinsmith.batch.pools.local import LocalPool
+from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, WorkerStartError, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import DEFAULT_POOL
 from tinsmith.batch.questions import Answers
@@ -29,6 +31,9 @@ from tinsmith.batch.state import BatchJobs
 from tinsmith.db import now
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.settings import Settings
+
+if TYPE_CHECKING:
+    from tinsmith.batch.pools.ray import Driver
 
 POLL_S = 1.0
 """How often jobs are looked for that came, or were cancelled, without a word."""
@@ -45,28 +50,32 @@ log = structlog.get_logger()
 def pools_of(settings: Settings) -> list[PoolSpec]:
     """Raises SettingsError."""
     pools = {DEFAULT_POOL: PoolSpec(DEFAULT_POOL, settings.batch_workers)}
+    if settings.ray_address:
+        pools[RAY] = PoolSpec(RAY, settings.ray_workers, infra=RAY)
     for given in settings.batch_pools:
         name, equals, path = given.partition("=")
         if not (name and equals and path):
             raise SettingsError(f"batch_pools has {given!r}; use NAME=FILE.yaml")
         pools[name] = pool_from_yaml(name, Path(path).expanduser())
+        if pools[name].infra == RAY and not settings.ray_address:
+            raise SettingsError(f"the pool {name!r} in {path} has infra: ray; set TINSMITH_RAY_ADDRESS, too")
     return list(pools.values())
 
 
 class _Pool:
     """The slots of one pool, and the jobs that want them."""
 
-    def __init__(self, spec: PoolSpec, logs: JobLogs) -> None:
-        self.local = LocalPool(spec, logs)
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
         self.runs: dict[int, JobRun] = {}
         self.slots: dict[int, asyncio.Task[None]] = {}
         self.changed = asyncio.Event()
-        self.quantum_s = EXCLUSIVE_QUANTUM_S if spec.exclusive else QUANTUM_S
+        self.quantum_s = EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S
         self.share = FairShare(time.monotonic, self.quantum_s)
 
     def resize(self, spec: PoolSpec) -> None:
         """Slots that are too many end after what they are doing."""
-        self.local.spec = spec
+        self.pool.spec = spec
         for slot in range(spec.workers):
             if slot not in self.slots:
                 self.slots[slot] = asyncio.create_task(self._serve(slot))
@@ -89,7 +98,7 @@ class _Pool:
 
     async def _serve(self, slot: int) -> None:
         try:
-            while slot < self.local.spec.workers:
+            while slot < self.pool.spec.workers:
                 job_id = self.share.choose(self._runnable())
                 if job_id is None:
                     await self._wait()
@@ -106,7 +115,7 @@ class _Pool:
             self.slots.pop(slot, None)
 
     def _should_yield(self, job_id: int, slot: int) -> bool:
-        if slot >= self.local.spec.workers:
+        if slot >= self.pool.spec.workers:
             return True
         others = [other for other in self._runnable() if other != job_id]
         return bool(others) and self.share.should_yield(job_id, slot, others)
@@ -129,6 +138,7 @@ class Coordinator:
         self._holder = holder
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
+        self._driver: Driver | None = None
         self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._pools: dict[str, _Pool] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -142,9 +152,17 @@ class Coordinator:
         """Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
         for spec in self._specs:
-            self._pools[spec.name] = _Pool(spec, self.logs)
+            self._pools[spec.name] = _Pool(self._make(spec))
             self._pools[spec.name].resize(spec)
         self._main = asyncio.create_task(self._run())
+
+    def _make(self, spec: PoolSpec) -> Pool:
+        if spec.infra == LOCAL:
+            return LocalPool(spec, self.logs)
+        from tinsmith.batch.pools.ray import Driver, RayPool
+
+        self._driver = self._driver or Driver(self._settings.ray_address)
+        return RayPool(spec, self.logs, self._driver)
 
     async def stop(self) -> None:
         """Let go of all jobs and end all workers."""
@@ -153,6 +171,7 @@ class Coordinator:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(pool.pool.close() for pool in self._pools.values()))
 
     # For the routes, on any thread.
 
@@ -230,7 +249,7 @@ class Coordinator:
                 why = why or f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
                 await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
                 continue
-            run = JobRun(self._jobs, job, self._token, pool.local, pool.wake, self._answers)
+            run = JobRun(self._jobs, job, self._token, pool.pool, pool.wake, self._answers)
             pool.join(run)
             self._runs[job_id] = run
             self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
@@ -268,7 +287,7 @@ class Coordinator:
 
         async def operating(operation):
             worker_id = f"{job_id}-{uuid.uuid4().hex[:8]}"
-            started = await pool.local.start(worker_id, None)
+            started = await pool.pool.start(worker_id, None)
             worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
             try:
                 await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)

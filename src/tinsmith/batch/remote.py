@@ -7,14 +7,16 @@ one call, and all that httpx adds to it is time (2 ms).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import httpcore
 import orjson
 
 from tinsmith.batch.attempts import Lost
-from tinsmith.batch.pools.local import Started
+from tinsmith.batch.pools.specs import Started
 from tinsmith.batch.protocols import Limits, Outcome
 from tinsmith.batch.questions import Desk
 
@@ -22,9 +24,15 @@ CALL_S = 10.0
 MAX_SETUP_FAILURES = 2
 """A mapper that did not start so often in one worker is tried in another one."""
 MAX_INFRA_FAILURES = 3
+PIECE_BYTES = 1 << 20
 
 Told = tuple[tuple[int, int], Outcome | Lost]
 """An attempt by (batch_idx, attempt_id), and what it came to."""
+
+
+async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+        yield piece
 
 
 class WorkerLostError(Exception):
@@ -74,7 +82,7 @@ class RemoteWorker:
     @property
     def useless(self) -> bool:
         worn = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
-        return self.lost or worn or self.started.process.returncode is not None
+        return self.lost or worn or self.started.gone
 
     async def call(self, path: str, **body: object) -> None:
         async for _ in self._stream(path, body):
@@ -137,6 +145,21 @@ class RemoteWorker:
             ended = "end" in message
         if not ended:
             raise self._gone("the answer has no end")
+
+    async def place(self, path: Path) -> str:
+        """Where the worker finds a file of ours: there, or a copy that it is sent. Raises WorkerLostError."""
+        if self.started.shares_files:
+            return str(path)
+        with path.open("rb") as file:
+            headers = [*self._headers, (b"content-length", b"%d" % path.stat().st_size)]
+            request = {"headers": headers, "content": _pieces(file), "extensions": self._extensions}
+            try:
+                answer = await self._pool.request("POST", self._base + "/receive", **request)
+            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException) as error:
+                raise self._gone(error) from error
+        if answer.status != 200:
+            raise self._gone(f"it took no file: {answer.content[:500]!r}")
+        return str(orjson.loads(answer.content)["path"])
 
     async def result_of(self, op: str, **request: object) -> dict[str, Any]:
         """The result alone."""

@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch import operations
 from tinsmith.batch.attempts import Claim, Lost, Settled
 from tinsmith.batch.feeding import Feeder
-from tinsmith.batch.pools.local import LocalPool, WorkerStartError
+from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.protocols import OutputInfo
 from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
@@ -55,7 +55,7 @@ class JobRun:
         jobs: BatchJobs,
         job: Job,
         token: str,
-        pool: LocalPool,
+        pool: Pool,
         on_change: Callable[[], None],
         answers: Answers | None = None,
     ) -> None:
@@ -97,7 +97,8 @@ class JobRun:
         worker: RemoteWorker | None = None
         try:
             worker = await self._worker(slot)
-            await self._feed_while(worker, should_yield)
+            if worker is not None:
+                await self._feed_while(worker, should_yield)
         except (WorkerStartError, WorkerLostError, SetupFailedError) as error:
             self._setup_failed(str(error))
         except SupersededError:
@@ -137,14 +138,22 @@ class JobRun:
 
     # Workers.
 
-    async def _worker(self, slot: int) -> RemoteWorker:
-        """One that is free, or a new one. With accelerators, that of the slot. Raises WorkerStartError, ..."""
+    async def _worker(self, slot: int) -> RemoteWorker | None:
+        """One that is free, or a new one; in an exclusive pool, that of the slot. None if the job ends before there is
+        one. Raises WorkerStartError, ..."""
         bound = slot if self.pool.spec.exclusive else None
         for worker in self._idle:
             if worker.slot == bound and not worker.useless:
                 self._idle.remove(worker)
                 return worker
-        return await self._start_worker(bound, with_mapper=True)
+        starting = asyncio.ensure_future(self._start_worker(bound, with_mapper=True))
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:  # on a cluster without room, that may take longer than the job
+            await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            return starting.result() if starting.done() else None
+        finally:
+            starting.cancel()
+            ended.cancel()
 
     async def _start_worker(self, slot: int | None, with_mapper: bool) -> RemoteWorker:
         worker_id = f"{self.job.job_id}-{uuid.uuid4().hex[:8]}"
@@ -154,7 +163,7 @@ class JobRun:
         worker = RemoteWorker(worker_id, started, self.job.job_id, self._limits, slot, self._desk)
         self._workers.add(worker)
         await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
-        await self._db(self._jobs.note_worker, pool, worker_id, "ready", started.address, started.process.pid)
+        await self._db(self._jobs.note_worker, pool, worker_id, "ready", started.address, started.where)
         return worker
 
     async def _put_back(self, worker: RemoteWorker) -> None:
@@ -329,7 +338,7 @@ class JobRun:
             worker.lost = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.grace_s + 1):
-                    await worker.started.process.wait()
+                    await worker.started.wait()
         await worker.close()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
@@ -364,7 +373,7 @@ class JobRun:
             try:
                 worker = next((one for one in self._idle if not one.useless), None)
                 if worker is None:
-                    worker = await self._start_worker(None, with_mapper=not self.job.done)
+                    worker = await self._start_worker(None, with_mapper=not (self.job.done or self.pool.spec.exclusive))
                     self._idle.append(worker)
                 return await operation(worker)
             except (WorkerLostError, WorkerStartError) as error:
@@ -429,10 +438,11 @@ class JobRun:
             await self._db(_write_winners, self._jobs, self.job.job_id, winners)
             await self._db(_write_failures, self._jobs, self.job.job_id, failures)
             for index, kind in enumerate(formats):
-                path = str(winners if index < len(self._spec.batch_output_formats) else failures)
+                path = winners if index < len(self._spec.batch_output_formats) else failures
 
-                async def publish(worker: RemoteWorker, index: int = index, path: str = path) -> OutputInfo:
-                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=path))
+                async def publish(worker: RemoteWorker, index: int = index, path: Path = path) -> OutputInfo:
+                    placed = await worker.place(path)
+                    return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=placed))
 
                 published.append((kind, await self._operating(publish)))
         return published

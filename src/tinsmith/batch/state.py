@@ -347,9 +347,9 @@ class BatchJobs:
             _fence(connection, job_id, token)
             connection.execute(WORKERS.insert(), {**row, **times})
 
-    def note_worker(self, pool: str, worker_id: str, state: str, address: str | None, pid: int | None) -> None:
+    def note_worker(self, pool: str, worker_id: str, state: str, address: str | None, where: str) -> None:
         mine = WORKERS.update().where(WORKERS.c.pool == pool, WORKERS.c.worker_id == worker_id)
-        values = {"state": state, "address": address, "pid_or_actor": None if pid is None else str(pid)}
+        values = {"state": state, "address": address, "pid_or_actor": where}
         with self._db.write() as connection:
             connection.execute(mine.values(**values, last_seen_at=now()))
 

@@ -1,14 +1,16 @@
 """A worker: a small HTTP service that runs the batches of one job in a child, and outlives that child.
 
-`python -m tinsmith.batch.worker` reads one line of JSON from standard input (token, where to listen, log) and writes
-one (its address); it ends, with its children, when standard input closes: so does whoever started it, however it ended.
+`python -m tinsmith.batch.worker` reads one line of JSON from standard input (token, where to listen, log, a directory
+for what it receives) and writes one (its address); it ends, with its children, when standard input closes: so does
+whoever started it, however it ended.
 
 `POST /configure` once, then `POST /feed_batch` with the `assignments` of a group. Its answer is lines: a heartbeat a
 second while nothing ends, what attempts came to, and the questions of operations, whose answers are POSTed to
 `/answer`. The same attempt fed twice runs once, and both callers are told. Two groups are in flight at a time, and few
 attempts of them with the mapper; when none has ended for a second, those that have not begun are given back. Every
 request carries the token of one coordinator of one job; another's is refused with 409, so that a coordinator that was
-superseded can no longer use the worker.
+superseded can no longer use the worker. One on another machine than its coordinator is sent the files that it is to
+read (`/receive`), and asked for what it printed (`/printed`).
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ import socketserver
 import sys
 import threading
 import time
+import uuid
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ GATHER_S = 0.02
 """How long an attempt's end waits for that of others of its group, to be told in one line."""
 REMEMBERED = 128
 """Attempts whose result is kept for a caller that asks again."""
+PIECE_BYTES = 1 << 20
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 
 
@@ -55,8 +60,9 @@ class RefusedError(Exception):
 class Worker:
     """What the HTTP service does, without HTTP."""
 
-    def __init__(self, log_path: Path) -> None:
+    def __init__(self, log_path: Path, directory: Path | None = None) -> None:
         self._log_path = log_path
+        self._directory = directory
         self._lock = threading.Lock()
         self._attempts: OrderedDict[tuple[int, int], Attempt] = OrderedDict()
         self._started = time.monotonic()
@@ -150,6 +156,30 @@ class Worker:
     def answer(self, request: Message) -> Message:
         self._configured(request)[0].answer(request["answers"])
         return {}
+
+    def receive(self, source: BufferedIOBase, size: int) -> Message:
+        """A file of the coordinator's, for a worker that cannot see it."""
+        if self._directory is None:
+            raise RefusedError(404, "this worker sees its coordinator's files")
+        path = self._directory / uuid.uuid4().hex
+        with path.open("wb") as file:
+            while size:
+                piece = source.read(min(size, PIECE_BYTES))
+                if not piece:
+                    raise RefusedError(400, "the file ended before its length")
+                file.write(piece)
+                size -= len(piece)
+        return {"path": str(path)}
+
+    def printed(self, request: Message) -> Message:
+        """The whole lines of the log after so many bytes."""
+        with self._log_path.open("rb") as log:
+            log.seek(request["after"])
+            page = log.read(PIECE_BYTES)
+        end = page.rfind(b"\n") + 1
+        if not end and len(page) == PIECE_BYTES:
+            end = len(page)  # a line that no page can hold comes in pieces
+        return {"text": page[:end].decode(errors="replace"), "end": request["after"] + end}
 
     def abort(self, request: Message) -> Message:
         self._configured(request)[0].abort((request["batch_idx"], request["attempt_id"]))
@@ -246,6 +276,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/health": self.server.worker.health, "/metrics": self.server.worker.metrics})
 
     def do_POST(self) -> None:
+        if self.path == "/receive":
+            size = int(self.headers.get("content-length") or 0)
+            self._answer({"/receive": lambda: self.server.worker.receive(self.rfile, size)})
+            return
         request = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
         worker = self.server.worker
         calls = {
@@ -254,6 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             "/operate": lambda: worker.operate(request),
             "/answer": lambda: worker.answer(request),
             "/abort": lambda: worker.abort(request),
+            "/printed": lambda: worker.printed(request),
             "/shutdown": lambda: self.server.stop(float(request.get("grace_s", 0))),
         }
         self._answer(calls)
@@ -267,6 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise RefusedError(404, f"there is no {self.path}; there are {sorted(calls)}")
             answer = calls[self.path]()
         except RefusedError as error:
+            self.close_connection = self.path == "/receive"  # what it sends was not read
             self._whole(error.status, {"error": str(error)})
             return
         except (KeyError, TypeError, ValueError) as error:
@@ -282,6 +318,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(body)
         self.wfile.flush()
@@ -350,14 +388,16 @@ class _SocketServer(_Server):
 
 def main() -> None:
     given = json.loads(sys.stdin.readline())
-    worker = Worker(Path(given["log_path"]))
+    directory = given.get("directory")
+    worker = Worker(Path(given["log_path"]), Path(directory) if directory else None)
     if given.get("socket"):
         server: _Server = _SocketServer(given["socket"], worker, given["token"])
         os.chmod(given["socket"], 0o600)
         address = given["socket"]
     else:
-        server = _Server(("127.0.0.1", int(given.get("port", 0))), worker, given["token"])
-        address = f"http://127.0.0.1:{server.server_port}"
+        host = given.get("host", "127.0.0.1")
+        server = _Server((host, int(given.get("port", 0))), worker, given["token"])
+        address = f"http://{host}:{server.server_port}"
     threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
     sys.stdout.write(json.dumps({"address": address}) + "\n")
     sys.stdout.flush()

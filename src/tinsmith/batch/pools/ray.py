@@ -1,0 +1,217 @@
+"""A pool on the nodes of a Ray cluster: each worker is placed by Ray, with what it reserves, and talks HTTP to us.
+
+Ray decides where, and ends a worker when its node is lost or when we are; rows, results and logs go their usual ways.
+The coordinator's process does not load Ray: a process of its own does (`ray_driver`), and ends with us. A slot for
+which the cluster has no room waits, which is what the cluster's autoscaler looks at; others work meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpcore
+import orjson
+import structlog
+
+from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
+from tinsmith.batch.printed import JobLogs
+from tinsmith.settings import role_environment
+
+LOG_POLL_S = 1.0
+END_S = 5.0
+"""How long a worker that is told to end may take until nobody waits for it."""
+LINE_BYTES = 1 << 20
+
+log = structlog.get_logger()
+
+
+class Driver:
+    """The process that speaks to Ray, for all pools of a coordinator. It is started with the first worker, and again
+    after it has ended, with which all its workers have."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._gone: dict[str, asyncio.Event] = {}
+
+    async def start(self, worker_id: str, request: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Event]:
+        """Where the worker is, and what is set when it is gone. Waits until the cluster has room."""
+        started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        async with self._lock:
+            if self._process is None:
+                await self._open()
+            self._starting[worker_id] = started
+            self._gone[worker_id] = asyncio.Event()
+            self._tell({"start": worker_id, **request})
+        try:
+            found = await started
+        except BaseException:
+            self.kill(worker_id)
+            raise
+        finally:
+            self._starting.pop(worker_id, None)
+        return found, self._gone[worker_id]
+
+    def kill(self, worker_id: str) -> None:
+        self._tell({"kill": worker_id})
+
+    async def close(self) -> None:
+        process, reader = self._process, self._reader
+        if process is None or reader is None or process.stdin is None:
+            return
+        process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        await reader
+
+    async def _open(self) -> None:
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinsmith.batch.pools.ray_driver",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=role_environment(),
+                start_new_session=True,
+                limit=LINE_BYTES,
+            )
+        except OSError as error:
+            raise WorkerStartError(f"a worker cannot be started: {error}") from error
+        self._process = process
+        self._tell({"address": self._address})
+        self._reader = asyncio.create_task(self._read(process))
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        why = "the process that speaks to Ray has ended"
+        async for line in process.stdout:
+            message = json.loads(line)
+            if "refused" in message:
+                why = message["refused"]
+            elif "started" in message:
+                starting = self._starting.get(message["started"])
+                if starting is not None and not starting.done():
+                    starting.set_result(message)
+            else:
+                self._lost(message["gone"], message["why"])
+        self._process = None
+        for worker_id in list(self._gone):
+            self._lost(worker_id, why)
+        await process.wait()
+
+    def _lost(self, worker_id: str, why: str) -> None:
+        if worker_id in self._gone:
+            self._gone.pop(worker_id).set()
+        starting = self._starting.get(worker_id)
+        if starting is not None and not starting.done():
+            starting.set_exception(WorkerStartError(why))
+
+
+@dataclass(slots=True)
+class RayWorker:
+    """A worker on some node."""
+
+    worker_id: str
+    address: str
+    token: str
+    where: str
+    driver: Driver
+    ended: asyncio.Event
+    log_path: Path
+    shares_files: bool = False
+    following: asyncio.Task[None] | None = field(default=None)
+
+    @property
+    def gone(self) -> bool:
+        return self.ended.is_set()
+
+    async def wait(self) -> None:
+        await self.ended.wait()
+
+    async def kill(self) -> None:
+        if self.following is not None:
+            self.following.cancel()
+            await asyncio.gather(self.following, return_exceptions=True)
+        self.driver.kill(self.worker_id)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self.ended.wait()
+
+    async def follow(self) -> None:
+        """What it prints, into the file that it would have here: a page a second, and the rest at the end."""
+        after = 0
+        async with httpcore.AsyncConnectionPool() as pool:
+            try:
+                while not self.gone:
+                    after = await self._copy(pool, after)
+                    await asyncio.sleep(LOG_POLL_S)
+            except asyncio.CancelledError:
+                if not self.gone:
+                    await self._copy(pool, after)
+                raise
+
+    async def _copy(self, pool: httpcore.AsyncConnectionPool, after: int) -> int:
+        headers = [(b"host", b"worker"), (b"authorization", f"Bearer {self.token}".encode())]
+        timeout = dict.fromkeys(("connect", "read", "write", "pool"), END_S)
+        try:
+            while True:
+                content = orjson.dumps({"after": after})
+                answer = await pool.request(
+                    "POST", self.address + "/printed", headers=headers, content=content,
+                    extensions={"timeout": timeout},
+                )  # fmt: skip
+                page = orjson.loads(answer.content)
+                if answer.status != 200 or page["end"] == after:
+                    return after
+                with self.log_path.open("a", encoding="utf-8") as file:
+                    file.write(page["text"])
+                after = page["end"]
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
+            return after
+
+
+class RayPool:
+    """Starts workers of one pool."""
+
+    kind = RAY
+
+    def __init__(self, spec: PoolSpec, logs: JobLogs, driver: Driver) -> None:
+        self.spec = spec
+        self._logs = logs
+        self._driver = driver
+
+    async def start(self, worker_id: str, slot: int | None) -> RayWorker:
+        """One for an operation reserves nothing: it must not wait for those that it is to finish the work of."""
+        token = secrets.token_urlsafe(32)
+        reserved = {"cpus": self.spec.cpus, "gpus": self.spec.devices_per_worker} if slot is not None else {}
+        request = {"token": token, "setup": self.spec.setup, "cpus": 0, "gpus": 0, **reserved}
+        found, ended = await self._driver.start(worker_id, request)
+        self._logs.directory.mkdir(parents=True, exist_ok=True)
+        path = self._logs.path(worker_id)
+        worker = RayWorker(worker_id, found["address"], token, found["where"], self._driver, ended, path)
+        worker.following = asyncio.create_task(worker.follow())
+        log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)
+        return worker
+
+    async def close(self) -> None:
+        await self._driver.close()

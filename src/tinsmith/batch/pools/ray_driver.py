@@ -1,0 +1,124 @@
+"""The process that speaks to Ray for one coordinator: `python -m tinsmith.batch.pools.ray_driver`.
+
+Lines of JSON come on standard input: first the `address` of the cluster, then workers to `start` and to `kill`. Lines
+go to standard output: that one is `started`, and where; that one is `gone`, and why; that everything is `refused`. The
+actors belong to this process: when it ends, which it does with its input, Ray ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+import time
+from typing import IO, Any
+
+import ray
+from ray.exceptions import RayError
+
+from tinsmith.batch.pools.ray_host import WorkerHost
+from tinsmith.settings import silence_ray
+
+NAMESPACE = "tinsmith-batch"
+CONNECT_S = 60.0
+"""How long a cluster that cannot be reached, perhaps since its head starts again, is tried."""
+PAUSE_S = 2.0
+
+
+class Hosts:
+    def __init__(self, output: IO[str]) -> None:
+        self._output = output
+        self._hosts: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, request: dict[str, Any]) -> None:
+        options = {
+            "name": f"batch-{request['start']}",
+            "num_cpus": request["cpus"],
+            "num_gpus": request["gpus"],
+            "max_restarts": 0,
+            "max_concurrency": 4,
+            "scheduling_strategy": "SPREAD",
+        }
+        remote: Any = ray.remote(WorkerHost)
+        host = remote.options(**options).remote(request["token"], request["setup"])
+        self._hosts[request["start"]] = host
+        task = asyncio.create_task(self._keep(request["start"], host))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, worker_id: str, host: Any) -> None:  # noqa: ANN401
+        why = "it has ended"
+        try:
+            found = await host.start.remote()
+            self.say({"started": worker_id, "address": found["address"], "where": found["where"]})
+            await host.wait.remote()
+        except RayError as error:
+            why = str(error)
+        self.say({"gone": worker_id, "why": why})
+        self._hosts.pop(worker_id, None)
+        ray.kill(host)
+
+    def kill(self, worker_id: str) -> None:
+        """One that waits for room is gone at once; a worker has a moment to end its children."""
+        host = self._hosts.pop(worker_id, None)
+        if host is not None:
+            task = asyncio.create_task(self._end(host))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, host: Any) -> None:  # noqa: ANN401
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                await host.end.remote()
+        except (TimeoutError, RayError):
+            pass
+        ray.kill(host)
+
+    def say(self, message: dict[str, Any]) -> None:
+        self._output.write(json.dumps(message) + "\n")
+        self._output.flush()
+
+
+def connect(address: str) -> str:
+    """Why that cannot be done; empty if it is."""
+    silence_ray()
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+            return ""
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if time.monotonic() > deadline:
+                return f"there is no Ray cluster at {address!r} that can be joined from here: {error}"
+        time.sleep(PAUSE_S)
+
+
+async def serve(output: IO[str]) -> None:
+    hosts = Hosts(output)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        message = json.loads(line)
+        if "start" in message:
+            hosts.start(message)
+        else:
+            hosts.kill(message["kill"])
+
+
+def main() -> None:
+    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # libraries may print
+    refused = connect(json.loads(sys.stdin.readline())["address"])
+    if refused:
+        output.write(json.dumps({"refused": refused}) + "\n")
+        output.flush()
+        return
+    try:
+        asyncio.run(serve(output))
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

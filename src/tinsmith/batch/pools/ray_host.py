@@ -1,0 +1,86 @@
+"""What Ray places for a pool: an actor that starts one worker on its node and ends it. Nothing of a job passes it.
+
+The worker listens on the node's address, and takes nobody without the token that its coordinator gave it. It ends with
+this process, by its input, as on the coordinator's own machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tinsmith.settings import worker_environment
+
+START_S = 60.0
+"""How long a worker's service may take to listen; its mapper starts later."""
+END_S = 2.0
+"""How long a worker may take to end its children and itself."""
+TAIL = 2000
+
+
+class WorkerHost:
+    def __init__(self, token: str, setup: str) -> None:
+        self._token = token
+        self._setup = setup
+        self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-worker-"))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> dict[str, str]:
+        """Where the worker is. Raises RuntimeError with what it said."""
+        import ray
+
+        environment = worker_environment()
+        if self._setup:
+            self._prepare(environment)
+        log_path = self._directory / "log"
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tinsmith.batch.worker"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True,
+            )  # fmt: skip
+        self._process = process
+        assert process.stdin is not None and process.stdout is not None
+        node = ray.util.get_node_ip_address()
+        first = {"token": self._token, "host": node, "log_path": str(log_path)}
+        process.stdin.write(json.dumps(first | {"directory": str(self._directory)}).encode() + b"\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], START_S)
+        line = process.stdout.readline() if ready else b""
+        if not line:
+            said = log_path.read_text(errors="replace")[-TAIL:]
+            self.end()
+            raise RuntimeError(f"a worker did not come to listen: {said}")
+        return {"address": json.loads(line)["address"], "where": f"{node}:{process.pid}"}
+
+    def wait(self) -> int:
+        """Until the worker has ended, for whatever reason; what it kept here is gone then, too."""
+        assert self._process is not None
+        status = self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        return status
+
+    def end(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()  # the worker kills its children, then itself
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _prepare(self, environment: dict[str, str]) -> None:
+        """The pool's own command, before each worker: nobody knows what this node has seen."""
+        command = ["/bin/sh", "-c", self._setup]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        if done.returncode:
+            raise RuntimeError(f"the pool's setup failed: {done.stdout.decode(errors='replace')[-TAIL:]}")

@@ -1,0 +1,152 @@
+"""What a pool of workers is, whatever runs them: how many, on what, how one is started and how it ends.
+
+A pool has slots; a slot runs the batches of one job at a time. In an exclusive pool, whose workers hold something that
+others wait for (accelerators, or a place on a cluster), only the workers of the job that has the slot may be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from tinsmith.errors import SettingsError, UserError
+
+LOCAL, RAY = "local", "ray"
+INFRA = (LOCAL, RAY)
+MAX_SLOTS = 1024
+POOL_KEYS = {
+    "workers",
+    "min_workers",
+    "max_workers",
+    "queue_length_threshold",
+    "upscale_delay_seconds",
+    "downscale_delay_seconds",
+}
+
+
+class WorkerStartError(Exception):
+    """The process of a worker did not come to listen."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSpec:
+    """What a pool is. Workers start with the first batch for them and end with their job: between jobs it is empty."""
+
+    name: str
+    workers: int
+    devices_per_worker: int = 0
+    setup: str = ""
+    infra: str = LOCAL
+    cpus: float = 1.0
+    """What each worker reserves on a cluster; on this machine nothing is reserved."""
+
+    @property
+    def exclusive(self) -> bool:
+        return self.devices_per_worker > 0 or self.infra == RAY
+
+    def resized(self, workers: object) -> PoolSpec:
+        return replace(self, workers=_count("workers", workers))
+
+
+class Started(Protocol):
+    """A worker, and how to reach it."""
+
+    address: str
+    """A URL, or the path of a socket."""
+    token: str
+    shares_files: bool
+    """Whether it sees the files of this machine."""
+
+    @property
+    def where(self) -> str:
+        """For people: a process, or a node and a process."""
+        ...
+
+    @property
+    def gone(self) -> bool: ...
+
+    async def wait(self) -> None:
+        """Until it is gone."""
+        ...
+
+    async def kill(self) -> None:
+        """The worker, its children, and what it kept on its disk."""
+        ...
+
+
+class Pool(Protocol):
+    """Starts the workers of one pool."""
+
+    kind: str
+    spec: PoolSpec
+
+    async def start(self, worker_id: str, slot: int | None) -> Started:
+        """For a slot, or for an operation beside them. Raises WorkerStartError."""
+        ...
+
+    async def close(self) -> None:
+        """Its workers are gone already, or go now."""
+        ...
+
+
+def pool_from_yaml(name: str, path: Path) -> PoolSpec:
+    """A pool from SkyPilot's keys. Raises SettingsError."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text())
+        return pool_from(name, data)
+    except (OSError, yaml.YAMLError, UserError) as error:
+        raise SettingsError(f"the pool {name!r} in {path}: {error}") from None
+
+
+def pool_from(name: str, data: object) -> PoolSpec:
+    """Raises UserError naming the key. The keys of scaling by a queue's length are read; a pool that starts a worker
+    for the first batch, and ends it after the last one, has no delays to keep."""
+    if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
+        raise UserError("it has no 'pool' with 'workers'")
+    if unknown := sorted(set(data) - {"name", "pool", "resources", "setup"}):
+        raise UserError(f"it has {unknown}, which is not supported; there are name, pool, resources and setup")
+    pool: Mapping[str, Any] = data["pool"]
+    if unknown := sorted(set(pool) - POOL_KEYS):
+        raise UserError(f"pool has {unknown}, which is not supported; it has {sorted(POOL_KEYS)}")
+    resources = data.get("resources") or {}
+    if not isinstance(resources, Mapping) or set(resources) - {"accelerators", "infra", "cpus"}:
+        raise UserError(f"resources is {resources!r}; it has accelerators, infra and cpus")
+    infra = resources.get("infra", LOCAL)
+    if infra not in INFRA:
+        raise UserError(f"resources.infra is {infra!r}; it must be one of {list(INFRA)}")
+    cpus = resources.get("cpus", 1.0)
+    if isinstance(cpus, bool) or not isinstance(cpus, int | float) or cpus < 0:
+        raise UserError(f"resources.cpus is {cpus!r}; it must be a number of at least 0")
+    if "cpus" in resources and infra == LOCAL:
+        raise UserError("resources.cpus is for pools with 'infra: ray'; workers on this machine share all of its CPUs")
+    setup = data.get("setup") or ""
+    if not isinstance(setup, str):
+        raise UserError(f"setup is {setup!r}; it must be a shell command")
+    workers = pool.get("max_workers", pool.get("workers"))
+    devices = _devices(resources.get("accelerators"))
+    return PoolSpec(name, _count("workers", workers), devices, setup, infra, float(cpus))
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SLOTS:
+        raise UserError(f"{name} is {value!r}; it must be a whole number from 0 to {MAX_SLOTS}")
+    return value
+
+
+def _devices(accelerators: object) -> int:
+    """`H100`, `H100:2` or `{H100: 2}`: how many; which kind this machine has is not asked."""
+    if accelerators is None:
+        return 0
+    if isinstance(accelerators, Mapping) and len(accelerators) == 1:
+        return _count("resources.accelerators", next(iter(accelerators.values())))
+    if isinstance(accelerators, str):
+        _, colon, count = accelerators.partition(":")
+        if not colon:
+            return 1
+        if count.isdecimal():
+            return _count("resources.accelerators", int(count))
+    raise UserError(f"resources.accelerators is {accelerators!r}; use NAME:COUNT")

@@ -1,0 +1,97 @@
+"""A cluster of Ray with several nodes, all of them on this machine, and nothing left of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tinsmith.settings import silence_ray
+
+STORE_BYTES = 80_000_000
+# A node is given up after two seconds of silence, and not after fifteen; a slow machine may be silent for one.
+CONFIG = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000, "health_check_failure_threshold": 4}
+
+
+@dataclass
+class Nodes:
+    """`cluster` is Ray's own; its head has no room for anything."""
+
+    cluster: Any
+    directory: Path
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, cpus: int = 8, **resources: float) -> Any:  # noqa: ANN401
+        return self.cluster.add_node(num_cpus=cpus, resources=resources or None, object_store_memory=STORE_BYTES)
+
+    def lose(self, node: Any) -> None:  # noqa: ANN401
+        """Without a word, as a machine that is switched off."""
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def logs(self) -> str:
+        """All that Ray has written."""
+        files = [path for path in self.directory.rglob("*") if path.is_file() and "logs" in path.parts]
+        return "".join(path.read_text(errors="replace") for path in files)
+
+
+@contextlib.contextmanager
+def ray_nodes(*cpus: int) -> Iterator[Nodes]:
+    silence_ray()
+    import ray
+    from ray.cluster_utils import Cluster
+
+    # Sockets lie in it, whose paths may have a hundred characters.
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": STORE_BYTES,
+        "temp_dir": str(directory),
+        "_system_config": CONFIG,
+    }
+    cluster = Cluster(initialize_head=True, connect=False, head_node_args=head)
+    try:
+        nodes = Nodes(cluster, directory)
+        for each in cpus:
+            nodes.add(each)
+        yield nodes
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+        left = _below(directory)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(directory, ignore_errors=True)
+    assert not left, "processes of the cluster outlived it"
+
+
+def _below(directory: Path, patience_s: float = 10.0) -> list[int]:
+    """The processes that name the cluster's directory, once they have had time to go."""
+    deadline = time.monotonic() + patience_s
+    while (found := [pid for pid in _pids() if str(directory) in _command(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+def _pids() -> list[int]:
+    return [
+        int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal() and int(path.name) != os.getpid()
+    ]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
