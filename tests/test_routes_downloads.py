@@ -201,8 +201,9 @@ def test_the_length_of_an_archive_is_known_before_it_is_made(harness: Harness) -
 
 def test_an_archive_that_has_begun_ends_whole(harness: Harness) -> None:
     path = harness.saved(harness.model())
-    (directory,) = harness.services.checkpoints.files.path("").iterdir()
-    chunks = tar_of(directory, harness.services.checkpoints.files.files(directory.name))
+    files = harness.services.checkpoints.files
+    (directory,) = files.path("").iterdir()
+    chunks = tar_of(files, directory.name, files.files(directory.name))
     first = next(chunks)
     harness.send("DELETE", address(path))
     assert not directory.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tinsmith.errors import SettingsError
@@ -47,3 +49,31 @@ def test_an_engine_asks_for_huge_pages_unless_the_user_tunes_the_allocator(monke
     assert engine_environment()["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=1")
     assert engine_environment()["GLIBC_TUNABLES"] == "glibc.malloc.check=1"
+
+
+def test_an_engine_has_the_keys_of_a_bucket_only_where_its_files_are_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    assert "AWS_SECRET_ACCESS_KEY" not in engine_environment()
+    assert engine_environment(bucket=True)["AWS_SECRET_ACCESS_KEY"] == "secret"
+
+
+@pytest.mark.parametrize(
+    ("given", "location", "bucket"),
+    [
+        ("", "DATA/checkpoints", False),
+        ("/shared/tinsmith", "/shared/tinsmith/checkpoints", False),
+        ("file:///shared/tinsmith", "file:///shared/tinsmith/checkpoints", False),
+        ("s3://bucket/some/where/", "s3://bucket/some/where/checkpoints", True),
+        ("gs://bucket", "gs://bucket/checkpoints", True),
+    ],
+)
+def test_files_are_in_a_directory_or_a_bucket(tmp_path: Path, given: str, location: str, bucket: bool) -> None:
+    settings = load({"data_dir": tmp_path, "storage_dir": given})
+    assert settings.storage_location("checkpoints") == location.replace("DATA", str(tmp_path))
+    assert settings.has_bucket == bucket
+
+
+@pytest.mark.parametrize("given", ["az://container/x", "s3://", "http://host/x", "memory://name/x"])
+def test_a_store_that_is_not_supported_is_refused(given: str) -> None:
+    with pytest.raises(SettingsError, match="storage_dir is"):
+        load({"storage_dir": given})

@@ -78,7 +78,7 @@ from tinsmith.sessions import Sessions
 from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
 from tinsmith.standing import StandingSessions
-from tinsmith.storage import claim, open_directories
+from tinsmith.storage import check_reachable, claim, open_directories
 from tinsmith.supervisor import Supervisor
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
@@ -200,6 +200,7 @@ def build(settings: Settings) -> Server:
     supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox))
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
+    check_reachable(settings)
     waiters = Waiters()
     meters.held_polls(waiters.__len__)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.errors import SettingsError
@@ -155,6 +155,11 @@ class Settings(BaseSettings):
     """Bytes of adapters in training, with their gradients and optimizer state, that an engine keeps in its device's
     memory. Beyond it the least recently used are on disk until their next request. 0 means two fifths of what is free
     once the base model is loaded."""
+
+    memory_budget: ByteSize = Field(default=ByteSize(0), ge=0)
+    """What one engine may have of its device's memory, such as `6GiB`: base model, adapters in training, versions,
+    activations, and keys and values together, which then make room for each other (docs/howto/memory.md). 0 means
+    that each has a bound of its own."""
 
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
     """Largest request body, counted after decompression."""
@@ -375,7 +380,8 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False)
     own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     # The ranks of an engine are on one machine, and what they tell each other is for nobody else.
     own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform == "linux" else {}
-    return {**own, **kept, **needed, **metered}
+    opening = _bucket_variables() if bucket else {}
+    return {**own, **kept, **needed, **metered, **opening}
 
 
 def worker_environment() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """The barriers of a model: creating, loading, saving, publishing, unloading.
 
 Each method carries out one request on the backend and returns the settlement for the engine to write, or what is to be
-sent away before there is one. A UserError is an answer; any other exception is the engine's to handle. A publish writes no file (see `versions`).
+sent away before there is one (`sending`). A UserError is an answer; any other exception is the engine's to handle. A
+publish writes no file (see `versions`).
 """
 
 from __future__ import annotations

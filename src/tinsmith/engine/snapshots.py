@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from functools import partial
 
 import structlog
 
@@ -82,7 +81,7 @@ class Loaded:
         self._failure: Exception | None = None
 
     def send(self) -> tuple[str, int]:
-        """On any thread. Returns the directory, which is empty if it could not be written, and no bytes of anybody's."""
+        """On any thread. Returns the directory, empty if it could not be written, and 0: no tenant pays for it."""
         try:
             return self._write(), 0
         except Exception as error:  # noqa: BLE001  what a backend raises when it cannot write is its own affair

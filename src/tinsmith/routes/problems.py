@@ -2,8 +2,8 @@
 
 The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty (the
 SDK takes an empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a
-database that does not answer is a 503; anything else is a 500 with an id under which the log has the rest. Nothing of a
-request's body or headers reaches the log.
+database or an object store that does not answer is a 503; anything else is a 500 with an id under which the log has the
+rest. Nothing of a request's body or headers reaches the log.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_hub, is_openai
+from tinsmith.storage import UnreachableError
 
 log = structlog.get_logger()
 
@@ -123,6 +124,12 @@ def on_silent_database(request: Request, error: Exception) -> Response:
     return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
 
 
+def on_silent_store(request: Request, error: Exception) -> Response:
+    log.error("the object store does not answer", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's object store does not answer; try again in a moment"
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
 def on_database_error(request: Request, error: Exception) -> Response:
     """What the driver says when a connection breaks in the middle depends on the moment."""
     assert isinstance(error, DBAPIError)
@@ -135,6 +142,7 @@ HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
     HTTPException: on_http_exception,
     ClientDisconnect: on_disconnect,
     DBAPIError: on_database_error,
+    UnreachableError: on_silent_store,
     TimeoutError: on_silent_database,
     Exception: on_unexpected,
 }

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tinsmith.crashpoints import reach
-from tinsmith.errors import CorruptFilesError, UserError
-from tinsmith.storage.stores import split
+from tinsmith.errors import CorruptFilesError, SettingsError, UserError
+from tinsmith.storage.stores import open_store, split
 
 if TYPE_CHECKING:
     from tinsmith.settings import Settings
@@ -201,6 +201,20 @@ def open_directories(settings: Settings, kind: str) -> Directories:
     from tinsmith.storage.cache import Cache
 
     return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
+
+
+def check_reachable(settings: Settings) -> None:
+    """Ask the bucket for something, if the settings name one. Raises SettingsError."""
+    if not settings.has_bucket:
+        return
+    store, prefix = open_store(settings.storage_location("checkpoints"))
+    try:
+        next(store.entries(prefix), None)
+    except UnreachableError as error:
+        raise SettingsError(
+            f"storage_dir is {settings.storage_dir!r}, which cannot be read; keys, region and endpoint come from AWS_* "
+            f"or GOOGLE_* variables. {error}"
+        ) from None
 
 
 @contextmanager

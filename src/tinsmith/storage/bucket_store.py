@@ -53,6 +53,7 @@ class BucketStore(Store):
     def __init__(self, bucket: Bucket) -> None:
         self._bucket: Any = bucket
 
+    @answered()
     def put_create(self, key: str, data: bytes) -> str | None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -63,12 +64,15 @@ class BucketStore(Store):
                 raise FileExistsError(f"{key} exists already") from None
             return self.head(key).etag
 
+    @answered()
     def put(self, key: str, data: bytes) -> str | None:
         return self._bucket.put(key, data, use_multipart=len(data) > PIECE_BYTES)["e_tag"]
 
+    @answered()
     def get(self, key: str) -> bytes:
         return bytes(self._bucket.get(key).bytes())
 
+    @answered()
     def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         wanted = [(start, end) for start, end in ranges if end > start]
         found = iter(
@@ -79,21 +83,26 @@ class BucketStore(Store):
         return [bytes(next(found)) if end > start else b"" for start, end in ranges]
 
     def chunks(self, key: str) -> Iterator[bytes]:
-        for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
-            yield bytes(chunk)
+        with answered():
+            for chunk in self._bucket.get(key).stream(min_chunk_size=CHUNK_BYTES):
+                yield bytes(chunk)
 
+    @answered()
     def head(self, key: str) -> ObjectInfo:
         found = self._bucket.head(key)
         return ObjectInfo(found["size"], found["e_tag"])
 
+    @answered()
     def open(self, key: str) -> IO[bytes]:
         return io.BufferedReader(_Ranged(self, key, self.head(key).size), PIECE_BYTES)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
-        for page in self._bucket.list(prefix.rstrip("/") or None):
-            for entry in page:
-                yield Entry(entry["path"], entry["size"], entry["last_modified"].timestamp())
+        with answered():
+            for page in self._bucket.list(prefix.rstrip("/") or None):
+                for entry in page:
+                    yield Entry(entry["path"], entry["size"], entry["last_modified"].timestamp())
 
+    @answered()
     def delete_many(self, keys: Iterable[str]) -> None:
         if wanted := list(keys):
             with contextlib.suppress(FileNotFoundError):
@@ -101,20 +110,22 @@ class BucketStore(Store):
 
     @contextlib.contextmanager
     def open_writer(self, key: str, *, staging: str | None = None, exclusive: bool = False) -> Iterator[Writer]:
-        upload = _Upload(self._bucket, key)
-        yield upload
-        if upload.stream is None and exclusive:
-            from obstore.exceptions import AlreadyExistsError, PreconditionError
+        with answered():
+            upload = _Upload(self._bucket, key)
+            yield upload
+            if upload.stream is None and exclusive:
+                from obstore.exceptions import AlreadyExistsError, PreconditionError
 
-            try:
-                self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
-            except (AlreadyExistsError, PreconditionError, FileExistsError):
-                raise FileExistsError(f"{key} exists already") from None
-        elif exclusive and self.exists(key):
-            raise FileExistsError(f"{key} exists already")
-        else:
-            upload.finish()
+                try:
+                    self._bucket.put(key, bytes(upload.held), mode="create", use_multipart=False)
+                except (AlreadyExistsError, PreconditionError, FileExistsError):
+                    raise FileExistsError(f"{key} exists already") from None
+            elif exclusive and self.exists(key):
+                raise FileExistsError(f"{key} exists already")
+            else:
+                upload.finish()
 
+    @answered()
     def copy(self, source: str, target: str) -> None:
         if self.head(source).size <= MAX_COPY_BYTES:
             self._bucket.copy(source, target)
@@ -123,6 +134,7 @@ class BucketStore(Store):
             while piece := file.read(PIECE_BYTES):
                 writer.write(piece)
 
+    @answered()
     def upload(self, path: Path, key: str) -> None:
         """A file of this disk as an object."""
         self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
@@ -156,8 +168,7 @@ class _Ranged(io.RawIOBase):
         end = min(self._position + min(len(buffer), PIECE_BYTES), self._size)
         if end <= self._position:
             return 0
-        with answered():
-            piece = self._store.get_range(self._key, self._position, end)
+        piece = self._store.get_range(self._key, self._position, end)
         buffer[: len(piece)] = piece
         self._position += len(piece)
         return len(piece)

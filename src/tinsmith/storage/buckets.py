@@ -33,7 +33,7 @@ from tinsmith.storage import (
     seal,
     write_manifest,
 )
-from tinsmith.storage.bucket_store import BucketStore, answered
+from tinsmith.storage.bucket_store import BucketStore
 from tinsmith.storage.cache import Cache
 from tinsmith.storage.stores import PIECE_BYTES, join, open_store
 
@@ -64,7 +64,7 @@ class BucketDirectories(Directories):
         paths = [path for path in sorted(hidden.iterdir()) if path.name != MANIFEST]
         try:
             size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
-            with answered(), self._cache.hold(hidden):
+            with self._cache.hold(hidden):
                 for path in paths:
                     self._store.upload(path, self._key(name, path.name))
                 reach(f"{self._root.name}.sealed")
@@ -90,10 +90,9 @@ class BucketDirectories(Directories):
         self.check_sizes(name)
         files, target = self.files(name), uuid.uuid4().hex
         try:
-            with answered():
-                for file in (*files, MANIFEST):
-                    self._store.copy(self._key(name, file), self._key(target, file))
-                manifest_bytes = self._store.head(self._key(target, MANIFEST)).size
+            for file in (*files, MANIFEST):
+                self._store.copy(self._key(name, file), self._key(target, file))
+            manifest_bytes = self._store.head(self._key(target, MANIFEST)).size
         except FileNotFoundError as error:
             self.discard(target)
             raise CorruptFilesError(f"a file of {name} went away while it was copied") from error
@@ -144,7 +143,7 @@ class BucketDirectories(Directories):
     def _download(self, key: str, path: Path) -> tuple[int, str]:
         """An object as a file of this disk; its size and digest."""
         digest, size_bytes = hashlib.sha256(), 0
-        with answered(), self._store.open(key) as source, path.open("xb") as target:
+        with self._store.open(key) as source, path.open("xb") as target:
             while piece := source.read(PIECE_BYTES):
                 digest.update(piece)
                 size_bytes += len(piece)
@@ -155,16 +154,14 @@ class BucketDirectories(Directories):
         return None
 
     def open(self, name: str, file: str) -> IO[bytes]:
-        with answered():
-            return self._store.open(self._key(name, file))
+        return self._store.open(self._key(name, file))
 
     def check(self, name: str) -> None:
         with self.reading(name):
             pass
 
     def check_sizes(self, name: str) -> None:
-        with answered():
-            there = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
+        there = {entry.key: entry.size for entry in self._store.entries(join(self._prefix, name))}
         for file, size_bytes in self.files(name).items():
             if there.get(self._key(name, file)) != size_bytes:
                 raise CorruptFilesError(_cut_short(file, size_bytes))
@@ -173,8 +170,7 @@ class BucketDirectories(Directories):
         if (known := self._known.get(name)) is not None:
             return known
         try:
-            with answered():
-                found = read_manifest(self._store.get(self._key(name, MANIFEST)))
+            found = read_manifest(self._store.get(self._key(name, MANIFEST)))
         except FileNotFoundError as error:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: there is none") from error
         self._known[name] = found
@@ -186,10 +182,9 @@ class BucketDirectories(Directories):
 
     def old(self, age_s: float) -> list[str]:
         newest: dict[str, float] = {}
-        with answered():
-            for entry in self._store.entries(self._prefix):
-                name = entry.key[len(self._prefix) + 1 :].partition("/")[0]
-                newest[name] = max(entry.modified_at, newest.get(name, 0.0))
+        for entry in self._store.entries(self._prefix):
+            name = entry.key[len(self._prefix) + 1 :].partition("/")[0]
+            newest[name] = max(entry.modified_at, newest.get(name, 0.0))
         before = time.time() - age_s
         return [name for name, modified_at in newest.items() if modified_at < before]
 
@@ -199,9 +194,8 @@ class BucketDirectories(Directories):
         self._known.pop(name, None)
         self._cache.remove(self._root / name)
         try:
-            with answered():
-                self._store.delete_many([self._key(name, MANIFEST)])  # first: without it, there is no directory
-                self._store.delete_below(join(self._prefix, name))
+            self._store.delete_many([self._key(name, MANIFEST)])  # first: without it, there is no directory
+            self._store.delete_below(join(self._prefix, name))
         except UnreachableError as error:
             log.warning("a directory is left in the bucket; it is swept later", directory=name, error=str(error))
 
