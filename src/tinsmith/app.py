@@ -98,7 +98,8 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     """What a process that answers no clients shows to probes and to Prometheus."""
-    routes = [Route("/healthz", healthz, methods=["GET"]), *metrics.ROOT_ROUTES]
+    probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
+    routes = [*probes, *metrics.ROOT_ROUTES]
     app = Starlette(routes=routes, exception_handlers=problems.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.answers.register(VERB, partial(answer_request, services))

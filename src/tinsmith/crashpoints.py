@@ -29,6 +29,7 @@ POINTS = {
     "poll.answering": "a result is read, and not sent",
     # The engine.
     "engine.fetched": "new requests are read",
+    "engine.claimed": "runs that were nobody's are claimed, and nothing of them is read",
     "engine.planned": "a step is chosen",
     "engine.running": "requests are noted as running, and not begun",
     "engine.ran": "requests are carried out, and not settled",

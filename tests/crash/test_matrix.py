@@ -33,7 +33,7 @@ NTH = {
 }
 """Which time is the deadly one, where the first would come before there is something to lose."""
 
-BEFORE = {"model.replaying": "engine.ran:25,"}
+BEFORE = {"model.replaying": "engine.ran:25,", "engine.claimed": "engine.ran:20,"}
 """What must happen first."""
 
 FIRST_START = "migration.uncommitted"
@@ -81,7 +81,7 @@ CHAINS = (
     "snapshots.recorded",
     "poll.answering:9@both,engine.running:7,versions.sealed@server,checkpoints.placed,model.loading,"
     "snapshots.writing@both",
-    "engine.ran:9,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
+    "engine.ran:9,engine.claimed,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
     "settle.uncommitted:9@both,settle.committed:5,model.loaded@server,model.published:2,snapshots.placed@both",
 )
 """Every point once, in few runs. Those of one kind of request are apart: what ends two engines is given up."""

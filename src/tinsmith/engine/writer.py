@@ -2,7 +2,8 @@
 
 A job is `work`, which runs on that thread and must not touch what lives on the engine's, and `done`, which runs on the
 engine's thread at its next `collect`, with the error if there was one. Jobs are done in order, one at a time. The
-thread ends when nothing is left to do. Knows nothing of what is written.
+thread ends when nothing is left to do; what is no Exception (the engine was taken for dead) ends it at once, and is
+raised where the engine's thread looks next. Knows nothing of what is written.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Writer:
         self._finished: deque[tuple[Job, Exception | None]] = deque()
         self._thread: threading.Thread | None = None
         self._captured_bytes = 0
+        self._end: BaseException | None = None
 
     @property
     def is_full(self) -> bool:
@@ -45,6 +47,8 @@ class Writer:
 
     def collect(self) -> None:
         """Call `done` of what was finished since the last time."""
+        if self._end is not None:
+            raise self._end
         while self._finished:
             job, error = self._finished.popleft()
             self._captured_bytes -= job.num_bytes
@@ -62,6 +66,11 @@ class Writer:
                 job.work()
             except Exception as error:  # noqa: BLE001  reported to whoever wanted it written
                 self._finished.append((job, error))
+            except BaseException as end:  # noqa: BLE001  raised on the engine's thread
+                with self._lock:
+                    self._end, self._thread = end, None
+                    self._jobs.clear()
+                return
             else:
                 self._finished.append((job, None))
 

@@ -1,0 +1,37 @@
+"""Writing behind: what was written, what failed, and what ends the engine is told to the engine's thread."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.engine.writer import Job, Writer
+from tinsmith.engines import LeaseLostError
+
+
+def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
+    told: list[object] = []
+    writer = Writer()
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    writer.submit(Job(1, lambda: told.append("first"), lambda error: told.append(error)))
+    writer.submit(Job(1, fail, lambda error: told.append(str(error))))
+    writer.flush()
+    assert told == ["first", None, "the disk is full"]
+
+
+def test_the_end_of_the_engine_is_raised_on_its_own_thread_and_nothing_more_is_written() -> None:
+    told: list[object] = []
+    writer = Writer()
+
+    def lose() -> None:
+        raise LeaseLostError("taken for dead")
+
+    for work in (lose, lambda: told.append("written all the same")):
+        writer.submit(Job(1, work, told.append))
+    with pytest.raises(LeaseLostError, match="taken for dead"):
+        writer.flush()
+    with pytest.raises(LeaseLostError):
+        writer.collect()
+    assert "written all the same" not in told
