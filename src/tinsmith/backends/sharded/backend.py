@@ -24,7 +24,7 @@ from tinsmith.backends.sharded.links import Company
 from tinsmith.backends.sharded.rank import Rank
 from tinsmith.backends.sharded.ranks import meet
 from tinsmith.backends.sharded.sampler import GroupSampler
-from tinsmith.backends.sharded.serving import RESUME, Outcome, carry_out
+from tinsmith.backends.sharded.serving import ABANDON, RESUME, AbandonedError, Outcome, carry_out
 from tinsmith.errors import RanksLostError, SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -82,9 +82,9 @@ class Group:
             self._on_lost(str(error))
             raise
 
-    def resume(self) -> None:
-        """The other ranks go on with the command that they are in."""
-        self._company.send(range(1, self.world), RESUME)
+    def release(self, message: bytes) -> None:
+        """The other ranks go on with the command that they are in, or abandon it."""
+        self._company.send(range(1, self.world), message)
 
     def close(self) -> None:
         self._company.close()
@@ -125,6 +125,10 @@ class ShardedBackend:
     def model_bytes(self, model_id: str) -> int:
         return self._own.model_bytes(model_id)
 
+    def memory_use(self) -> Mapping[str, int]:
+        """Of the first rank."""
+        return self._own.memory_use()
+
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
     ) -> list[PassResult | UserError]:
@@ -149,6 +153,7 @@ class ShardedBackend:
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
         self._call("load_model", model_id, spec, str(directory), optimizer, optimizer_type)
+        self._call("digest", model_id)
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._call("publish", model_id, version_id)
@@ -171,13 +176,17 @@ class ShardedBackend:
         def run() -> None:
             try:
                 between()
-            finally:
-                self._group.resume()
+            except BaseException:
+                self._group.release(ABANDON)
+                raise
+            self._group.release(RESUME)
 
         return run
 
 
 def _judged(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
+    # Whoever abandoned a step did so because rank 0 did: what it raised is the answer.
+    outcomes = {rank: each for rank, each in outcomes.items() if each.kind != AbandonedError.__name__}
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
         told = "; ".join(f"rank {rank}: {outcome.told}" for rank, outcome in sorted(outcomes.items()))

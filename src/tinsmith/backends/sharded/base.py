@@ -19,6 +19,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tinsmith.backends.sharded.dividing import divided
 from tinsmith.backends.sharded.parts import (
@@ -37,7 +38,8 @@ from tinsmith.backends.sharded.ranks import Ranks
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Target
-from tinsmith.errors import SettingsError
+from tinsmith.backends.torch.servable import refusing
+from tinsmith.errors import RanksLostError, SettingsError
 from tinsmith.ops import LoraSpec, ModelShape
 
 log = structlog.get_logger()
@@ -64,7 +66,8 @@ def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, qu
         )
     base = PartedBase.load(shape, device="cpu", dtype=dtype, recompute=recompute)
     assert isinstance(base, PartedBase)
-    base.divide(ranks)
+    with refusing(shape):
+        base.divide(ranks)
     return base
 
 
@@ -74,6 +77,11 @@ class PartedBase(BaseModel):
     _ranks: Ranks | None = None
     _expected: list[Tensor]
     parting: Parting | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
+        return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors.values())
 
     def adaptable(self) -> list[Target]:
         linears = (own.whole if isinstance(own, PartedLinear) else own.target for own in self.targets.values())
@@ -119,7 +127,14 @@ class PartedBase(BaseModel):
     def compare(self) -> None:
         """Raises SettingsError on every rank if the shares do not make up the whole on one of them."""
         assert self._ranks is not None
-        found = self._probe(self._ranks)
+        try:
+            found = self._probe(self._ranks)
+        except (SettingsError, RanksLostError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise SettingsError(
+                f"{self.shape.name} ({self.shape.arch}) cannot be divided: {type(error).__name__}: {error}"
+            ) from error
         error = max(
             float((ours.cpu().float() - whole.float()).norm() / whole.float().norm().clamp_min(1e-6))
             for ours, whole in zip(found, self._expected, strict=True)

@@ -6,6 +6,7 @@ lists the commands; those that return something return plain values.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -28,7 +29,7 @@ from tinsmith.samplers import CacheUse
 COMMANDS = frozenset(
     {
         "join", "load", "assemble", "create_model", "unload_model", "load_model", "run_passes", "optim_step", "publish",
-        "load_version", "drop_version", "submit", "cancel", "step",
+        "load_version", "drop_version", "submit", "cancel", "step", "digest",
     }
 )  # fmt: skip
 """What a message may name."""
@@ -50,6 +51,9 @@ class RankBackend(TorchBackend):
             self._base.compare()
         self._room_bytes = min(cast("list[int]", self.ranks.gather(self._room_bytes)))
         _ = self.sampler
+
+    def adapter_of(self, model_id: str) -> Adapter:
+        return self._model(model_id).adapter
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return load_base(shape, self.ranks, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -108,9 +112,15 @@ class Rank:
     def load_model(self, model_id: str, spec: LoraSpec, directory: str, optimizer: bool, optimizer_type: str) -> None:
         self.backend.load(model_id, spec, Path(directory), optimizer=optimizer, optimizer_type=optimizer_type)
 
-    def run_passes(self, passes: Sequence[Pass], between: bool) -> list[PassResult | UserError]:
-        """On the ranks but the first: between micro-batches, what rank 0 wants done meanwhile."""
-        return self.backend.run_passes(passes, between=self._serve if between else None)
+    def digest(self, model_id: str) -> str:
+        """Of an adapter's weights: what all ranks have alike."""
+        flat_P = self.backend.adapter_of(model_id).flat_P.cpu().numpy()
+        return hashlib.blake2b(flat_P, digest_size=16).hexdigest()
+
+    def run_passes(self, passes: Sequence[Pass], between: Callable[[], None] | bool) -> list[PassResult | UserError]:
+        """`between` is rank 0's own, for the others whether there is any: they then do what rank 0 wants meanwhile."""
+        meanwhile = between if callable(between) else self._serve if between else None
+        return self.backend.run_passes(passes, between=meanwhile)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         return self.backend.optim_step(steps)

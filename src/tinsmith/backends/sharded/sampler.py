@@ -26,7 +26,8 @@ from tinsmith.errors import UserError
 from tinsmith.ops import Partial, Sample, SampleResult
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.batching import Step
-from tinsmith.samplers.local import LocalSampler
+from tinsmith.samplers.kvcache import default_bytes, layer_shapes
+from tinsmith.samplers.local import LocalSampler, SamplerOptions
 from tinsmith.samplers.sampling import Chosen, Top
 from tinsmith.samplers.sequences import Sequence as Running
 
@@ -47,12 +48,12 @@ Finished = list[tuple[str, SampleResult | UserError]]
 
 class RankSampler(LocalSampler):
     def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks) -> None:
-        super().__init__(base, versions)
+        token_bytes = sum(shape.num_bytes for shape in layer_shapes(base).values())
+        # What is free differs from device to device; what is scheduled must not.
+        budget = min(cast("list[int]", ranks.gather(default_bytes(base, token_bytes))))
+        super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget))
         self._ranks = ranks
         self._ran = False
-        pool = self._batcher.pool
-        # What is free differs from device to device; what is scheduled must not.
-        pool.max_blocks = min(cast("list[int]", ranks.gather(pool.max_blocks)))
 
     def step(self) -> Finished:
         self._ran = False
@@ -128,6 +129,8 @@ class GroupSampler:
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
     def step(self) -> Finished:
+        if not self._places:
+            return []
         # Where layers are shared, all ranks step, whether they have work or not.
         busy = {place.data_index for place in self._places.values()}
         chosen = range(self._degrees.data) if self._degrees.shard_base else sorted(busy)

@@ -15,10 +15,20 @@ from tinsmith.errors import EngineFailedError, RanksLostError, TinsmithError
 
 log = structlog.get_logger()
 
-RESUME = encode(["resume", []])
+RESUME, ABANDON = encode(["resume", []]), encode(["abandon", []])
+"""Between micro-batches: the other ranks go on with their step, or drop it as rank 0 does."""
+
+COMPARED = frozenset({"optim_step", "digest"})
+"""Commands after which all ranks must have come to the same: a norm that differs in its last bit tells of adapters that
+differ.
+"""
 
 SILENT = frozenset({"run_passes"})
 """Commands whose results every rank has, and rank 0 needs from none: they are large."""
+
+
+class AbandonedError(Exception):
+    """Rank 0 has dropped the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +64,19 @@ def carry_out(rank: Rank, name: str, args: Sequence[object]) -> Outcome:
     except RanksLostError:
         raise
     except Exception as error:
-        if not isinstance(error, TinsmithError | MemoryError):
-            log.error("a rank failed", command=name, exc_info=error)
         return Outcome(type(error).__name__, error=error)
-    # A norm that differs in its last bit tells of adapters that differ.
-    return Outcome("done", value, digest=repr(value) if name == "optim_step" else "")
+    return Outcome("done", value, digest=repr(value) if name in COMPARED else "")
 
 
 def serve(rank: Rank, link: Link) -> None:
-    """Carry out commands until the next is to resume."""
+    """Carry out commands until the next is to resume. Raises AbandonedError if it is to abandon."""
     while (message := link.receive()) != RESUME:
+        if message == ABANDON:
+            raise AbandonedError
         name, args = cast("tuple[str, list[object]]", decode(message))
         outcome = carry_out(rank, name, args)
+        if not isinstance(outcome.error, TinsmithError | MemoryError | AbandonedError | None):
+            log.error("a rank failed", command=name, exc_info=outcome.error)
         if name in SILENT and outcome.error is None:
             outcome = Outcome("done")
         link.send(outcome.message())
