@@ -109,7 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"errors", "plan"},
     "scheduler": {"ops"},
     "running_notes": set(),
-    "ownership": {"db", "engines", "ops", "tables"},
+    "ownership": {"db", "engines", "notify", "ops", "tables"},
     "fleet": {"db", "ownership", "tables"},
     "routing": {"ops"},
     "executors": {"db", "futures", "notify", "ops", "routing", "tables"},
@@ -134,8 +134,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling_sessions": VALUES | {"db", "tables"},
     "engines": {"db", "executors", "notify", "tables"},
     "checkpoints": VALUES | {"db", "tables", "models", "storage"},
-    "samplers": VALUES | {"samplers", "backends"},
-    "backends": VALUES | {"heap", "losses", "loss_graphs", "samplers", "backends"},
+    "samplers": VALUES | {"samplers", "backends", "plan"},
+    "backends": VALUES | {"heap", "losses", "loss_graphs", "samplers", "backends", "plan"},
     "encryption": {"errors"},
     "engine": VALUES
     | DURABLE
@@ -155,6 +155,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "observing.meters",
         "notify",
         "partials",
+        "plan",
         "samplers",
         "scheduler",
         "settings",

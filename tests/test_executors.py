@@ -163,6 +163,21 @@ def test_a_request_to_cancel_goes_to_whoever_has_the_sample_and_moves_with_it(ro
         assert owners[cancel] == owners[name] and owners[name] in (two, three)
 
 
+def test_a_request_to_cancel_that_came_too_late_follows_its_sample(rows: Rows) -> None:
+    one, two = rows.sampler(0), rows.sampler(1)
+    name = rows.sample(1, one)
+    rows.futures.cancel("alice", name, "enough")
+    (cancel,) = (request for request in rows.owners() if ":cancel" in request)
+    late = Ownership(rows.db, BASE, one)
+    assert not late.forward(cancel, name), "it is this one's"
+    rows.executors.hand_on(BASE, one, [name], to_samplers=True)
+    assert late.forward(cancel, name)
+    assert rows.owners() == {name: two, cancel: two}
+    rows.futures.settle([Settlement(name, body=b"{}")], {})
+    assert not late.forward(cancel, name)
+    assert not late.forward(cancel, SESSION), "that of a whole session is sent again while any of it waits"
+
+
 def test_a_session_that_is_over_is_cancelled_with_each_of_its_executors(rows: Rows) -> None:
     from tinsmith.sessions import NewSession, Sessions
 

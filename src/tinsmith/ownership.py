@@ -20,6 +20,7 @@ import sqlalchemy as sa
 
 from tinsmith.db import Database
 from tinsmith.engines import vacate
+from tinsmith.notify import engine_mailbox
 from tinsmith.ops import Pending
 from tinsmith.tables import ENGINES, FUTURES, MODELS, SAMPLERS
 
@@ -126,6 +127,20 @@ class Ownership:
                     connection.execute(_CLAIM_REQUESTS, {"request_ids": free, "claimant": self.engine_id})
                 mine.update(connection.scalars(_CLAIMED, asked))
         return mine
+
+    def forward(self, cancel_id: str, sample_id: str) -> bool:
+        """Give a request to cancel to whoever has the sample by now; False if that is settled, nobody's or this one's."""
+        query = sa.select(_OWNER).select_from(_REQUESTS)
+        theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
+        query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
+        with self._db.read() as connection:
+            owner = connection.scalar(query)
+        if owner is None:
+            return False
+        with self._db.write() as connection:
+            connection.execute(FUTURES.update().where(FUTURES.c.request_id == cancel_id).values(executor=owner))
+            self._db.notify(connection, engine_mailbox(self._base_model, owner), [cancel_id])
+        return True
 
     def give_back(self, model_id: str) -> None:
         """This engine has left a run, and everything of it is on disk: whoever wants it may claim it."""

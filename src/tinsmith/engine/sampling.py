@@ -127,6 +127,9 @@ class Sampling:
             name = cancelled_name(cancel.request_id)
             reason = UserError(bodies[cancel.request_id].decode())
             gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
+            if not gone and self._nouns.ownership.forward(cancel.request_id, name):
+                queues.known.discard(cancel.request_id)  # its sample was given to another one in between
+                continue
             settlements += [Settlement(request_id, error=reason) for request_id in gone]
             settlements.append(Settlement(cancel.request_id, effects=[deletion(cancel.request_id)]))
         for start in range(0, len(settlements), MOST_AT_ONCE):
