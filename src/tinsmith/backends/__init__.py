@@ -9,7 +9,7 @@ when its backend is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -55,6 +55,12 @@ class Backend(Protocol):
 
     def model_bytes(self, model_id: str) -> int:
         """What a model in training takes."""
+        ...
+
+    def memory_use(self) -> Mapping[str, int]:
+        """Bytes of the device by who holds them, as the backend reckons, and its `budget` if it has one; nothing, if it
+        cannot tell.
+        """
         ...
 
     def run_passes(
@@ -126,8 +132,13 @@ def load(name: str, shape: ModelShape, **options: str) -> Backend:
             from tinsmith.backends import sharded
 
         return sharded.load(shape, **options)
+    if name == "full":
+        with importing():
+            from tinsmith.backends.full import FullBackend
+
+        return FullBackend(shape, **options)
     if name == "fake":
         from tinsmith.backends.fake import FakeBackend
 
         return FakeBackend(shape, **options)
-    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded' or 'fake'")
+    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")

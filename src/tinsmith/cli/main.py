@@ -64,7 +64,7 @@ ShardBase = Annotated[
     bool | None,
     typer.Option("--shard-base", help="A part of every layer on each data-parallel device. Default: off."),
 ]
-Backend = Annotated[str | None, typer.Option(help="torch, or fake to test a client. Default: torch.")]
+Backend = Annotated[str | None, typer.Option(help="torch, full to train every weight, or fake to test a client. Default: torch.")]
 
 
 @app.command()

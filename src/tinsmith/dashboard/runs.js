@@ -28,7 +28,7 @@ const TITLES = new Map([
 const columns = [
   RUN_LINK,
   { label: "Base model", sort: "base_model", cell: (row) => row.base_model },
-  { label: "Rank", sort: "lora_rank", number: true, cell: (row) => count(row.lora_rank) },
+  { label: "Rank", sort: "lora_rank", number: true, cell: (row) => (row.lora_rank ? count(row.lora_rank) : "all weights") },
   { label: "State", sort: "state", cell: (row) => state(row.state) },
   { label: "Step", number: true, cell: (row) => count(row.step) },
   { label: "Loss", number: true, cell: (row) => number(row.metrics.loss_per_token) },
@@ -118,7 +118,7 @@ function describe(run) {
     ["State", h("span", {}, state(run.state), run.reason ? ` ${run.reason}` : "")],
     ["Step", count(run.step)],
     ["Base model", run.base_model],
-    ["LoRA rank", count(run.lora_rank)],
+    ["LoRA rank", run.lora_rank ? count(run.lora_rank) : "none: all weights are trained"],
     ["Optimizer", run.optimizer_type],
     ["Owner", run.owner],
     ["Session", h("a", { href: `#${path`/sessions/${run.session_id}`}` }, run.display_name || shortId(run.session_id))],

@@ -55,9 +55,9 @@ def weights_info(call: Call) -> JsonObject:
     found = call.services.checkpoints.get(call.tenant_id, parse_path(call.fields().text("tinker_path")))
     return {
         "base_model": found.base_model,
-        "is_lora": True,
+        "is_lora": found.lora_rank > 0,
         "optimizer_config": optimizer_config(found.optimizer_type),
-        "lora_rank": found.lora_rank,
+        "lora_rank": found.lora_rank or None,
         "train_unembed": found.train_unembed,
         "train_mlp": found.train_mlp,
         "train_attn": found.train_attn,
@@ -109,9 +109,9 @@ def _run(call: Call, model: Model) -> JsonObject:
         "training_run_id": model.model_id,
         "base_model": model.base_model,
         "model_owner": model.tenant_id,
-        "is_lora": True,
+        "is_lora": model.lora_rank > 0,
         "corrupted": model.state == "failed",
-        "lora_rank": model.lora_rank,
+        "lora_rank": model.lora_rank or None,
         "last_request_time": _iso(model.last_request_at),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),

@@ -12,7 +12,7 @@ from tinsmith.checkpoints import Checkpoint
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import NewModel
-from tinsmith.ops import ModelShape
+from tinsmith.ops import LoraSpec, ModelShape
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.submission import owned_model
 from tinsmith.routes.weights import exchange_token, load_into_model, loadable
@@ -36,12 +36,22 @@ def create_model(call: Call) -> JsonObject:
             session_id=session_id,
             tenant_id=call.tenant_id,
             base_model=asked.base_model,
-            lora=asked.lora,
+            lora=_trained_part(call, asked.lora),
             optimizer_type=asked.optimizer_type,
             user_metadata=text_values(asked.user_metadata),
         )
 
     return _submit_creation(call, fields, "create_model", plan)
+
+
+def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
+    """The adapter that is asked for; of rank 0, which none has, where all weights are trained."""
+    if call.services.settings.backend != "full":
+        return asked
+    for name in ("train_attn", "train_mlp", "train_unembed"):
+        if not getattr(asked, name):
+            raise UserError(f"lora_config.{name} is False; this server trains all weights (backend 'full')")
+    return replace(asked, rank=0)
 
 
 def load_weights(call: Call) -> JsonObject:
@@ -140,8 +150,8 @@ def get_info(call: Call) -> JsonObject:
             "model_name": shape.name,
             "tokenizer_id": _tokenizer_id(shape, call.services.settings.host),
         },
-        "is_lora": True,
-        "lora_rank": model.lora_rank,
+        "is_lora": model.lora_rank > 0,
+        "lora_rank": model.lora_rank or None,
         "optimizer_config": optimizer_config(model.optimizer_type),
     }
 

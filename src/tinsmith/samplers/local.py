@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.decoder import round_up
+from tinsmith.backends.torch.ledger import Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.ops import Grammar, Partial, Sample, SampleResult
@@ -36,6 +37,7 @@ from tinsmith.samplers.grammars import Grammars
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
+from tinsmith.samplers.room import CacheRoom
 from tinsmith.samplers.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.scoring import score_prompt
 from tinsmith.samplers.sequences import Request, Sequence, TopRow, Weights
@@ -62,8 +64,15 @@ class SamplerOptions:
 class LocalSampler:
     """Implements the Sampler protocol."""
 
+    runs_by_itself = False
+
     def __init__(
-        self, base: BaseModel, versions: Mapping[str, Adapter], *, options: SamplerOptions | None = None
+        self,
+        base: BaseModel,
+        versions: Mapping[str, Adapter],
+        *,
+        options: SamplerOptions | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         options = options or SamplerOptions()
         self._base = base
@@ -78,6 +87,7 @@ class LocalSampler:
             max_tokens=options.max_tokens_per_step,
         )
         self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
+        self._room = CacheRoom(ledger or Ledger(), self._batcher, self._cache, self._strips)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -98,7 +108,10 @@ class LocalSampler:
         request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
         self._num_requests += 1
         self._requests[sample.request_id] = [self._sequence(request, 0)]
-        self._batcher.add(self._requests[sample.request_id][0])
+        self._admit(self._requests[sample.request_id][0])
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._batcher.add(sequence)
 
     def cancel(self, request_id: str) -> bool:
         """Forget a waiting or running request and free its blocks at once."""
@@ -110,6 +123,7 @@ class LocalSampler:
     def step(self) -> list[tuple[str, SampleResult | UserError]]:
         self._settled = []
         self.collect()
+        self._room.fit()
         step = self._batcher.schedule()
         if step.spans:
             with torch.inference_mode():
@@ -142,7 +156,7 @@ class LocalSampler:
         if max_target(sample) >= self._base.vocab_size:
             raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
         # The last token is only ever returned: its keys and values need no room.
-        capacity = self._batcher.pool.max_blocks * self._batcher.block_size + 1
+        capacity = self._room.capacity + 1
         room = min(context, capacity) - num_prompt
         max_tokens = sample.params.max_tokens
         wanted = max(room, 1) if max_tokens is None else max_tokens
@@ -178,8 +192,7 @@ class LocalSampler:
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _run(self, step: Step) -> None:
-        if self._batcher.pool.num_blocks > self._cache.num_blocks:
-            self._cache.resize(self._batcher.pool.num_blocks)
+        self._room.grow()
         self._cache.prepare(step.copies, step.fresh)
 
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.

@@ -18,12 +18,15 @@ from tinsmith.backends import Capture
 from tinsmith.backends.torch import files, optimizers
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
+from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, MODELS, SAMPLING, VERSIONS, Giver, Ledger, in_words
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.memory import MODELS_SHARE, free_bytes, memory_errors
+from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local import LocalSampler
@@ -41,6 +44,9 @@ CHUNK_NUMBERS = {False: 2**22, True: 2**26}
 LEAST_CHUNK, LARGEST_CHUNK = 128, 1024
 """Fewer rows than this make no efficient product, more gain nothing."""
 
+LEAST_RANK, LEAST_TOKENS = 8, 256
+"""What a memory budget must have room for, in training or in sampling."""
+
 
 class TorchBackend:
     """Options come as text from settings.
@@ -49,10 +55,11 @@ class TorchBackend:
     bounds logits: at most that many rows of the vocabulary exist at once ('auto': as many as suit the device).
     `recompute` ('auto', 'on', 'off') trades a third more compute for activations that need not be kept.
     `deterministic` ('on', 'off') makes every bit of a result independent of what is computed beside it. `quantize`
-    ('off', 'int8', 'nf4') keeps the base in fewer bits.
+    ('off', 'int8', 'nf4') keeps the base in fewer bits. `memory_budget` is how many bytes of the device all of it may
+    take together; 0 leaves everyone to bounds of their own.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one parameter an option
         self,
         shape: ModelShape,
         *,
@@ -63,6 +70,7 @@ class TorchBackend:
         recompute: str = "auto",
         deterministic: str = "off",
         quantize: str = "off",
+        memory_budget: int | str = 0,
     ) -> None:
         if deterministic not in ("on", "off"):
             raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
@@ -84,6 +92,7 @@ class TorchBackend:
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
         self._room_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
+        self._ledger = self._open_ledger(int(memory_budget), logits_chunk)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -95,7 +104,77 @@ class TorchBackend:
         from tinsmith.samplers.deterministic import DeterministicSampler
         from tinsmith.samplers.local import LocalSampler
 
-        return (DeterministicSampler if self._deterministic else LocalSampler)(self._base, self._versions)
+        kind = DeterministicSampler if self._deterministic else LocalSampler
+        return kind(self._base, self._versions, ledger=self._ledger)
+
+    def _open_ledger(self, budget_bytes: int, chunk_rows: int) -> Ledger:
+        """Raises SettingsError if the budget is too small for anything."""
+        ledger = Ledger(budget_bytes)
+        memory = self._trainer.memory = StepMemory(self._base, ledger, chunk_rows)
+        self._base_bytes, self._least_bytes = self._base.num_bytes, 0
+        ledger.add(BASE, lambda: self._base_bytes)
+        ledger.add(SAMPLING, lambda: memory.sampling_bytes)
+        ledger.add(MODELS, self._models_bytes, Giver(self._parkable_bytes, self._parkable_bytes, self._park))
+        ledger.add(VERSIONS, self._versions_bytes)
+        if ledger.is_limited:
+            self._refuse_too_little(ledger, memory)
+        return ledger
+
+    def _refuse_too_little(self, ledger: Ledger, memory: StepMemory) -> None:
+        """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
+        from tinsmith.samplers.kvcache import layer_shapes
+
+        layout = self._layout(LoraSpec(LEAST_RANK))
+        adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
+        training = memory.activations.num_bytes(LEAST_TOKENS, recompute=True)
+        cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
+        sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE)
+        self._least_bytes = max(training, sampling)
+        held = ledger.use()
+        needed = sum(held.values()) + adapter + self._least_bytes
+        if needed > ledger.budget_bytes:
+            raise SettingsError(
+                f"memory_budget is {in_words(ledger.budget_bytes)}, and {self._base.shape.name} needs "
+                f"{in_words(needed)} to do anything: base {in_words(held[BASE])}, a sampler's step "
+                f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
+                f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys and values of {in_words(sampling)}"
+            )
+
+    def memory_use(self) -> dict[str, int]:
+        budget = {"budget": self._ledger.budget_bytes} if self._ledger.is_limited else {}
+        return self._ledger.use() | {ACTIVATIONS: self._ledger.take_most_claimed()} | budget
+
+    def _models_bytes(self) -> int:
+        return sum(trained.num_bytes for trained in self._models.values())
+
+    def _versions_bytes(self) -> int:
+        """What a version shares with the model that it was published from is the model's."""
+        own = {id(trained.adapter.flat_P) for trained in self._models.values()}
+        counted = {id(adapter.flat_P): adapter for adapter in self._versions.values() if id(adapter.flat_P) not in own}
+        return sum(adapter.num_bytes for adapter in counted.values())
+
+    def _parkable_bytes(self) -> int:
+        return sum(trained.parkable_bytes for trained in self._models.values())
+
+    def _park(self, num_bytes: int) -> None:
+        """Optimizer state goes to the host until its next step; on a CPU it is there already."""
+        for trained in self._models.values():
+            if num_bytes <= 0:
+                return
+            num_bytes -= trained.park()
+
+    def _enter(self, model_id: str, trained: Trained) -> None:
+        """Raises UserError if the model is larger than what a budget leaves for any."""
+        ledger = self._ledger
+        if ledger.is_limited and not self.has_model(model_id):
+            room = ledger.budget_bytes - self._base_bytes - self._least_bytes
+            if trained.num_bytes > room:
+                raise UserError(
+                    f"a model of rank {trained.adapter.spec.rank} takes {in_words(trained.num_bytes)} in training, and "
+                    f"the engine's memory budget leaves {in_words(max(0, room))} beside the base model"
+                )
+            ledger.make_room(trained.num_bytes, MODELS)
+        self._models[model_id] = trained
 
     @property
     def base(self) -> BaseModel:
@@ -111,7 +190,7 @@ class TorchBackend:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
         adapter = self._adapter(spec, layout, initialise(layout, seed, self._base.device))
-        self._models[model_id] = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
+        self._enter(model_id, Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -121,7 +200,11 @@ class TorchBackend:
 
     @property
     def room_bytes(self) -> int:
-        return self._room_bytes
+        if not self._ledger.is_limited or self._trainer.memory is None:
+            return self._room_bytes
+        # A step that did not fit has others leave; they come back with their next request.
+        room = MODELS_SHARE * (self._ledger.budget_bytes - self._base_bytes)
+        return max(1, int(room) - self._trainer.memory.lacked_bytes)
 
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes
@@ -170,6 +253,10 @@ class TorchBackend:
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
+        if not spec.rank:
+            raise UserError(
+                "this checkpoint holds all weights of a model; load it where they are trained (backend 'full')"
+            )
         layout = self._layout(spec)
         saved = self._read_adapter(directory)
         missing = {target.name for target in layout.targets} - saved.pairs.keys()
@@ -194,10 +281,12 @@ class TorchBackend:
         if optimizer:
             files.load_optimizer(trained, directory)
             files.load_gradient(trained, directory)
-        self._models[model_id] = trained
+        self._enter(model_id, trained)
 
     def publish(self, model_id: str, version_id: str) -> None:
-        self._versions[version_id] = self._model(model_id).publish()
+        version = self._model(model_id).publish()
+        self._ledger.make_room(version.num_bytes, VERSIONS)
+        self._versions[version_id] = version
         self._let_go()
 
     def load_version(self, version_id: str, directory: Path) -> None:
@@ -206,6 +295,7 @@ class TorchBackend:
         groups = {target.group for target in targets}
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
         layout = Layout.of(saved.rank, targets)
+        self._ledger.make_room(4 * layout.numel, VERSIONS)
         self._versions[version_id] = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
 
     def save_version(self, version_id: str, directory: Path) -> None:

@@ -82,7 +82,7 @@ def save_adapter(
         **settings,
     }
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tensors(tensors, directory / WEIGHTS_FILE)
+    write_tensors(tensors, directory / WEIGHTS_FILE)
     path = directory / CONFIG_FILE
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     _fsync(path)
@@ -95,14 +95,14 @@ def save_optimizer(trained: Trained, directory: Path) -> None:
     tensors = {"step": trained.step.cpu()}
     for moment, flat_P in zip(names, moments, strict=True):
         tensors |= _named(layout, flat_P, moment)
-    _write_tensors(tensors, directory / OPTIMIZER_FILE)
+    write_tensors(tensors, directory / OPTIMIZER_FILE)
 
 
 def save_gradient(trained: Trained, directory: Path) -> None:
     """Nothing is written where nothing has accumulated."""
     if trained.gradient_P is not None:
         tensors = _named(trained.adapter.layout, trained.gradient_P, "gradient")
-        _write_tensors(tensors, directory / GRADIENT_FILE)
+        write_tensors(tensors, directory / GRADIENT_FILE)
 
 
 def _named(layout: Layout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
     known = targets.keys() | expert_files.names(targets.values())
     pairs: dict[str, list[Tensor | None]] = {}
-    for key, tensor in _read_tensors(directory / WEIGHTS_FILE).items():
+    for key, tensor in read_tensors(directory / WEIGHTS_FILE).items():
         name, _, last = key.removeprefix(PREFIX).removesuffix(".weight").rpartition(".lora_")
         if last not in ("A", "B") or name not in known:
             raise UserError(f"{WEIGHTS_FILE} holds {key!r}, which this base model cannot carry")
@@ -158,7 +158,7 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
-    tensors = _read_tensors(path)
+    tensors = read_tensors(path)
     layout, device = trained.adapter.layout, trained.adapter.flat_P.device
     family = trained.optimizer_type
     held = {name.rpartition(".")[2] for name in tensors} - {"step"}
@@ -178,7 +178,7 @@ def load_gradient(trained: Trained, directory: Path) -> None:
     path = directory / GRADIENT_FILE
     if path.is_file():
         adapter = trained.adapter
-        trained.gradient_P = _flat(adapter.layout, _read_tensors(path), "gradient", path, adapter.flat_P.device)
+        trained.gradient_P = _flat(adapter.layout, read_tensors(path), "gradient", path, adapter.flat_P.device)
 
 
 def _flat(layout: Layout, tensors: Mapping[str, Tensor], kind: str, path: Path, device: torch.device) -> Tensor:
@@ -221,7 +221,7 @@ def _read_config(directory: Path) -> dict[str, object]:
     return config
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
@@ -230,7 +230,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path.name} is not a safetensors file: {error}") from None
 
 
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
     _fsync(path)
 

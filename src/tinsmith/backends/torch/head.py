@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.lora import Routing, Run
 from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.backends.torch.packing import COLUMNS, MicroBatch
 from tinsmith.ops import F32, I64
@@ -99,7 +99,11 @@ class Head:
         grad_CV = logprobs_CV.exp_().mul_(-slope_C[:, None])
         grad_CV.view(-1).index_add_(0, chunk.cells_p, slope_p)
         grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
-        grad_CD = unembedding.backward_rows(grad_CV, chunk.hidden_CD, work, inner, need_input=True)
+        return self._back(grad_CV, chunk.hidden_CD, work, inner)
+
+    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+        """[C, D] the gradient of the hidden states; the unembedding's adapters get theirs."""
+        grad_CD = self._base.unembedding.backward_rows(grad_CV, hidden_CD, work, inner, need_input=True)
         assert grad_CD is not None
         return grad_CD
 

@@ -1,0 +1,106 @@
+"""`FullBackend`: the Backend protocol where a model is a copy of all weights of its base, and all of them are trained.
+
+A model takes 16 bytes a weight (weights, gradient, two moments), where an adapter takes a thousandth of that: it is
+meant for one run at a time. Others wait on disk while one needs the room, as cold adapters do, and a version is a whole
+model, so that sampling goes from version to version. Training and sampling are in float32.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from tinsmith.backends import Capture
+from tinsmith.backends.full import files
+from tinsmith.backends.full.base import FullBase
+from tinsmith.backends.full.sampler import FullSampler
+from tinsmith.backends.full.trainer import FullTrainer
+from tinsmith.backends.full.weights import FullWeights
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.backends.torch.trained import Trained
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.ops import LoraSpec, ModelShape
+
+
+class FullBackend(TorchBackend):
+    _base: FullBase
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        deterministic: str = "off",
+        quantize: str = "off",
+        **options: str,
+    ) -> None:
+        """Raises SettingsError on what is for adapters over a frozen base."""
+        if dtype not in ("auto", "float32"):
+            raise SettingsError(f"dtype is {dtype!r}; backend 'full' trains in float32 only")
+        for name, value in (("deterministic", deterministic), ("quantize", quantize)):
+            if value != "off":
+                raise SettingsError(f"{name} is {value!r}; backend 'full' has it off only")
+        super().__init__(shape, device=device, dtype="float32", **options)
+
+    def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> FullBase:
+        return cast(FullBase, FullBase.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize))
+
+    def _make_trainer(self, max_tokens: int, chunk_rows: int) -> FullTrainer:
+        return FullTrainer(self._base, max_tokens, chunk_rows)
+
+    def _make_sampler(self) -> FullSampler:
+        return FullSampler(self._base, self._versions)
+
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
+        self._check(spec, optimizer_type)
+        self._models[model_id] = Trained(self._base.original.clone(), optimizer_type=optimizer_type)
+
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
+        self._check(spec, optimizer_type)
+        weights = files.load_weights(self._base.layout, directory, self._base.device)
+        trained = Trained(weights, optimizer_type=optimizer_type)
+        if optimizer:
+            files.load_state(trained, self._base.layout, directory)
+        self._models[model_id] = trained
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        self._versions[version_id] = files.load_weights(self._base.layout, directory, self._base.device)
+
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        with memory_errors(self._base.device):
+            live = self._model(model_id)
+            copied = Trained(
+                live.adapter.clone(),
+                live.gradient_P.clone() if gradient and live.gradient_P is not None else None,
+                None if live.moments is None else tuple(moment.clone() for moment in live.moments),
+                live.step.clone(),
+                live.optimizer_type,
+            )
+        return Capture(copied.num_bytes, partial(self._write, copied, optimizer, stacked=True))
+
+    def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
+        self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
+        if optimizer:
+            files.save_state(trained, self._base.layout, directory)
+        files.save_gradient(trained, self._base.layout, directory)
+
+    def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """`stacked` is for our own eyes: nobody makes a model of it."""
+        files.save_weights(adapter, directory)
+        if not stacked:
+            files.save_company(self._base, directory)
+
+    @staticmethod
+    def _check(spec: LoraSpec, optimizer_type: str) -> None:
+        if spec.rank:
+            raise UserError(
+                f"this is an adapter of rank {spec.rank}, and this server trains all weights (backend 'full'); "
+                "load it where adapters are trained"
+            )
+        if optimizer_type != "adamw":
+            raise UserError(f"optimizer_config.type is {optimizer_type!r}; all weights are trained by 'adamw' only")
