@@ -73,7 +73,7 @@ SECRET = "postgresql://someone:hunter2@db/tinsmith"
 
 def shell_in(directory: Path, **settings: object) -> Shell:
     given = {"data_dir": str(directory), "database_url": SECRET, **settings}
-    return Shell("engine-0", "engine", "print", given, b"key", COMMAND)
+    return Shell("engine-0", "engine", "print", given, b"key", lambda: "10.0.0.7", COMMAND)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def running(tmp_path: Path) -> Iterator[Shell]:
 
 def test_a_process_is_given_its_own_settings_on_its_input_alone(running: Shell, tmp_path: Path) -> None:
     given = json.loads((tmp_path / "engine-0" / "given.json").read_text())
-    own = {"role": "engine", "data_dir": str(tmp_path / "engine-0"), "host": "127.0.0.1", "port": 0}
+    own = {"role": "engine", "data_dir": str(tmp_path / "engine-0"), **shells.ALONE, "peer_host": "10.0.0.7"}
     assert given == {"settings": {"database_url": SECRET, **own}, "signing_key": b"key".hex()}
     pid = running.state()["pid"]
     seen = Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/environ").read_bytes()
@@ -131,7 +131,7 @@ def test_a_process_ends_with_its_shell(tmp_path: Path) -> None:
     code = f"""
         import sys, time
         from tinsmith.placement.shell import Shell
-        shell = Shell("engine-0", "engine", "", {{"data_dir": {str(tmp_path)!r}}}, b"", {COMMAND!r})
+        shell = Shell("engine-0", "engine", "", {{"data_dir": {str(tmp_path)!r}}}, b"", None, {COMMAND!r})
         while shell.state()["pid"] is None:
             time.sleep(0.01)
         print(shell.state()["pid"], flush=True)
@@ -148,7 +148,7 @@ def test_a_process_ends_with_its_shell(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shells, "FIRST_PAUSE_S", 0.01)
-    shell = Shell("engine-0", "engine", "", {"data_dir": str(tmp_path)}, b"", ("/no/such/program",))
+    shell = Shell("engine-0", "engine", "", {"data_dir": str(tmp_path)}, b"", None, ("/no/such/program",))
     eventually(lambda: shell.state()["restarts"] >= 2)
     assert "/no/such/program" in shell.state()["detail"]
     shell.drain()

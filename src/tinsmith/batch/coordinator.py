@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 """How often jobs are looked for that came, or were cancelled, without a word."""
+HAND_ON_S = 1.5
+"""How long a process that only runs bulk jobs leaves one to others, for each that it has already."""
+MOST_HAND_ONS = 10
 SWEEP_S = 60.0
 QUANTUM_S = 0.2
 EXCLUSIVE_QUANTUM_S = 30.0
@@ -147,6 +150,7 @@ class Coordinator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
+        self._seen: dict[int, float] = {}  # jobs that nobody had, and since when
 
     def start(self) -> None:
         """Call on the running event loop."""
@@ -236,8 +240,10 @@ class Coordinator:
                     await self._due.wait()
 
     async def _take_jobs(self) -> None:
-        for job_id in await asyncio.to_thread(self._jobs.waiting, self._holder):
-            if job_id in self._tasks:
+        waiting = await asyncio.to_thread(self._jobs.waiting, self._holder)
+        self._seen = {job_id: self._seen.get(job_id, time.monotonic()) for job_id in waiting}
+        for job_id in waiting:
+            if job_id in self._tasks or not self._is_ours(job_id):
                 continue
             take = self._jobs.acquire_batch_coordinator
             job = await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S)
@@ -253,6 +259,12 @@ class Coordinator:
             pool.join(run)
             self._runs[job_id] = run
             self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+
+    def _is_ours(self, job_id: int) -> bool:
+        """Where others do nothing else either, whoever has few jobs takes the next one first."""
+        if self._settings.role != "batch-worker":
+            return True
+        return time.monotonic() - self._seen[job_id] >= HAND_ON_S * min(len(self._runs), MOST_HAND_ONS)
 
     def _refusal(self, job_id: int) -> str:
         """Why a job that was stored, perhaps under other settings, is not run now; empty if it is."""

@@ -111,6 +111,7 @@ def up(  # noqa: PLR0913 - one parameter a flag
         _stay(cluster, settings, fleet, as_json)
         return
     cluster.connect(ray)
+    fleet = fleet.knowing(ray)
     try:
         _refuse_one_file(settings, cluster.num_machines())
         cluster.start_controller(fleet)
@@ -221,7 +222,7 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
         address = cluster.start_local(fleet, directory)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda _signal, _frame: told.set())
-        cluster.start_controller(fleet)
+        cluster.start_controller(fleet.knowing(address))
         file.write_text(address)
         _announce(fleet, address, as_json)
         while not told.wait(WATCH_S) and cluster.has_controller():

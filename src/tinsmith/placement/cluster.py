@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import structlog
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util import list_named_actors
+from ray.util import get_node_ip_address, list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -115,7 +115,7 @@ class RayCluster:
             "max_concurrency": 4,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
         }
-        given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key
+        given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key, get_node_ip_address
         with contextlib.suppress(ValueError):  # somebody else has just started it
             remote: Any = ray.remote(Shell)
             remote.options(**options).remote(*given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tinsmith.errors import SettingsError
 from tinsmith.placement.scaling import Rule
@@ -45,6 +45,10 @@ class Fleet:
     settings: Mapping[str, object] = field(repr=False)
     signing_key: bytes = field(default=b"", repr=False)
     """The file's, where the secret is no setting."""
+
+    def knowing(self, ray_address: str) -> Fleet:
+        """With bulk jobs that may use the cluster, too."""
+        return replace(self, settings={**self.settings, "ray_address": self.settings.get("ray_address") or ray_address})
 
     @property
     def fingerprint(self) -> str:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,9 @@ DRAIN_S = 120.0
 """How long a process may take to give back what it has; then it is killed, which loses nothing but time."""
 TAIL_BYTES = 2000
 
+ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
+"""There is one of them behind each shell, and it listens on no port that another one on the node might want."""
+
 COMMAND = (sys.executable, "-m", "tinsmith.cli.placed")
 
 
@@ -44,13 +47,17 @@ class Shell:
         fingerprint: str,
         settings: Mapping[str, object],
         signing_key: bytes = b"",
+        address: Callable[[], str] | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """The process has a data directory of its own, `name` below the one in `settings`, on whatever node this is."""
+        """The process has a data directory of its own, `name` below the one in `settings`, on whatever node this is.
+        `address` says where others of the cluster reach that."""
         self._command = command
         self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
         directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
-        own = {"role": role, "data_dir": str(directory), "host": "127.0.0.1", "port": 0}
+        own: dict[str, object] = {"role": role, "data_dir": str(directory), **ALONE}
+        if address is not None:
+            own["peer_host"] = address()
         self._first = {"settings": {**settings, **own}, "signing_key": signing_key.hex()}
         self._log_path = directory / "process.log"
         self._lock = threading.Lock()
