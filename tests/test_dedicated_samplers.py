@@ -1,4 +1,4 @@
-"""Dedicated samplers as processes of their own, each with a data directory of its own: the same answers, whatever dies."""
+"""Dedicated samplers as processes with data directories of their own: the same answers, whatever dies."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class Ownership:
         return mine
 
     def forward(self, cancel_id: str, sample_id: str) -> bool:
-        """Give a request to cancel to whoever has the sample by now; False if that is settled, nobody's or this one's."""
+        """Give a request to cancel to whoever has its sample by now; False if that is settled, nobody's or our own."""
         query = sa.select(_OWNER).select_from(_REQUESTS)
         theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
         query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
