@@ -50,11 +50,8 @@ def outcome(server: KeptServer) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    with kept(tmp_path_factory.mktemp("undisturbed") / "data", "--backend", "fake") as server:
-        seen = outcome(server)
-        assert server.deaths == 0 and not server.markers
-    return seen
+def undisturbed(fake_undisturbed: Seen) -> Seen:
+    return fake_undisturbed
 
 
 def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
