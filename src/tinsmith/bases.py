@@ -98,6 +98,18 @@ def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
     }
 
 
+def eos_token_ids(shape: ModelShape) -> frozenset[int]:
+    """The tokens that end an answer, by every file of the model that says so."""
+    directory = Path(shape.path)
+    config = json_object(directory / "config.json")
+    sources = (json_object(directory / "generation_config.json"), config.get("text_config", config))
+    named = [source.get("eos_token_id") for source in sources if isinstance(source, dict)]
+    ids: set[int] = set()
+    for found in (*named, tokenizer_facts(shape)["eos_token_id"]):
+        ids.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+    return frozenset(ids)
+
+
 def json_object(path: Path) -> dict[str, object]:
     """A file's JSON object; an empty one if it holds none."""
     try:
