@@ -55,8 +55,9 @@ class Settings(BaseSettings):
     the data directory. Several servers may share a Postgres."""
 
     storage_dir: str = ""
-    """Where checkpoints, snapshots, sampler versions and uploaded files are: a directory, or a bucket, `s3://BUCKET/PREFIX`
-    or `gs://BUCKET/PREFIX`; empty means the data directory. Processes that share a database must share it."""
+    """Where checkpoints, snapshots, sampler versions and uploaded files are: a directory, or a bucket,
+    `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`; empty means the data directory. Processes that share a database must
+    share it."""
 
     storage_cache_bytes: int = Field(default=16 * 1024 * MEBIBYTE, gt=0)
     """Bytes of what is in a bucket that are kept on this machine's disk, below `cache` in the data directory."""
