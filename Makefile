@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-harness test-vllm test-ray fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -39,6 +39,10 @@ test-ray: $(STAMP)
 
 test-recipes: $(STAMP)
 	$(BIN)/python -m pytest -q -m recipes
+
+# Base models on several ranks: four of them, every family on two, and ranks that die.
+test-ranks: $(STAMP)
+	$(BIN)/python -m pytest -q --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)

@@ -61,7 +61,7 @@ def create(backend: Either) -> None:
 
 def own(backend: Either) -> TorchBackend:
     """The backend that holds rank 0's adapters."""
-    return backend._own if isinstance(backend, ShardedBackend) else backend
+    return backend.own if isinstance(backend, ShardedBackend) else backend
 
 
 def weights(backend: Either, model: int) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Group:
 
 
 class ShardedBackend:
-    """Options are those of the torch backend; `group` has as many ranks as the degrees ask for."""
+    """Options are those of the torch backend; `group` has as many ranks as the degrees ask for. `own` is rank 0's."""
 
     def __init__(self, shape: ModelShape, degrees: Degrees, group: Group, **options: str) -> None:
         assert group.world == degrees.world
@@ -102,7 +102,7 @@ class ShardedBackend:
         for rank in range(degrees.world):
             self._call("load", shape, options, ranks=[rank])
         self._call("assemble")
-        self._own = group.own.backend
+        self.own = group.own.backend
         self._sampler = GroupSampler(degrees, self._call)
 
     @property
@@ -116,18 +116,18 @@ class ShardedBackend:
         self._call("unload_model", model_id)
 
     def has_model(self, model_id: str) -> bool:
-        return self._own.has_model(model_id)
+        return self.own.has_model(model_id)
 
     @property
     def room_bytes(self) -> int:
-        return self._own.room_bytes
+        return self.own.room_bytes
 
     def model_bytes(self, model_id: str) -> int:
-        return self._own.model_bytes(model_id)
+        return self.own.model_bytes(model_id)
 
     def memory_use(self) -> Mapping[str, int]:
         """Of the first rank."""
-        return self._own.memory_use()
+        return self.own.memory_use()
 
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
@@ -141,13 +141,13 @@ class ShardedBackend:
         return cast("list[dict[str, float] | UserError]", answers[0])
 
     def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        return self._own.capture(model_id, optimizer=optimizer, gradient=gradient)
+        return self.own.capture(model_id, optimizer=optimizer, gradient=gradient)
 
     def capture_version(self, version_id: str) -> Capture:
-        return self._own.capture_version(version_id)
+        return self.own.capture_version(version_id)
 
     def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
-        self._own.save(model_id, directory, optimizer=optimizer, stacked=stacked)
+        self.own.save(model_id, directory, optimizer=optimizer, stacked=stacked)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
@@ -162,10 +162,10 @@ class ShardedBackend:
         self._call("load_version", version_id, str(directory))
 
     def save_version(self, version_id: str, directory: Path) -> None:
-        self._own.save_version(version_id, directory)
+        self.own.save_version(version_id, directory)
 
     def has_version(self, version_id: str) -> bool:
-        return self._own.has_version(version_id)
+        return self.own.has_version(version_id)
 
     def drop_version(self, version_id: str) -> None:
         self._call("drop_version", version_id)

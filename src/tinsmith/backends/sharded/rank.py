@@ -52,8 +52,9 @@ class RankBackend(TorchBackend):
         self._room_bytes = min(cast("list[int]", self.ranks.gather(self._room_bytes)))
         _ = self.sampler
 
-    def adapter_of(self, model_id: str) -> Adapter:
-        return self._model(model_id).adapter
+    def flat_of(self, model_id: str) -> Tensor:
+        """All numbers of an adapter."""
+        return self._model(model_id).adapter.flat_P
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return load_base(shape, self.ranks, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -114,7 +115,7 @@ class Rank:
 
     def digest(self, model_id: str) -> str:
         """Of an adapter's weights: what all ranks have alike."""
-        flat_P = self.backend.adapter_of(model_id).flat_P.cpu().numpy()
+        flat_P = self.backend.flat_of(model_id).cpu().numpy()
         return hashlib.blake2b(flat_P, digest_size=16).hexdigest()
 
     def run_passes(self, passes: Sequence[Pass], between: Callable[[], None] | bool) -> list[PassResult | UserError]:

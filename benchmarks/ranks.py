@@ -1,0 +1,169 @@
+"""A base model on several ranks beside one process: how near the numbers are, how fast it is, what each rank holds.
+
+    python benchmarks/ranks.py                      # two and four ranks: 3 minutes on two idle cores
+    python benchmarks/ranks.py --ranks 2 --runs 3 --size tiny --json ranks.json
+
+Ranks are processes of this machine that share its cores, so on a CPU more ranks are not faster; what is to be seen is
+what the ranks' talk costs. Four tenants train ten steps, ragged, on both; then the same step is timed in turns, one
+process with all threads, then the ranks with their share. Figures: the largest difference of a log probability,
+of a gradient and of the weights after ten steps (relative, by norm), training tokens a second and their ratio, the
+share of the base model on a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from models import SIZES, make
+
+from tinsmith.backends.sharded import Degrees, Group, ShardedBackend
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.bases import read_shape
+from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+
+DEGREES = {
+    2: {
+        "data 2": Degrees(2),
+        "tensor 2": Degrees(1, 2),
+        "data 2, base sharded": Degrees(2, 1, shard_base=True),
+    },
+    4: {
+        "data 4": Degrees(4),
+        "data 2 x tensor 2": Degrees(2, 2),
+        "data 4, base sharded": Degrees(4, 1, shard_base=True),
+        "data 2 x tensor 2, base sharded": Degrees(2, 2, shard_base=True),
+    },
+}
+TENANTS = 4
+RANK = 16
+STEPS = 10
+TIMED = (256, 16, 128, 64, 200, 32, 90, 240)
+"""Lengths of the step that is timed, for each of two tenants."""
+
+Either = TorchBackend | ShardedBackend
+
+
+def sequence(rng: np.random.Generator, vocab_size: int, length: int) -> Datum:
+    tokens = rng.integers(1, vocab_size, length + 1)
+    weights = rng.normal(size=length).astype(np.float32)
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:].astype(np.int64), "weights": weights})
+
+
+def passes_of(rng: np.random.Generator, vocab_size: int, lengths: Sequence[Sequence[int]]) -> list[Pass]:
+    return [
+        Pass(f"r{tenant}", f"m{tenant}", tuple(sequence(rng, vocab_size, n) for n in own), "cross_entropy", {}, False)
+        for tenant, own in enumerate(lengths)
+    ]
+
+
+def prepared(backend: Either) -> Either:
+    for tenant in range(TENANTS):
+        backend.unload_model(f"m{tenant}")
+        backend.create_model(f"m{tenant}", LoraSpec(RANK, seed=tenant))
+    return backend
+
+
+def trained(backend: Either, tenant: int):
+    own = backend.own if isinstance(backend, ShardedBackend) else backend
+    return own._models[f"m{tenant}"]
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+
+
+def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
+    """Of ten steps of all tenants: the largest differences."""
+    rng = np.random.default_rng(0)
+    logprob = gradient = 0.0
+    steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, grad_clip_norm=1.0)) for i in range(TENANTS)]
+    for _ in range(STEPS):
+        lengths = [rng.integers(4, 120, 3 + tenant) for tenant in range(TENANTS)]
+        passes = passes_of(rng, shape.vocab_size, [own.tolist() for own in lengths])
+        for theirs, ours in zip(one.run_passes(passes), many.run_passes(passes), strict=True):
+            assert isinstance(theirs, PassResult) and isinstance(ours, PassResult)
+            pairs = zip(theirs.logprobs, ours.logprobs, strict=True)
+            logprob = max(logprob, *(float(np.abs(a - b).max()) for a, b in pairs))
+        for tenant in range(TENANTS):
+            theirs_P, ours_P = trained(one, tenant).gradient_P, trained(many, tenant).gradient_P
+            assert theirs_P is not None and ours_P is not None
+            gradient = max(gradient, relative(ours_P, theirs_P))
+        one.optim_step(steps), many.optim_step(steps)
+    weights = max(
+        relative(trained(many, tenant).adapter.flat_P, trained(one, tenant).adapter.flat_P) for tenant in range(TENANTS)
+    )
+    return {"logprob": logprob, "gradient": gradient, "weights": weights}
+
+
+def seconds_of(backend: Either, passes: Sequence[Pass], threads: int) -> float:
+    torch.set_num_threads(threads)
+    started = time.perf_counter()
+    backend.run_passes(passes)
+    backend.optim_step([OptimStep("s", each.model_id, AdamParams(1e-4)) for each in passes])
+    return time.perf_counter() - started
+
+
+def speed(one: Either, many: Either, shape: ModelShape, *, world: int, threads: int, runs: int) -> dict[str, float]:
+    """Medians of runs in turns, after one of each that does not count."""
+    passes = passes_of(np.random.default_rng(1), shape.vocab_size, [TIMED, TIMED])
+    tokens = sum(each.num_tokens for each in passes)
+    alone, together = [], []
+    for number in range(runs + 1):
+        pair = seconds_of(one, passes, threads), seconds_of(many, passes, max(1, threads // world))
+        if number:
+            alone.append(pair[0]), together.append(pair[1])
+    ratios = [a / b for a, b in zip(alone, together, strict=True)]
+    return {
+        "one_tokens_per_s": tokens / statistics.median(alone),
+        "tokens_per_s": tokens / statistics.median(together),
+        "ratio": statistics.median(ratios),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=DEGREES, default=list(DEGREES))
+    parser.add_argument("--size", choices=SIZES, default="m50")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    threads = torch.get_num_threads()
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        shape = read_shape(f"bench/{given.size}", make(given.size, Path(scratch) / given.size))
+        one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=512)
+        whole = one.base.num_bytes
+        header = f"{'ranks':<34}{'logprob':>10}{'gradient':>10}{'weights':>10}{'tokens/s':>10}{'x one':>8}{'base':>8}"
+        print(f"{given.size}, {threads} threads in all, {STEPS} steps of {TENANTS} tenants\n{header}", flush=True)
+        for world in given.ranks:
+            group = Group(world, device="cpu", timeout_s=600.0)
+            try:
+                for name, degrees in DEGREES[world].items():
+                    many = ShardedBackend(shape, degrees, group, max_tokens_per_microbatch="512")
+                    figures = agreement(prepared(one), prepared(many), shape)
+                    figures |= speed(one, many, shape, world=world, threads=threads, runs=given.runs)
+                    figures["base_share"] = many.own.base.num_bytes / whole
+                    found[name] = figures
+                    print(
+                        f"{name:<34}{figures['logprob']:>10.1e}{figures['gradient']:>10.1e}{figures['weights']:>10.1e}"
+                        f"{figures['tokens_per_s']:>10.0f}{figures['ratio']:>8.2f}{figures['base_share']:>8.2f}",
+                        flush=True,
+                    )
+            finally:
+                group.close()
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=2) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
