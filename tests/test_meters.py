@@ -17,8 +17,11 @@ import tinker
 from prometheus_client.parser import text_string_to_metric_families
 from tinker import types
 
+from databases import database_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, send_pass
 from live import LiveServer, serving
+from tinsmith.db import Database
+from tinsmith.engines import EngineRow, Engines
 from tinsmith.observing.meters import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
 
 ROOT = Path(__file__).parents[1]
@@ -81,7 +84,7 @@ def test_the_rows_say_what_waits_and_for_how_long(harness: Harness) -> None:
     found = scraped(harness)
     assert found["tinsmith_queue_requests", (BASE, "forward_backward")] == 2
     assert 100 <= found["tinsmith_queue_oldest_seconds", (BASE, "forward_backward")] < 1000
-    assert found["tinsmith_engine_ready", (BASE,)] == 0  # its lease has expired
+    assert found["tinsmith_engine_ready", (BASE, "e")] == 0  # its lease has expired
     harness.settle(first)
     assert scraped(harness)["tinsmith_queue_requests", (BASE, "forward_backward")] == 1
 
@@ -152,13 +155,26 @@ def scraped_with(server: LiveServer, *wanted: tuple[str, tuple[str, ...]]) -> st
         time.sleep(0.1)
 
 
+def server_engines(server: LiveServer) -> list[EngineRow]:
+    database = Database(database_url(server.data_dir) or f"sqlite:///{server.data_dir / 'tinsmith.db'}")
+    try:
+        while not (rows := Engines(database, "").of_base("tinsmith/nano")):
+            time.sleep(0.05)  # a server answers before it has started one
+        return rows
+    finally:
+        database.close()
+
+
 def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         nano = "tinsmith/nano"
+        (engine,) = (row.engine_id for row in server_engines(server))
         train_and_sample(server)
         # What an engine has now is written once a second, and a sample is counted right after its client was told.
         text = scraped_with(
-            server, ("tinsmith_engine_samples_running", (nano,)), ("tinsmith_engine_tokens_total", (nano, "sampled"))
+            server,
+            ("tinsmith_engine_samples_running", (nano, engine)),
+            ("tinsmith_engine_tokens_total", (nano, "sampled")),
         )
         found = samples_of(text)
         assert found["tinsmith_engine_tokens_total", (nano, "forward_backward")] == 8
@@ -167,9 +183,9 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
         assert found["tinsmith_engine_futures_settled_total", (nano, "sample", "done")] == 1
         assert found["tinsmith_engine_step_seconds_count", (nano, "passes")] == 1
         assert found["tinsmith_engine_wait_seconds_count", (nano, "optim_step")] == 1
-        assert found["tinsmith_engine_samples_running", (nano,)] == 0
-        assert found["tinsmith_engine_ready", (nano,)] == 1
-        assert found["tinsmith_engine_resident_bytes", (nano,)] > 1e6
+        assert found["tinsmith_engine_samples_running", (nano, engine)] == 0
+        assert found["tinsmith_engine_ready", (nano, engine)] == 1
+        assert found["tinsmith_engine_resident_bytes", (nano, engine)] > 1e6
         assert found["tinsmith_engine_database_seconds_count", (nano,)] > 5
         assert found["tinsmith_server_database_seconds_count", ()] > 5
         shown = {re.sub(r"_(total|bucket)$", "", name) for name in re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)}

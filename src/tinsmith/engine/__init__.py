@@ -100,7 +100,9 @@ class Engine:
             backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
         )
         self._suspects = Suspects(note_path(settings.resolved_data_dir, nouns.ownership.engine_id))
-        self.meters = EngineMeters(shape.name, settings.step_token_budget, settings.metrics_tenants)
+        self.meters = EngineMeters(
+            shape.name, nouns.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
+        )
         self._worklog = Worklog(self.meters, nouns.tracing)
         self._sampling = Sampling(
             backend, nouns, self._prepare_version, self._suspects, self._settle, self._tell, self._worklog, self.meters
@@ -170,6 +172,7 @@ class Engine:
             self._give_up_gaps()
             self._recorder.flush()
             self._sampling.measure()
+            self.meters.memory(self._backend.memory_use())
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
             self._arrivals.fetch(self._mailbox.drain())
         return busy

@@ -5,7 +5,7 @@ Every label set is looked up once: a meter costs a microsecond or two, and some 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 from prometheus_client import CollectorRegistry
@@ -21,8 +21,14 @@ DECODE = "decode"
 
 class EngineMeters:
     def __init__(
-        self, base_model: str, token_budget: int, most_tenants: int, registry: CollectorRegistry | None = None
+        self,
+        base_model: str,
+        engine_id: str,
+        token_budget: int,
+        most_tenants: int,
+        registry: CollectorRegistry | None = None,
     ) -> None:
+        seat = (base_model, engine_id)
         registry = registry or CollectorRegistry()
         self._token_budget = token_budget
         self._tenants = meters.TenantLabels(most_tenants)
@@ -44,9 +50,11 @@ class EngineMeters:
         self._step_passes = meters.histogram(prefix + "step_passes", registry).labels(base_model)
         self._step_tenants = meters.histogram(prefix + "step_tenants", registry).labels(base_model)
         self._efficiency = meters.histogram(prefix + "pack_efficiency", registry).labels(base_model)
-        self._running = meters.gauge(prefix + "samples_running", registry).labels(base_model)
-        self._blocks = {state: blocks.labels(base_model, state) for state in ("live", "cached", "limit")}
-        self._kv_use = meters.gauge(prefix + "kv_use", registry).labels(base_model)
+        self._running = meters.gauge(prefix + "samples_running", registry).labels(*seat)
+        self._blocks = {state: blocks.labels(*seat, state) for state in ("live", "cached", "limit")}
+        held = meters.gauge(prefix + "memory_bytes", registry)
+        self._held = cache(lambda holder: held.labels(*seat, holder))
+        self._kv_use = meters.gauge(prefix + "kv_use", registry).labels(*seat)
         self._database = meters.histogram(prefix + "database_seconds", registry).labels(base_model)
 
     def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
@@ -71,6 +79,11 @@ class EngineMeters:
         for state, blocks in (("live", use.live_blocks), ("cached", use.cached_blocks), ("limit", use.max_blocks)):
             self._blocks[state].set(blocks)
         self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
+
+    def memory(self, use: Mapping[str, int]) -> None:
+        """Who holds how much of the device now."""
+        for holder, num_bytes in use.items():
+            self._held(holder).set(num_bytes)
 
     def settled(self, request: Pending, outcome: str, cost: SampleCost | None) -> None:
         """A request has ended: done, user_error or server_error."""

@@ -71,7 +71,9 @@ class SamplerEngine:
         self._suspects = Suspects(note_path(settings.resolved_data_dir, self._engine_id))
         self._queues = Queues()
         self._stock = Stock(fetcher, budget_bytes, self._load, holder.drop_version)
-        self.meters = EngineMeters(self._base_model, settings.step_token_budget, settings.metrics_tenants)
+        self.meters = EngineMeters(
+            self._base_model, self._engine_id, settings.step_token_budget, settings.metrics_tenants
+        )
         self._worklog = Worklog(self.meters, nouns.tracing)
         self._sampling = Sampling(
             holder, nouns, self._key_of, self._suspects, self._settle, self._tell, self._worklog, self.meters

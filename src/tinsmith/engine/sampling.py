@@ -22,6 +22,7 @@ from tinsmith.engine.queues import Queues
 from tinsmith.engine.recording import BegunSample, SampleKeeper
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
+from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Partial, Pending, SampleResult
@@ -148,7 +149,10 @@ class Sampling:
         queues.take_samples(taken)
         bodies = self._nouns.futures.bodies([request.request_id for request in taken])
         for request in taken:
-            self._submit(request, bodies[request.request_id])
+            if (body := bodies.get(request.request_id)) is None:
+                # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
+                raise LeaseLostError(f"{request.request_id} was settled by another process")
+            self._submit(request, body)
 
     def _next(self, queues: Queues, room: int) -> list[Pending]:
         if self._suspects:

@@ -59,12 +59,12 @@ class Census:
 
     def _engines(self, connection: sa.Connection) -> Iterator[Counted]:
         alive = (ENGINES.c.lease_expires_at > self._db.clock()).label("alive")
-        columns = (ENGINES.c.base_model, ENGINES.c.state, ENGINES.c.holder, ENGINES.c.pid, alive)
+        columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.holder, ENGINES.c.pid, alive)
         for row in connection.execute(sa.select(*columns)):
             ready = row.state == "ready" and bool(row.alive)
-            yield Counted("tinsmith_engine_ready", (row.base_model,), float(ready))
+            yield Counted("tinsmith_engine_ready", (row.base_model, row.engine_id), float(ready))
             if row.alive and row.holder == self._holder and (size := resident_bytes(row.pid)):
-                yield Counted("tinsmith_engine_resident_bytes", (row.base_model,), float(size))
+                yield Counted("tinsmith_engine_resident_bytes", (row.base_model, row.engine_id), float(size))
 
 
 def _models(connection: sa.Connection) -> Iterator[Counted]:

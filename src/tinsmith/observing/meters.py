@@ -46,11 +46,12 @@ class Meter:
 
 
 _ENGINE = ("base_model",)
+_SEAT = ("base_model", "engine")  # what one of several has at the moment; what they count is added up
 _TABLE = (
     # What the rows say, the same from every server of a database.
     Meter("tinsmith_queue_requests", "gauge", "rows", "requests that are not settled", ("base_model", "kind")),
     Meter("tinsmith_queue_oldest_seconds", "gauge", "rows", "age of the oldest of them", ("base_model", "kind")),
-    Meter("tinsmith_engine_ready", "gauge", "rows", "1 if the engine works, 0 if not", _ENGINE),
+    Meter("tinsmith_engine_ready", "gauge", "rows", "1 if the engine or sampler works, 0 if not", _SEAT),
     Meter(
         "tinsmith_models", "gauge", "rows", "models in training, by state creating or ready", ("base_model", "state")
     ),
@@ -67,8 +68,8 @@ _TABLE = (
         "tinsmith_engine_resident_bytes",
         "gauge",
         "rows",
-        "memory of the engine's process, if it is one of this server's",
-        _ENGINE,
+        "memory of the process of an engine or sampler, if it is one of this server's",
+        _SEAT,
     ),
     # The server, counted since it started.
     Meter("tinsmith_http_responses_total", "counter", "server", "answers, by status", ("status",)),
@@ -145,15 +146,23 @@ _TABLE = (
         ("base_model", "kind"),
         SECONDS,
     ),
-    Meter("tinsmith_engine_samples_running", "gauge", "engine", "samples in the sampler", _ENGINE),
+    Meter("tinsmith_engine_samples_running", "gauge", "engine", "samples in the sampler", _SEAT),
     Meter(
         "tinsmith_engine_kv_blocks",
         "gauge",
         "engine",
         "blocks of the key-value cache: live (of running samples), cached (of prompts that may come again), limit",
-        ("base_model", "state"),
+        (*_SEAT, "state"),
     ),
-    Meter("tinsmith_engine_kv_use", "gauge", "engine", "live blocks as a share of the limit", _ENGINE),
+    Meter("tinsmith_engine_kv_use", "gauge", "engine", "live blocks as a share of the limit", _SEAT),
+    Meter(
+        "tinsmith_engine_memory_bytes",
+        "gauge",
+        "engine",
+        "bytes of the device by who holds them, as reckoned: base, models (in training), versions, sampling, kv_cache, "
+        "and the most of activations since the last time; budget, if there is one",
+        (*_SEAT, "holder"),
+    ),
     Meter(
         "tinsmith_engine_database_seconds",
         "histogram",
