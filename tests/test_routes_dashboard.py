@@ -11,6 +11,8 @@ import sqlalchemy as sa
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith import dashboard
+from tinsmith.engines import Engines, Seat
+from tinsmith.futures import Futures, NewFuture
 from tinsmith.quotas import Limits
 from tinsmith.records.curves import Curves
 from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
@@ -188,6 +190,24 @@ def test_an_engine_that_does_not_work_says_why(harness: Harness) -> None:
     harness.queue[BASE] = ("paused_capacity", "it is loading")
     found = harness.get("dashboard/overview").json()["engines"][0]
     assert (found["state"], found["reason"]) == ("paused_capacity", "it is loading")
+
+
+def test_the_overview_lists_engines_and_samplers_with_what_is_ones_own(harness: Harness) -> None:
+    database = harness.services.models._db
+    engines = Engines(database, "here")
+    lease = engines.take(Seat(BASE, "sampler", 1), 60)
+    engines.set_state(Seat(BASE, "sampler", 1), "ready")
+    gone = engines.take(Seat(BASE), 0.0)
+    run = harness.model()
+    with database.write() as connection:
+        connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(engine_id=gone.engine_id))
+    Futures(database).submit(NewFuture("r", "alice", "s", BASE, "sample", b"", executor=lease.engine_id))
+    seats = {seat["name"]: seat for seat in harness.get("dashboard/overview").json()["seats"]}
+    assert list(seats) == [gone.engine_id, lease.engine_id]
+    shown = [(seat["kind"], seat["state"], seat["runs"], seat["waiting_requests"]) for seat in seats.values()]
+    assert shown == [("engine", "silent", 1, 0), ("sampler", "ready", 0, 1)]
+    others = harness.get("dashboard/overview", BOB).json()["seats"]
+    assert [(seat["runs"], seat["waiting_requests"]) for seat in others] == [(0, 0), (0, 0)]
 
 
 # What a tenant has.

@@ -54,6 +54,16 @@ const ENGINES = [
   { label: "Why", cell: (row) => row.reason || "-" },
 ];
 
+const SEATS = [
+  { label: "Process", kind: "mono", cell: (row) => row.name },
+  { label: "Kind", cell: (row) => row.kind },
+  { label: "Base model", cell: (row) => row.base_model },
+  { label: "State", cell: (row) => state(row.state) },
+  { label: "Runs of yours", number: true, cell: (row) => count(row.runs) },
+  { label: "Waiting of yours", number: true, cell: (row) => count(row.waiting_requests) },
+  { label: "Started", number: true, cell: (row) => ago(row.started_at) },
+];
+
 export const RUN_LINK = { label: "Run", kind: "mono", cell: (row) => h("a", { href: `#${path`/runs/${row.model_id}`}`, title: row.model_id }, row.display_name || shortId(row.model_id)) };
 
 const NEWEST = [
@@ -73,12 +83,15 @@ export default {
     const usage = h("div");
     const runs = h("div");
     const drawCounts = keep(counts);
+    const seats = h("div");
     const drawEngines = keep(engines);
+    const drawSeats = keep(seats);
     const drawRuns = keep(runs);
     const look = async () => {
       const found = await get("/dashboard/overview", signal);
       drawCounts(found.counts, () => cards(found));
       drawEngines(found.engines, () => table("Engines", ENGINES, found.engines));
+      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", SEATS, found.seats));
       const newest = await get("/dashboard/runs?limit=6&sort=last_request_at", signal);
       drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Runs that were used last", NEWEST, newest.runs, { none: "No run yet. A training client makes one." }));
     };
@@ -90,7 +103,7 @@ export default {
       const total = bars.flatMap((bar) => bar.parts).reduce((sum, part) => sum + part, 0);
       usage.replaceChildren(stacked("Tokens by the hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`));
     };
-    page(main, "Overview", counts, section("Tokens of the last day", usage), section("Runs that were used last", runs), section("Engines", engines));
+    page(main, "Overview", counts, section("Tokens of the last day", usage), section("Runs that were used last", runs), section("Engines", engines, seats));
     await Promise.all([poll(signal, 2, look), poll(signal, 60, tokens)]);
   },
 };

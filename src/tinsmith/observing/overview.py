@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
-from tinsmith.tables import BATCH, CHECKPOINTS, FUTURES, MODELS, SESSIONS, UPLOADS
+from tinsmith.tables import BATCH, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
 
 RUNNING_JOBS = ("PENDING", "RUNNING", "WINDING_DOWN")
 
@@ -48,6 +48,22 @@ class Waiting:
     requests: int
     tokens: int
     oldest_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeatRow:
+    """An engine or dedicated sampler: since when it is there, how many runs of the tenant's it has, and how many of the
+    tenant's requests were given to it and wait.
+    """
+
+    base_model: str
+    engine_id: str
+    kind: str
+    state: str
+    reason: str | None
+    started_at: float
+    runs: int
+    waiting_requests: int
 
 
 _PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
@@ -105,6 +121,21 @@ class Overview:
         with self._db.read() as connection:
             rows = connection.execute(query).all()
         return [Waiting(base, kind, where, count, int(total), at) for base, kind, where, count, total, at in rows]
+
+    def seats(self, tenant_id: str) -> list[SeatRow]:
+        """The engines and samplers of all base models; one whose lease has ended is `silent`, whatever it was."""
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
+        state = sa.case((silent, "silent"), else_=ENGINES.c.state)
+        mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(("creating", "ready"))
+        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine).scalar_subquery()
+        given = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given).scalar_subquery()
+        columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.kind, state, ENGINES.c.reason)
+        query = sa.select(*columns, ENGINES.c.started_at, runs, waiting)
+        query = query.order_by(ENGINES.c.base_model, ENGINES.c.kind, ENGINES.c.engine_id)
+        with self._db.read() as connection:
+            return [SeatRow(*row) for row in connection.execute(query)]
 
     def counts(self, tenant_id: str) -> dict[str, int]:
         """How many of everything the tenant has now."""

@@ -264,7 +264,9 @@ OPERATIONS = (
         (404,),
         {"after": {"type": "number", "minimum": 0}},
     ),
-    Operation("GET /dashboard/overview", "How much there is", fields({"counts": ANYTHING, "engines": LIST})),
+    Operation(
+        "GET /dashboard/overview", "How much there is", fields({"counts": ANYTHING, "engines": LIST, "seats": LIST})
+    ),
     Operation(
         "GET /dashboard/runs",
         "Runs by search",

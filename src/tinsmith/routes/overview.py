@@ -36,6 +36,19 @@ def overview(call: Call) -> JsonObject:
         "tenant_id": call.tenant_id,
         "counts": call.services.overview.counts(call.tenant_id),
         "engines": _engines(call),
+        "seats": [
+            {
+                "base_model": seat.base_model,
+                "name": seat.engine_id,
+                "kind": seat.kind,
+                "state": seat.state,
+                "reason": seat.reason,
+                "started_at": iso(seat.started_at),
+                "runs": seat.runs,
+                "waiting_requests": seat.waiting_requests,
+            }
+            for seat in call.services.overview.seats(call.tenant_id)
+        ],
     }
 
 
