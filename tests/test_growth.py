@@ -18,6 +18,7 @@ from sqlalchemy import event
 import databases
 from http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from tinsmith.db import Database, now
+from tinsmith.engines import Engines
 from tinsmith.futures import SampleCost, Settlement
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.ownership import Ownership
@@ -94,7 +95,7 @@ class Life:
         versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
         nouns = (services.sessions, services.models, services.sampling_sessions, services.futures, services.checkpoints)
         others = (services.audit, services.custom_losses, services.sequences, services.files, services.kept_samples)
-        parts = SweptParts(*nouns, versions, snapshots, *others)
+        parts = SweptParts(*nouns, versions, snapshots, *others, Engines(database(harness), "here"))
         self.janitor = Janitor(services.settings, parts)
         self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
         with database(harness).write() as connection:

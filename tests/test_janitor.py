@@ -15,6 +15,7 @@ from tinsmith import custom_losses, sequences
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
 from tinsmith.db import Database, now
+from tinsmith.engines import Engines
 from tinsmith.errors import NotFoundError
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture, Settlement
@@ -47,7 +48,7 @@ def parts(db: Database, tmp_path: Path) -> SweptParts:
     versions, snapshots = (Directories(tmp_path / name) for name in ("versions", "snapshots"))
     nouns = (Sessions(db), Models(db), SamplingSessions(db), Futures(db))
     others = (Audit(db), CustomLosses(db), Sequences(db), Files(db, str(tmp_path / "files")), KeptSamples(db))
-    return SweptParts(*nouns, checkpoints, versions, snapshots, *others)
+    return SweptParts(*nouns, checkpoints, versions, snapshots, *others, Engines(db, "here"))
 
 
 def janitor_of(parts: SweptParts, tmp_path: Path, **settings: float) -> Janitor:

@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.db import Database, Fence, now
 from tinsmith.executors import pass_on
 from tinsmith.notify import EVERYTHING, engine_mailbox
-from tinsmith.tables import ENGINES, MODELS
+from tinsmith.tables import ENGINES, FUTURES, MODELS
 
 EXIT_UNUSABLE_MODEL = 3
 """How an engine process ends that cannot serve its model: a restart would not help, so nobody tries."""
@@ -172,8 +172,9 @@ class Engines:
         unused = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
         quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
         owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
+        given = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
         with self._db.write() as connection:
-            return connection.execute(ENGINES.delete().where(unused, quiet, ~owns)).rowcount
+            return connection.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given)).rowcount
 
 
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}

@@ -25,6 +25,7 @@ from tinsmith.checkpoints import Checkpoints
 from tinsmith.clocks import WatchedClock
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
+from tinsmith.engines import Engines
 from tinsmith.files import Files
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.models import Model, Models
@@ -67,6 +68,7 @@ class SweptParts:
     sequences: Sequences
     files: Files
     kept_samples: KeptSamples
+    engines: Engines
 
 
 class Janitor:
@@ -131,6 +133,7 @@ class Janitor:
             parts.audit.record(checkpoint.tenant_id, "checkpoint_expired", {"tinker_path": checkpoint.ref.path})
         parts.files.sweep_expired()
         parts.kept_samples.sweep(now() - KEPT_S)
+        parts.engines.forget_gone()
         if time.monotonic() >= self._next_directories:
             self._next_directories = time.monotonic() + DIRECTORIES_SWEEP_S
             for directory in parts.checkpoints.sweep_directories(UNNAMED_AGE_S):

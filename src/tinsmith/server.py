@@ -211,7 +211,7 @@ def build(settings: Settings) -> Server:
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
-    janitor = Janitor(settings, _swept(settings, services), lambda: database.alone("janitor"))
+    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.alone("janitor"))
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:
@@ -246,7 +246,7 @@ def build(settings: Settings) -> Server:
     return Server(settings, app, served, listener, supervisor, waiters)
 
 
-def _swept(settings: Settings, services: Services) -> SweptParts:
+def _swept(settings: Settings, services: Services, engines: Engines) -> SweptParts:
     return SweptParts(
         services.sessions,
         services.models,
@@ -260,6 +260,7 @@ def _swept(settings: Settings, services: Services) -> SweptParts:
         services.sequences,
         services.files,
         services.kept_samples,
+        engines,
     )
 
 
