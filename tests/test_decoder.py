@@ -150,6 +150,14 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
         return base._through_modules(*given), base.hidden(*given)
 
 
+@pytest.fixture(params=["beside", "apart"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the B's of linears that read the same rows are one matrix among zeros, or one each as in large models."""
+    least = 1 << 60 if request.param == "beside" else 1
+    monkeypatch.setattr(decoder_module, "LARGE_B", dict.fromkeys((torch.float32, torch.bfloat16), least))
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
@@ -201,6 +209,7 @@ def test_a_bank_gives_slots_to_whoever_comes_and_notices_new_weights(
     assert len(bank._tokens) == 3
 
 
+@pytest.mark.usefixtures("pieces")
 def test_in_a_bank_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
     base = loaded(tmp_path, "qwen3")
     many = [adapter(base, seed, 4) for seed in range(3)]

@@ -13,7 +13,7 @@ Letters: T rows, S slots, n rows of a slot, I inputs and O outputs of a linear, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import Adapter, Pair, Routing
+from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.backends.torch.products import add_product_, product
 
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.decoder import FusedLinear
+    from tinsmith.backends.torch.decoder import Fused, FusedLinear
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,17 +54,19 @@ def _lasting(method: Callable[P, R]) -> Callable[P, R]:
 
 
 class Bank:
-    """`pairs[name]` are a fused linear's A's [S, R, I] and B's [S, O, R], scaled; what an adapter lacks is zero."""
+    """`stacks[name]` are a fused linear's A's [S, R, I] and its pieces' B's [S, O, R], scaled; what an adapter lacks is
+    zero.
+    """
 
     def __init__(self, linears: Sequence[FusedLinear], rank: int) -> None:
         self._linears = linears
-        self._rank = rank
-        sizes = (matrix.nbytes for linear in linears for matrix in linear.empty_pair(rank))
+        sizes = (matrix.nbytes for linear in linears for matrix in linear.empty(rank))
         self._most_slots = min(MOST_BYTES // sum(sizes), MOST_SLOTS)
-        self._tokens: list[Pair | None] = []
+        self._tokens: list[Fused | None] = []
         self._seen: list[int] = []
         self._clock = 0
-        self.pairs: dict[str, Pair] = {}
+        self.rank = rank
+        self.stacks: dict[str, Fused] = {}
 
     def slots_of(self, adapters: Sequence[Adapter]) -> list[int] | None:
         """A slot for each of these different adapters; None if they are too many."""
@@ -99,11 +101,10 @@ class Bank:
         before = len(self._tokens)
         size = min(1 << (wanted - 1).bit_length(), self._most_slots)
         for linear in self._linears:
-            a_RI, b_OR = linear.empty_pair(self._rank)
-            grown = a_RI.new_zeros(size, *a_RI.shape), b_OR.new_zeros(size, *b_OR.shape)
-            for new, old in zip(grown, self.pairs.get(linear.name, ()), strict=False):
+            grown = tuple(matrix.new_zeros(size, *matrix.shape) for matrix in linear.empty(self.rank))
+            for new, old in zip(grown, self.stacks.get(linear.name, ()), strict=False):
                 new[:before] = old
-            self.pairs[linear.name] = grown
+            self.stacks[linear.name] = grown
         self._tokens += [None] * (size - before)
         self._seen += [0] * (size - before)
         return range(before, size)
@@ -111,10 +112,8 @@ class Bank:
     @_lasting
     def _fill(self, slot: int, adapter: Adapter) -> None:
         for linear in self._linears:
-            a_SRI, b_SOR = self.pairs[linear.name]
-            linear.fuse_into(adapter, (a_SRI[slot].zero_(), b_SOR[slot].zero_()))
-        a_SRI, b_SOR = self.pairs[self._linears[0].name]
-        self._tokens[slot] = adapter.fused[MARK] = (a_SRI[slot], b_SOR[slot])
+            linear.fuse_into(adapter, tuple(stack[slot].zero_() for stack in self.stacks[linear.name]))
+        self._tokens[slot] = adapter.fused[MARK] = tuple(stack[slot] for stack in self.stacks[self._linears[0].name])
         self._seen[slot] = self._clock
 
 
@@ -127,7 +126,7 @@ class Work:
         segments = [*routing.segments[:-1], routing.segments[-1]._replace(stop=num_rows)]
         self._segments = [segment for segment in segments if segment.adapter is not None]
         self._num_rows = num_rows
-        self._pairs: Mapping[str, Pair] | None = None
+        self._bank: Bank | None = None
         adapters = [segment.adapter for segment in self._segments if segment.adapter is not None]
         ranks = {_rank_class(adapter) for adapter in adapters}
         # One adapter's segments are apart when rows of others, or of none, lie in between: each is a call of its own.
@@ -147,7 +146,7 @@ class Work:
         num_slots = last - first + 1
         if num_slots * most > MOST_WASTE * sum(sizes):
             return
-        self._pairs, self._slice = bank.pairs, slice(first, last + 1)
+        self._bank, self._slice = bank, slice(first, last + 1)
         self._shape = num_slots, most
         self._rows: Tensor | None = None
         in_order = all(slot == first + place for place, slot in enumerate(slots))
@@ -163,22 +162,32 @@ class Work:
         self._without = [slice(*gap) for gap in zip(bounds[::2], bounds[1::2], strict=True) if gap[0] < gap[1]]
 
     def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
-        if self._pairs is None:
-            for start, stop, adapter in self._segments:
-                if adapter is not None and (pair := linear.pair(adapter)) is not None:
-                    inner = product(x_TI[start:stop], pair[0].t(), x_TI.dtype)
-                    add_product_(y_TO[start:stop], inner, pair[1].t(), 1.0)
+        if self._bank is None:
+            self._add_apart_(y_TO, x_TI, linear)
             return
-        a_SIR, b_SRO = (matrices[self._slice].mT for matrices in self._pairs[linear.name])
+        a_SIR, *bs = (matrices[self._slice].mT for matrices in self._bank.stacks[linear.name])
+        pieces = zip(linear.pieces(self._bank.rank), bs, strict=True)
         if self._rows is None:
-            inner = torch.bmm(x_TI.view(*self._shape, -1), a_SIR)
-            y_TO.view(*self._shape, -1).baddbmm_(inner, b_SRO)
+            inner_SnR, y_SnO = torch.bmm(x_TI.view(*self._shape, -1), a_SIR), y_TO.view(*self._shape, -1)
+            for (outputs, inner), b_SRO in pieces:
+                y_SnO[..., outputs].baddbmm_(inner_SnR[..., inner], b_SRO)
             return
-        inner = torch.bmm(x_TI.index_select(0, self._rows).view(*self._shape, -1), a_SIR)
-        added_TO = torch.bmm(inner, b_SRO).flatten(0, 1).index_select(0, self._cells)
-        for gap in self._without:
-            added_TO[gap] = 0.0
-        y_TO += added_TO
+        inner_SnR = torch.bmm(x_TI.index_select(0, self._rows).view(*self._shape, -1), a_SIR)
+        for (outputs, inner), b_SRO in pieces:
+            added_TO = torch.bmm(inner_SnR[..., inner], b_SRO).flatten(0, 1).index_select(0, self._cells)
+            for gap in self._without:
+                added_TO[gap] = 0.0
+            y_TO[:, outputs] += added_TO
+
+    def _add_apart_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
+        """Segment by segment."""
+        for start, stop, adapter in self._segments:
+            if adapter is None or (fused := linear.fused(adapter)) is None:
+                continue
+            a_RI, *bs = fused
+            inner_nR = product(x_TI[start:stop], a_RI.t(), x_TI.dtype)
+            for (outputs, inner), b_OR in zip(linear.pieces(adapter.layout.rank), bs, strict=True):
+                add_product_(y_TO[start:stop, outputs], inner_nR[:, inner], b_OR.t(), 1.0)
 
 
 def _rank_class(adapter: Adapter) -> int:

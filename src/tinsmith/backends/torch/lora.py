@@ -133,7 +133,7 @@ class Adapter:
         self.weights = layout.views(flat_P)
         self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
         self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
-        self.fused: dict[str, Pair | None] = {}
+        self.fused: dict[str, tuple[Tensor, ...] | None] = {}
         self.shares: dict[Site, Shares] = {}
         self.gradients: Mapping[str, Pair] | None = None
 
