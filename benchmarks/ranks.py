@@ -97,7 +97,8 @@ def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
             theirs_P, ours_P = trained(one, tenant).gradient_P, trained(many, tenant).gradient_P
             assert theirs_P is not None and ours_P is not None
             gradient = max(gradient, relative(ours_P, theirs_P))
-        one.optim_step(steps), many.optim_step(steps)
+        for backend in (one, many):
+            backend.optim_step(steps)
     weights = max(
         relative(trained(many, tenant).adapter.flat_P, trained(one, tenant).adapter.flat_P) for tenant in range(TENANTS)
     )
@@ -120,7 +121,8 @@ def speed(one: Either, many: Either, shape: ModelShape, *, world: int, threads: 
     for number in range(runs + 1):
         pair = seconds_of(one, passes, threads), seconds_of(many, passes, max(1, threads // world))
         if number:
-            alone.append(pair[0]), together.append(pair[1])
+            alone.append(pair[0])
+            together.append(pair[1])
     ratios = [a / b for a, b in zip(alone, together, strict=True)]
     return {
         "one_tokens_per_s": tokens / statistics.median(alone),

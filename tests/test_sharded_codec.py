@@ -38,6 +38,7 @@ def same(left: object, right: object) -> bool:
     if isinstance(left, dict):
         return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
     if isinstance(left, list | tuple):
+        assert isinstance(right, list | tuple)
         return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float) and math.isnan(left):
         return isinstance(right, float) and math.isnan(right)
@@ -76,6 +77,7 @@ def test_what_has_no_form_is_not_sent(value: object) -> None:
 
 def test_bytes_make_no_other_classes() -> None:
     forged = msgpack.packb(msgpack.ExtType(3, encode(["Popen", ["true"]])))
+    assert forged is not None
     with pytest.raises(KeyError):
         decode(forged)
 

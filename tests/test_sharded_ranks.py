@@ -41,7 +41,7 @@ FOUR = {
     "fsdp2-tp2": Degrees(2, 2, shard_base=True),
 }
 
-NO_PLAN = {"bitnet", "gpt_bigcode", "internlm3", "opt", "persimmon", "vaultgemma"}
+NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
 """Families that transformers has no plan for: refused with tensor_parallel."""
 
 

@@ -5,6 +5,8 @@ ranks is what they do together; parts, dividing and base hold a share of the mod
 backend's work everyone's; rank lists the commands; backend is what the engine drives.
 """
 
+import atexit
+
 from tinsmith.backends.sharded.backend import Group, ShardedBackend
 from tinsmith.backends.sharded.degrees import Degrees
 from tinsmith.ops import ModelShape
@@ -25,4 +27,5 @@ def load(
     """Start as many ranks as the degrees ask for. Raises SettingsError if they cannot be had."""
     degrees = Degrees.read(data_parallel, tensor_parallel, shard_base)
     group = Group(degrees.world, device=device, timeout_s=float(rank_timeout_s))
+    atexit.register(group.close)
     return ShardedBackend(shape, degrees, group, **options)

@@ -20,17 +20,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tinsmith.backends.sharded.dividing import divided
 from tinsmith.backends.sharded.parts import (
     COLUMN,
+    GATHERED_COLUMN,
+    ROW,
+    SPLIT_ROW,
     ColumnLinear,
     Entrance,
+    GatheredColumnLinear,
     GatheredLinear,
     PartedAdapter,
     PartedLinear,
     Parting,
     RowLinear,
+    SplitRowLinear,
     gradient_layout,
     whole_gradient,
 )
@@ -48,6 +54,9 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """How far, relatively, the divided model may be from the whole one, which was on another device perhaps."""
 
 PROBE_LENGTHS = (7, 5)
+
+COLUMNS = {COLUMN: ColumnLinear, GATHERED_COLUMN: GatheredColumnLinear}
+ROWS = {ROW: RowLinear, SPLIT_ROW: SplitRowLinear}
 
 
 def load_base(shape: ModelShape, ranks: Ranks, *, dtype: str, recompute: str, quantize: str) -> BaseModel:
@@ -158,7 +167,7 @@ class PartedBase(BaseModel):
         kinds = divided(self.shape.name, self.model.config.get_text_config(), decoder, degree)
         readers: dict[str, list[str]] = {}
         for path, kind in kinds.items():
-            if kind == COLUMN:
+            if kind in COLUMNS:
                 readers.setdefault(path.rpartition(".")[0], []).append(path)
         entrances = {parent: Entrance(len(paths), ranks) for parent, paths in readers.items()}
         for path, kind in kinds.items():
@@ -166,10 +175,10 @@ class PartedBase(BaseModel):
             own = decoder.get_submodule(path)
             if type(own) is not MultiLoRALinear:
                 raise SettingsError(f"{self.shape.name}: {path} carries no adapters, and cannot be divided here")
-            if kind == COLUMN:
-                part = ColumnLinear(own, self._switchboard, ranks, entrances[parent])
+            if kind in COLUMNS:
+                part = COLUMNS[kind](own, self._switchboard, ranks, entrances[parent])
             else:
-                part = RowLinear(own, self._switchboard, ranks)
+                part = ROWS[kind](own, self._switchboard, ranks)
             setattr(decoder.get_submodule(parent), last, part)
             self.targets[own.name] = part
         if self.vocab_size % degree == 0:
@@ -179,11 +188,15 @@ class PartedBase(BaseModel):
 
     def _shard_layers(self, ranks: Ranks) -> None:
         """A part of each layer on each data rank. Embeddings, the last norm and the unembedding stay whole."""
-        layers = cast(nn.ModuleList, self._decoder.layers)
+        layers = [module for module in self._decoder.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if not layers:
+            raise SettingsError(
+                f"shard_base is on, and {type(self.model).__name__} does not say which of its modules are layers"
+            )
         mesh = ranks.data_mesh
         for layer in layers:
             fully_shard(layer, mesh=mesh)
-        inside = {id(parameter) for parameter in layers.parameters()}
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         outside = {parameter for parameter in self._decoder.parameters() if id(parameter) not in inside}
         fully_shard(self._decoder, mesh=mesh, ignored_params=outside)
         # A layer's weights are gathered for backward when its output's gradient comes. It must come on all ranks alike,

@@ -1,8 +1,7 @@
 """Which linears are divided among tensor ranks, and whether they can be: transformers' own plan for the family.
 
 A family without a plan is refused, as are heads and widths that do not divide, and experts. What a plan names in a
-way that is not known here (a fused linear whose output is cut apart later) stays whole on every rank: it costs memory
-and is exact. Knows no device and makes no group.
+way that is not known here stays whole on every rank: it costs memory and is exact. Knows no device and makes no group.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import structlog
 from torch import nn
 from transformers import PreTrainedConfig
 
-from tinsmith.backends.sharded.parts import COLUMN, ROW
+from tinsmith.backends.sharded.parts import COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW
 from tinsmith.errors import SettingsError
 
 log = structlog.get_logger()
@@ -34,7 +33,7 @@ def check_heads(name: str, config: PreTrainedConfig, degree: int) -> None:
 
 
 def divided(name: str, config: PreTrainedConfig, decoder: nn.Module, degree: int) -> dict[str, str]:
-    """Path within the decoder -> COLUMN or ROW. Raises SettingsError if the model cannot be divided."""
+    """Path within the decoder -> how it is divided. Raises SettingsError if the model cannot be divided."""
     plan = cast("Mapping[str, str] | None", getattr(config, "base_model_tp_plan", None))
     if not plan:
         raise SettingsError(
@@ -48,8 +47,9 @@ def divided(name: str, config: PreTrainedConfig, decoder: nn.Module, degree: int
         style = _style(path, plan)
         if not isinstance(module, nn.Linear) and not hasattr(module, "in_features"):
             continue
-        if style in (COLUMN, ROW):
-            size = cast(int, module.out_features if style == COLUMN else module.in_features)
+        if style in (COLUMN, GATHERED_COLUMN, ROW, SPLIT_ROW):
+            by_outputs = style in (COLUMN, GATHERED_COLUMN)
+            size = cast(int, module.out_features if by_outputs else module.in_features)
             if size % degree:
                 raise SettingsError(
                     f"tensor_parallel is {degree}, and {name} has a linear {path} of width {size}, which {degree} "

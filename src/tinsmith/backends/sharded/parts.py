@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,10 @@ from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Run, 
 from tinsmith.ops import LoraSpec
 
 COLUMN, ROW = "colwise", "rowwise"
-"""As transformers' plans for tensor parallelism call them."""
+GATHERED_COLUMN, SPLIT_ROW = "colwise_gather_output", "rowwise_split_input"
+"""As transformers' plans for tensor parallelism call them; the latter two where what lies between is whole: a fused
+linear whose output is cut apart, a norm over all heads.
+"""
 
 
 class Entrance:
@@ -90,6 +94,20 @@ class RowLinear(PartedLinear):
     def forward(self, x: Tensor) -> Tensor:
         y = _SumForward.apply(super().forward(x), self.ranks)
         return y if self._bias is None else y + self._bias
+
+
+class GatheredColumnLinear(ColumnLinear):
+    """All outputs, of which each rank computes its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, _Beside.apply(super().forward(x), self.part, self.ranks))
+
+
+class SplitRowLinear(RowLinear):
+    """As `RowLinear`, given all inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(cast(Tensor, _Take.apply(x, self.part, self.ranks)))
 
 
 class GatheredLinear(PartedLinear):
@@ -213,6 +231,30 @@ class _SumBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return ctx.ranks.sum_tensor(grad.clone()), None
+
+
+class _Beside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, part: slice, ranks: Ranks) -> Tensor:
+        ctx.part = part
+        return ranks.beside(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad[..., ctx.part].contiguous(), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, part: slice, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x[..., part].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.ranks.beside(grad), None, None
 
 
 def _at(matrix: Tensor, piece: _Piece) -> Tensor:

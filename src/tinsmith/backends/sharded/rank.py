@@ -116,7 +116,7 @@ class Rank:
     def digest(self, model_id: str) -> str:
         """Of an adapter's weights: what all ranks have alike."""
         flat_P = self.backend.flat_of(model_id).cpu().numpy()
-        return hashlib.blake2b(flat_P, digest_size=16).hexdigest()
+        return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
 
     def run_passes(self, passes: Sequence[Pass], between: Callable[[], None] | bool) -> list[PassResult | UserError]:
         """`between` is rank 0's own, for the others whether there is any: they then do what rank 0 wants meanwhile."""
