@@ -31,7 +31,7 @@ test-harness: $(STAMP)
 
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_vllm_export.py
+	$(BIN)/python -m pytest -q tests/test_vllm_export.py tests/test_vllm_sampler.py
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)

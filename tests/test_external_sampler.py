@@ -661,10 +661,9 @@ def test_a_training_loop_with_an_external_sampler(tmp_path: Path) -> None:
         with serving(tmp_path / "data", "--backend", "fake", settings=settings) as server:
             with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
                 client = service.create_lora_training_client(nano.MODEL_NAME, rank=8).result()
-                targets, weights = np.array([5, 6, 7]), np.ones(3, np.float32)
                 datum = types.Datum(
                     model_input=types.ModelInput.from_ints([4, 5, 6]),
-                    loss_fn_inputs={"target_tokens": targets, "weights": weights},  # pyright: ignore[reportArgumentType]
+                    loss_fn_inputs={"target_tokens": np.array([5, 6, 7]), "weights": np.ones(3, np.float32)},
                 )
                 clients = []
                 for step in range(1, 4):

@@ -9,7 +9,7 @@ temperature 0.5, which of two it is:
 - raw (vLLM's default): logprobs of the model at temperature 1. Ours at temperatures 0 and 1, whatever is left out.
 
 With adapters of the unembedding, vLLM (0.32) gives the rows of a prompt to the adapters of the requests that happen to
-run: with others beside it, an engine on a CPU dies of it and one on a GPU answers wrongly; alone, versions whose
+run: with others beside it, an engine on a CPU dies of it and one on a GPU would answer wrongly; alone, versions whose
 unembedding is not adapted are right. So prompts are scored alone, and those of other versions token by token
 (answering.py). An engine that is started with --lora-target-modules, and no lm_head among them, is free of that.
 
