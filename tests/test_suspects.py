@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from test_engine import BASE, Bench, FlakyBackend
 from tinsmith.engine.suspects import MOST_DEATHS, Suspects
+from tinsmith.engines import Engines, Seat
 from tinsmith.errors import UserError
 from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
-from tinsmith.running_notes import SMALLER
+from tinsmith.running_notes import SMALLER, Note, Suspect, left_behind
 from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.tables import BODIES
+from tinsmith.tables import BODIES, MODELS
 
 POISON = 49
 SAMPLER = "s:sample:0"
@@ -75,6 +76,59 @@ def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
     assert suspects
     suspects.forget(["a", "b"])
     assert not suspects and [len(group) for group in suspects.groups([pending(n) for n in "abc"])] == [3]
+
+
+def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Path) -> None:
+    names = [f"r{number}" for number in range(64)]
+    with pytest.raises(DeathError), Suspects(tmp_path / "0").running(names):
+        raise DeathError
+    notes = [left_behind(tmp_path / "0") or ""]
+    other = Suspects(tmp_path / "1")
+    other.heed([*notes, "no note"], {"r0", "r1", "mine"})
+    assert [other.company(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "what is not here is not ours"
+    assert other.verdict("r0") is None
+
+
+def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_is(tmp_path: Path) -> None:
+    notes: list[str] = []
+    for number in range(MOST_DEATHS):
+        path = tmp_path / str(number)
+        suspects = Suspects(path)
+        suspects.heed(notes, {"poison", "innocent"})
+        assert suspects.verdict("poison") is None
+        with pytest.raises(DeathError), suspects.running(["poison"]):
+            raise DeathError
+        notes.append(left_behind(path) or "")
+    last = Suspects(tmp_path / "last")
+    last.heed(notes, {"poison", "innocent"})
+    assert f"ended the engine's process {MOST_DEATHS} times" in str(last.verdict("poison"))
+    assert last.verdict("innocent") is None
+
+
+def test_an_engine_that_ended_in_good_order_leaves_nobody_behind(tmp_path: Path) -> None:
+    suspects = Suspects(tmp_path / "note")
+    with pytest.raises(DeathError), suspects.running(["a"]):
+        suspects.pardon()
+        raise DeathError
+    assert left_behind(tmp_path / "note") is None
+    assert left_behind(tmp_path / "none") is None
+
+
+def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) -> None:
+    model = bench.model()
+    there = Engines(bench.db, "there")
+    lease = there.take(Seat(BASE), 60)
+    with bench.db.write() as connection:
+        connection.execute(MODELS.update().values(engine_id=lease.engine_id))
+    bench.engine._queues.forget_lane(model)
+    request_id = bench.step(model, 1)
+    bench.turns()
+    assert bench.outcome(request_id) is None, "it is another's"
+    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MOST_DEATHS)}).text().decode())
+    bench.engine._look_at_everything()
+    bench.turns()
+    outcome = bench.outcome(request_id)
+    assert outcome is not None and "ended the engine's process" in str(outcome.error)
 
 
 def test_an_inner_block_ends_and_the_outer_one_is_to_blame_again(tmp_path: Path) -> None:
