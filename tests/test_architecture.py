@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observing.meters": set(),
     "observing.tracing": {"errors"},
     "observing.census": {"db", "tables"},
+    "early": {"observing.meters", "settings"},
     "heap": set(),
     "signing": {"errors"},
     "quotas": {"db", "tables", "errors", "futures"},
@@ -147,6 +148,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "crashpoints",
         "db",
+        "early",
         "tables",
         "encryption",
         "engine",
@@ -164,7 +166,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "wire",
     },
     "janitor": DURABLE | {"clocks", "db", "tables", "heap", "files", "settings", "storage"},
-    "supervisor": {"bases", "engines", "observing.meters", "ops", "running_notes", "settings", "signing"},
+    "supervisor": {"bases", "early", "engines", "observing.meters", "ops", "running_notes", "settings", "signing"},
     "routes": VALUES
     | DURABLE
     | {
@@ -210,6 +212,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "crashpoints",
         "db",
         "dispatch",
+        "early",
         "tables",
         "errors",
         "files",
@@ -236,6 +239,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli.placed": {"cli.main", "errors", "settings", "signing"},
     "cli.up": {"errors", "nano", "placement", "settings", "signing"},
     "cli.main": {
+        "early",
         "heap",
         "",
         "cli.batch",

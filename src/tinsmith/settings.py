@@ -401,9 +401,16 @@ def role_environment() -> dict[str, str]:
     }
 
 
-def silence_ray() -> None:
-    """Ray reports its use to its makers unless it is told not to, before it starts."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+def ray_variables(address: str) -> dict[str, str]:
+    """What Ray must find in its environment before it is imported: that it reports its use to nobody, and, for a cluster
+    of this machine alone, that it stays on the loopback interface (the variable is named after the systems on which
+    that is its default)."""
+    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address.startswith("127.") else {}
+    return {"RAY_USAGE_STATS_ENABLED": "0", **loopback}
+
+
+def prepare_ray(address: str) -> None:
+    os.environ.update(ray_variables(address))
 
 
 def portable(settings: Settings) -> dict[str, object]:

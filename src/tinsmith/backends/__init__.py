@@ -120,6 +120,13 @@ class Backend(Protocol):
         ...
 
 
+def preload() -> None:
+    """Import what the torch backend takes seconds to import."""
+    with importing():
+        import tinsmith.backends.torch
+        import tinsmith.samplers.local  # noqa: F401
+
+
 def load(name: str, shape: ModelShape, **options: str) -> Backend:
     """Make the backend called `name` for one base model. Options are the backend's own, as text."""
     if name == "torch":

@@ -62,6 +62,9 @@ class FakeBackend:
     def model_bytes(self, model_id: str) -> int:
         return ADAPTER_BYTES
 
+    def memory_use(self) -> dict[str, int]:
+        return {"models": ADAPTER_BYTES * len(self._models)}
+
     def run_passes(
         self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
     ) -> list[PassResult | UserError]:

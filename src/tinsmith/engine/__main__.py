@@ -31,9 +31,11 @@ from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
+from tinsmith.early import EARLY
 from tinsmith.engine import Engine, Nouns
 from tinsmith.engine.external import open_backend
 from tinsmith.engine.fetching import Fetcher, Places
+from tinsmith.engine.fitting import check_fit
 from tinsmith.engine.handing import Handing, Peering
 from tinsmith.engine.recording import Records
 from tinsmith.engine.sampler import SamplerEngine
@@ -69,7 +71,15 @@ log = structlog.get_logger()
 
 
 def main() -> int:
-    spec = json.loads(sys.stdin.readline())
+    early = EARLY in sys.argv
+    if early:
+        backends.preload()
+    line = sys.stdin.readline()
+    if not line:
+        return 0  # the server ended before it had a use for us
+    spec = json.loads(line)
+    if early:
+        _write_to(spec["log"])
     settings = Settings.model_validate(spec["settings"])
     configure_logs(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(base_model=spec["name"])
@@ -123,6 +133,7 @@ class _Place:
 def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
+        check_fit(settings, shape)
         trains = seat.kind != SAMPLER
         backend = open_backend(settings, shape, place.lease.engine_id, _options(settings), trains=trains)
         # Building the sampler now keeps its cost out of the first request.
@@ -205,6 +216,8 @@ def _options(settings: Settings) -> dict[str, str]:
     deterministic = "on" if settings.deterministic else "off"
     given = {"device": settings.device, "dtype": settings.dtype, "quantize": settings.quantize}
     given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
+    if settings.memory_budget:
+        given["memory_budget"] = str(int(settings.memory_budget))
     return {**given, "deterministic": deterministic}
 
 
@@ -226,6 +239,15 @@ def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             place.engines.set_state(place.seat, "stopping")
+
+
+def _write_to(path: str) -> None:
+    """Say from now on there what goes to standard output and standard error."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
 def _watch_parent(stopping: threading.Event) -> None:

@@ -32,7 +32,9 @@ MOST_VERSIONS_IN_MEMORY = 64
 """An engine that is never idle moves the oldest at a publish from here on."""
 
 LOADED_VERSIONS = 32
-"""Versions kept loaded from disk for sampling, least recently used first out."""
+"""Most versions kept loaded from disk for sampling, least recently used first out; fewer if they take more than their
+share of the room.
+"""
 
 log = structlog.get_logger()
 
@@ -74,7 +76,7 @@ class Versions:
         self._written: set[str] = set()
         self._being_written: set[str] = set()
         self._newer_inflight: set[str] = set()  # published since they were written
-        self._loaded: dict[str, None] = {}
+        self._loaded: dict[str, int] = {}  # with their bytes
 
     def is_named(self, sampling_session_id: str) -> bool:
         """Whether a sampling session of this id exists."""
@@ -122,12 +124,14 @@ class Versions:
             with self._files_of(sampler, bring_back) as directory:
                 if directory is not None:
                     self._backend.load_version(version_id, directory)
-                    self._loaded[version_id] = None
+                    self._loaded[version_id] = self._backend.capture_version(version_id).num_bytes
         if version_id in self._loaded:
             self._loaded[version_id] = self._loaded.pop(version_id)  # the most recently used is last
         elif version_id in self._in_memory:
             self._in_memory[version_id] = self._in_memory.pop(version_id)
-        while len(self._loaded) > LOADED_VERSIONS:
+        while len(self._loaded) > LOADED_VERSIONS or (
+            len(self._loaded) > 1 and sum(self._loaded.values()) > self._room_bytes
+        ):
             oldest = next(iter(self._loaded))
             del self._loaded[oldest]
             self._backend.drop_version(oldest)

@@ -36,6 +36,9 @@ KEPT_PER_LINEAR = 2.0
 FACTOR = 1.5
 """Peaks that were measured are within this factor of what is said here, either way."""
 
+BLOCKS_SHARE = 0.5
+"""Of the room for keys and values under a budget: tensors that grow are there twice for a moment."""
+
 RESERVED_SHARE = 0.04
 RESERVED_BYTES = {False: 512 * 2**20, True: 1536 * 2**20}
 """What a process and its libraries take of a device besides: code, CUDA's context, communication, gaps."""

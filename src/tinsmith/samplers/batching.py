@@ -87,6 +87,17 @@ class Batcher:
         step.fresh.extend(block for block in self.pool.take_fresh() if block not in written)
         return step
 
+    def shrink(self, num_blocks: int) -> dict[int, int]:
+        """Keep no more than so many blocks: the youngest sequences give theirs back first. Returns the blocks that
+        moved.
+        """
+        while self.pool.num_live > num_blocks:
+            self._preempt(self.running[-1])
+        moves = self.pool.shrink(num_blocks)
+        for sequence in self.running:
+            sequence.blocks = [moves.get(block, block) for block in sequence.blocks]
+        return moves
+
     def advance(self, span: Span) -> None:
         """The span's keys and values are in the cache: its full blocks may serve other prompts."""
         sequence, weights = span.sequence, span.sequence.request.weights

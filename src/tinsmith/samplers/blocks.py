@@ -5,7 +5,8 @@ A block holds the keys and values of `block_size` consecutive tokens. It is in e
 key). Block 0 is the null block: always zero, never handed out, the padding of every block table. A key is a
 digest of everything the block depends on (`chain_key`): the weights, named by a namespace, all tokens up to the
 block's end, and the scope within which prompts are shared. The pool grows only when live blocks need the room and
-otherwise drops the cached block that was used longest ago, so memory follows the work and not the traffic. The
+otherwise drops the cached block that was used longest ago, so memory follows the work and not the traffic. It shrinks
+when its owner needs the memory for something else. The
 cache's tensors follow `num_blocks`; blocks in `take_fresh()` must be zeroed before use, because a stale NaN under
 a mask is still a NaN.
 """
@@ -54,7 +55,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now, growing and evicting as needed."""
-        return self.max_blocks - len(self._refs)
+        return max(0, self.max_blocks - len(self._refs))
 
     def refs(self, block: int) -> int:
         return self._refs.get(block, 0)
@@ -119,6 +120,35 @@ class BlockPool:
                 del self._cached[block]
                 self._free.append(block)
 
+    def shrink(self, size: int) -> dict[int, int]:
+        """Keep no more than `size` blocks, live ones among them all; cached ones go, the least recently used first. The
+        others get numbers from 1 to `size`: returns old number -> new, of those that move.
+        """
+        if len(self._refs) > size:
+            raise ValueError(f"{len(self._refs)} blocks are live, more than {size}")
+        size = min(size, self.num_blocks - 1)
+        while len(self._refs) + len(self._cached) > size:
+            self._evict()
+        kept = self._refs.keys() | self._cached.keys()
+        places = [block for block in range(size, 0, -1) if block not in kept]
+        moves = {block: places.pop() for block in sorted(kept) if block > size}
+        self._refs = {moves.get(block, block): refs for block, refs in self._refs.items()}
+        self._cached = OrderedDict((moves.get(block, block), None) for block in self._cached)
+        self._key_of = {moves.get(block, block): key for block, key in self._key_of.items()}
+        self._by_key = {key: moves.get(block, block) for key, block in self._by_key.items()}
+        for namespace, blocks in self._namespaces.items():
+            self._namespaces[namespace] = {moves.get(block, block) for block in blocks}
+        self._fresh = [moves.get(block, block) for block in self._fresh if block in kept]
+        self._free = places
+        self.num_blocks = size + 1
+        return moves
+
+    def _evict(self) -> None:
+        """Free the cached block that was used longest ago."""
+        block, _ = self._cached.popitem(last=False)
+        self._forget_block(block)
+        self._free.append(block)
+
     def _forget_block(self, block: int) -> None:
         namespace, key = self._key_of.pop(block)
         del self._by_key[key]
@@ -133,9 +163,7 @@ class BlockPool:
         if len(self._free) < num and size < min(wanted, self.max_blocks):
             self._grow(max(wanted, self._initial_blocks))
         while len(self._free) < num:
-            block, _ = self._cached.popitem(last=False)
-            self._forget_block(block)
-            self._free.append(block)
+            self._evict()
 
     def _grow(self, size: int) -> None:
         # At least doubling keeps the copying of tensors linear in the final size.

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.ledger import Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing, Segment, initialise, layout_for
 from tinsmith.errors import SettingsError
 from tinsmith.ops import LoraSpec
@@ -262,15 +263,19 @@ class DeterministicSampler(LocalSampler):
     """Batches as its parent does, and computes each sequence as if it were alone."""
 
     def __init__(
-        self, base: BaseModel, versions: Mapping[str, Adapter], *, options: SamplerOptions | None = None
+        self,
+        base: BaseModel,
+        versions: Mapping[str, Adapter],
+        *,
+        options: SamplerOptions | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         self._rowwise = Rowwise(base)
         self._rowwise.check()
-        super().__init__(cast(BaseModel, self._rowwise), versions, options=options)
+        super().__init__(cast(BaseModel, self._rowwise), versions, options=options, ledger=ledger)
 
     def _run(self, step: Step) -> None:
-        if self._batcher.pool.num_blocks > self._cache.num_blocks:
-            self._cache.resize(self._batcher.pool.num_blocks)
+        self._room.grow()
         self._cache.prepare(step.copies, step.fresh)
         spans = sorted(step.spans, key=lambda span: span.sequence.request.weights.number)
         rows = [

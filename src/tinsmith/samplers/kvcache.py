@@ -73,6 +73,27 @@ class KVCache:
             self._layers.update(zip(layers, store, strict=True))
         self.num_blocks = num_blocks
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(store.nbytes for store in self._stores.values())
+
+    def shrink(self, num_blocks: int, moves: Mapping[int, int]) -> None:
+        """Keep the first blocks, in which those that moved (old number -> new) lie by then."""
+        sources = list(range(num_blocks))
+        for source, target in moves.items():
+            sources[target] = source
+        index = torch.tensor(sources, device=self._device)
+        for shape, layers in self.members.items():
+            store = self._stores[shape] = self._stores.pop(shape).index_select(1, index)
+            self._layers.update(zip(layers, store, strict=True))
+        self.num_blocks = num_blocks
+
+    def clear(self) -> None:
+        """Hold nothing, until the next `resize`."""
+        self._stores.clear()
+        self._layers.clear()
+        self.num_blocks = 0
+
     def prepare(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int]) -> None:
         """Copy blocks (source, target), then zero the fresh ones, in all layers."""
         for store in self._stores.values():

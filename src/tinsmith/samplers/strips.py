@@ -256,6 +256,12 @@ class StripCache:
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self._groups.values())
 
+    def limit(self, max_bytes: int) -> None:
+        """Hold at most so much from now on; what is held beyond it is dropped, since blocks have it all."""
+        self._max_bytes = max_bytes
+        if self.num_bytes > max_bytes:
+            self._groups.clear()
+
     def place(self, decoding: Sequence[Decoding], num_rows: int) -> tuple[list[StripStep], list[int]]:
         """A step's groups, and the rows that have their place in one."""
         classes: dict[int, list[Decoding]] = {}

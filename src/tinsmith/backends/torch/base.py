@@ -41,7 +41,7 @@ from tinsmith.backends.torch.decoder import Decoder
 from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
 from tinsmith.backends.torch.experts import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
-from tinsmith.backends.torch.quantised import MakeLinear
+from tinsmith.backends.torch.quantised import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute
 from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
 from tinsmith.backends.torch.threads import Threads
@@ -134,6 +134,22 @@ class BaseModel:
     def pin_threads(self) -> None:
         """As many threads whatever the number of rows: the sums of different ranks must come out alike."""
         self._threads.pin()
+
+    @property
+    def trains_written_out(self) -> bool:
+        """Whether training goes through layers that are written out, rather than through the modules."""
+        return self._differentiable is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the frozen weights take, with the copy that is laid out for decoding, if there is to be one."""
+        stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                  for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
+        codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
+        packed = 0
+        if self._written_out is not None:
+            packed = sum(linear.weight.nbytes for linear in self.targets.values() if linear.group != "unembed")
+        return sum(stores.values()) + codes + packed
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]

@@ -137,6 +137,10 @@ class Adapter:
         self.shares: dict[Site, Shares] = {}
         self.gradients: Mapping[str, Pair] | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.flat_P.nbytes + (0 if self.compute_P is self.flat_P else self.compute_P.nbytes)
+
     def refresh(self) -> None:
         """Bring `compute` up to date with `flat_P`."""
         self.fused.clear()

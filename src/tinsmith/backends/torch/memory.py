@@ -20,11 +20,17 @@ MODELS_SHARE = 0.4
 """Of what is free once the base model is there: the rest is for activations, the KV cache and published versions."""
 
 
+class OverBudgetError(MemoryError):
+    """A budget has not so much: the device itself was not asked."""
+
+
 @contextmanager
 def memory_errors(device: torch.device) -> Iterator[None]:
     """Turn whatever means that memory ran out into MemoryError."""
     try:
         yield
+    except OverBudgetError:
+        raise
     except (MemoryError, RuntimeError) as error:
         if not _ran_out(error):
             raise

@@ -30,12 +30,15 @@ Gemma2), the rest is for what backward needs while it runs. An expert is two lin
 
 
 class Recompute:
-    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose."""
+    """`mode` is 'auto', 'on' or 'off'. `wrap` is called once, at load. `active` is what `decide` chose, or whoever set
+    `chosen`, which then holds whatever is free.
+    """
 
     def __init__(self, mode: str, switchboard: Switchboard) -> None:
         if mode not in ("auto", "on", "off"):
             raise SettingsError(f"backend option recompute is {mode!r}; choose 'auto', 'on' or 'off'")
-        self._mode = mode
+        self.mode = mode
+        self.chosen: bool | None = None
         self._switchboard = switchboard
         self.active = False
         self._linears: list[MultiLoRALinear] = []
@@ -54,10 +57,13 @@ class Recompute:
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
         """Choose for the next forward."""
-        needed = num_tokens * self._bytes_per_token()
-        self.active = self._mode == "on" or (self._mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
+        if self.chosen is not None:
+            self.active = self.chosen
+            return
+        needed = num_tokens * self.bytes_per_token()
+        self.active = self.mode == "on" or (self.mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
 
-    def _bytes_per_token(self) -> float:
+    def bytes_per_token(self) -> float:
         linears = sum((own.in_features + own.out_features) * own.weight.element_size() for own in self._linears)
         # How many experts a row chooses is known once rows have come.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)

@@ -65,13 +65,30 @@ class Trained:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, or will once it has a gradient and moments."""
-        compute = self.adapter.compute_P
-        own = 0 if compute is self.adapter.flat_P else compute.nbytes
-        return own + self.adapter.flat_P.nbytes * (2 + len(self.moments or (0, 0)))
+        """What it takes, or will once it has a gradient and moments; without those that are in the host's memory."""
+        device = self.adapter.flat_P.device
+        moments = 2 if self.moments is None else sum(moment.device == device for moment in self.moments)
+        return self.adapter.num_bytes + self.adapter.flat_P.nbytes * (1 + moments)
+
+    @property
+    def parkable_bytes(self) -> int:
+        """What `park` would take off the device."""
+        device = self.adapter.flat_P.device
+        if self.moments is None or device.type == "cpu":
+            return 0
+        return sum(moment.nbytes for moment in self.moments if moment.device == device)
+
+    def park(self) -> int:
+        """Have the moments in the host's memory until the next step; returns what that frees of the device."""
+        if freed := self.parkable_bytes:
+            assert self.moments is not None
+            self.moments = tuple(moment.cpu() for moment in self.moments)
+        return freed
 
     def moments_or_zeros(self, count: int) -> tuple[Tensor, ...]:
-        """The moments, made with zeros at the first step."""
+        """The moments, on the device, made with zeros at the first step."""
+        if self.moments is not None:
+            self.moments = tuple(moment.to(self.adapter.flat_P.device) for moment in self.moments)
         if self.moments is None:
             self.moments = tuple(torch.zeros_like(self.adapter.flat_P) for _ in range(count))
             self.step = self.step.to(self.adapter.flat_P.device)

@@ -5,8 +5,9 @@ gradients only when every micro-batch has run, so an exception leaves no trace. 
 (forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
 optimizer and no file.
 
-Where memory runs out, the step begins again with micro-batches of half the size, down to one sequence; a sequence that
-does not fit alone fails its pass. The smaller size stays for a while, since what took the memory may.
+Where memory runs out, or a budget has not so much, the step begins again with micro-batches of half the size, down to
+one sequence; a sequence that does not fit alone fails its pass. The smaller size stays for a while, since what took the
+memory may.
 
 A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer
 is dropped, and what else wanted that adapter runs again without the failed pass; other adapters notice nothing.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import structlog
@@ -30,6 +32,7 @@ from tinsmith.backends.torch.head import Head, Objective
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.metrics import measure
 from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 from tinsmith.loss_graphs import MAX_SECONDS
@@ -59,6 +62,7 @@ class Trainer:
         self._steps_at_limit = 0
         self._running: MicroBatch | None = None
         self._head = Head(base, chunk_rows)
+        self.memory: StepMemory | None = None
 
     def run(
         self,
@@ -174,20 +178,30 @@ class Trainer:
     ) -> dict[int, Tensor]:
         """The gradients of this step by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
-        buffers = {key: torch.zeros_like(adapter.flat_P) for key, adapter in adapters.items()}
-        try:
-            for key, adapter in adapters.items():
-                adapter.gradients = adapter.layout.views(buffers[key])
-            for number, (batch, train) in enumerate(batches):
-                if number and between is not None:
-                    between()
-                self._running = batch
-                self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
-            self._running = None
-        finally:
-            for adapter in adapters.values():
-                adapter.gradients = None
+        # What is to blame if there is no memory for any of them.
+        self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
+        with self._claimed(batches, sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+            buffers = {key: torch.zeros_like(adapter.flat_P) for key, adapter in adapters.items()}
+            try:
+                for key, adapter in adapters.items():
+                    adapter.gradients = adapter.layout.views(buffers[key])
+                for number, (batch, train) in enumerate(batches):
+                    if number and between is not None:
+                        between()
+                    self._running = batch
+                    self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+                self._running = None
+            finally:
+                for adapter in adapters.values():
+                    adapter.gradients = None
         return buffers
+
+    def _claimed(self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int) -> AbstractContextManager[None]:
+        return (
+            nullcontext()
+            if self.memory is None
+            else self.memory.claimed(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
+        )
 
     def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
