@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray lint-deploy fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -47,6 +47,10 @@ test-ranks: $(STAMP)
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 3600 tests/test_families.py tests/test_families_live.py
+
+# What is too large for `make test` of the checks of deploy/: SkyPilot itself, in an environment of its own.
+lint-deploy:
+	scripts/lint-deploy
 
 # What `make test` does of it in half a minute, with fifty times the examples.
 fuzz: $(STAMP)
