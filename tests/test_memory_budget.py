@@ -405,7 +405,7 @@ def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monke
 @pytest.fixture(scope="module")
 def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """nano, whose base takes 25 MB with the copy for decoding."""
-    budget = {"TINSMITH_MEMORY_BUDGET": "160MiB"}
+    budget = {"MEMORY_BUDGET": "160MiB"}
     with serving(tmp_path_factory.mktemp("squeezed"), settings=budget) as server:
         yield server.url
 

@@ -100,7 +100,7 @@ class Ledger:
 
     @contextmanager
     def claimed(self, num_bytes: int) -> Iterator[None]:
-        """Memory for the activations of a step. Raises OverBudgetError, with the numbers, if the budget has not so much."""
+        """Memory for the activations of a step. Raises OverBudgetError, with the numbers, if there is not so much."""
         if self.is_limited and not self.make_room(num_bytes, ACTIVATIONS):
             raise OverBudgetError(f"activations take {in_words(num_bytes)}; {self.described()}")
         self._claimed += num_bytes
