@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.settings import silence_ray
+from tinsmith.settings import prepare_ray
 
 STORE_BYTES = 80_000_000
 # A node is given up after two seconds of silence, and not after fifteen; a slow machine may be silent for one.
@@ -46,7 +46,7 @@ class Nodes:
 
 @contextlib.contextmanager
 def ray_nodes(*cpus: int) -> Iterator[Nodes]:
-    silence_ray()
+    prepare_ray("")
     import ray
     from ray.cluster_utils import Cluster
 

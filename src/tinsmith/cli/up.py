@@ -29,13 +29,14 @@ from tinsmith.placement.fleet import (
     others_from,
 )
 from tinsmith.placement.scaling import Rule
-from tinsmith.settings import Settings, load, portable
+from tinsmith.settings import Settings, load, portable, prepare_ray
 from tinsmith.signing import load_secret
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 LOCAL = "local"
+LOOPBACK = "127.0.0.1"
 ADDRESS_FILE = "ray.address"
 """In the data directory, while `tinsmith up --ray local` runs: where its cluster is."""
 WATCH_S = 1.0
@@ -106,7 +107,7 @@ def up(  # noqa: PLR0913 - one parameter a flag
         ),
     }
     fleet = _fleet(settings, roles)
-    cluster = _cluster()
+    cluster = _cluster(LOOPBACK if ray == LOCAL else ray)
     if ray == LOCAL:
         _stay(cluster, settings, fleet, as_json)
         return
@@ -184,8 +185,9 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
         )
 
 
-def _cluster() -> ModuleType:
+def _cluster(address: str) -> ModuleType:
     """Ray takes half a second to import, and need not be installed."""
+    prepare_ray(address)
     try:
         from tinsmith.placement import cluster
     except ImportError as error:
@@ -196,8 +198,9 @@ def _cluster() -> ModuleType:
 @contextlib.contextmanager
 def _connected(address: str | None, data_dir: Path | None) -> Iterator[Any]:
     settings = load({"data_dir": data_dir} if data_dir else {})
-    cluster = _cluster()
-    cluster.connect(address or _local_address(settings.resolved_data_dir))
+    address = address or _local_address(settings.resolved_data_dir)
+    cluster = _cluster(address)
+    cluster.connect(address)
     try:
         yield cluster
     finally:

@@ -1,5 +1,5 @@
 """The only module that speaks to Ray: shells and the controller as detached, named actors, each in its own placement
-group.
+group. Whoever imports it has prepared Ray's environment (`settings.prepare_ray`).
 
 A placement group reserves what one process needs on one node, is seen by Ray's autoscaler while nothing has room for
 it, and moves to another node when its own is lost. Detached actors outlive whoever made them; Ray starts those that
@@ -26,7 +26,6 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.placement.controller import Controller, Seat
 from tinsmith.placement.fleet import ROLES, Fleet, Role
 from tinsmith.placement.shell import DRAIN_S, Shell
-from tinsmith.settings import silence_ray
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
@@ -50,7 +49,6 @@ def connect(address: str) -> None:
             f"--ray is {address!r}: the command must run on a node of the cluster; there, give HOST:PORT of its head "
             "(ray:// is a proxy for drivers elsewhere)"
         )
-    silence_ray()
     try:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -65,7 +63,6 @@ def start_local(fleet: Fleet, directory: str) -> str:
     for role in fleet.roles.values():
         for name, amount in role.resources.others.items():
             others[name] = others.get(name, 0.0) + amount * role.rule.maximum
-    silence_ray()
     context: Any = ray.init(
         address="local",
         num_cpus=max(1, int(cpus + 0.999)),
@@ -76,7 +73,6 @@ def start_local(fleet: Fleet, directory: str) -> str:
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=directory,
-        _node_ip_address="127.0.0.1",
     )
     return str(context.address_info["gcs_address"])
 

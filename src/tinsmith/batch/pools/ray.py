@@ -22,7 +22,7 @@ import structlog
 
 from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
 from tinsmith.batch.printed import JobLogs
-from tinsmith.settings import role_environment
+from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
 END_S = 5.0
@@ -87,7 +87,7 @@ class Driver:
                 "tinsmith.batch.pools.ray_driver",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=role_environment(),
+                env=role_environment() | ray_variables(self._address),
                 start_new_session=True,
                 limit=LINE_BYTES,
             )

@@ -19,7 +19,6 @@ import ray
 from ray.exceptions import RayError
 
 from tinsmith.batch.pools.ray_host import WorkerHost
-from tinsmith.settings import silence_ray
 
 NAMESPACE = "tinsmith-batch"
 CONNECT_S = 60.0
@@ -84,7 +83,6 @@ class Hosts:
 
 def connect(address: str) -> str:
     """Why that cannot be done; empty if it is."""
-    silence_ray()
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:
