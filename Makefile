@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray lint-deploy fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray lint-deploy fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -20,6 +20,10 @@ test: $(STAMP)
 
 test-postgres: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not recipes" --database postgres $(AGAIN)
+
+# Servers and engines as processes of their own, on both databases; make test does some of it.
+test-roles: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_roles.py tests/test_several_servers.py
 
 test-crash: $(STAMP)
 	$(BIN)/python -m pytest -q tests/crash

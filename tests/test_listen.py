@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,39 @@ def test_submissions_wake_the_engine_and_settlements_the_servers(url: str, db: D
     assert not engine.wait(0.2), "what was there already is no news"
     engine.close()
     server.close()
+
+
+def test_one_engine_of_several_is_woken_alone_or_all_of_them(url: str, db: Database) -> None:
+    one, two = (PostgresMailbox(url, engine_mailbox("base", engine_id)) for engine_id in ("engine-0-a", "engine-0-b"))
+    for listening in (one, two):
+        received(listening, lambda ids: "" in ids)
+    futures = Futures(db)
+    step = NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1, engine_id="engine-0-b")
+    futures.submit(step)
+    assert received(two, lambda ids: bool(ids)) == {"m:1"}
+    assert not one.wait(0.2)
+    futures.submit(replace(step, request_id="m:2", seq_id=2, engine_id=None))
+    assert received(one, lambda ids: bool(ids)) == received(two, lambda ids: bool(ids)) == {"m:2"}
+    one.close()
+    two.close()
+
+
+def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tmp_path: Path) -> None:
+    for name in ("tinsmith.db", "shared.db"):
+        url = f"sqlite:///{tmp_path}/{name}"
+        server, engine = open_mailbox(url, "server.a"), open_mailbox(f"sqlite:///{tmp_path}/x/../{name}", "engine-b.0")
+        server.wake("engine-b", [name])
+        assert engine.drain() == {name}
+        engine.wake("server", [name])
+        assert server.drain() == {name}
+        server.close()
+        engine.close()
+    other = open_mailbox(f"sqlite:///{tmp_path}/other.db", "engine-b.0")
+    apart = open_mailbox(f"sqlite:///{tmp_path}/shared.db", "server.a")
+    apart.wake("engine-b", ["not theirs"])
+    assert other.drain() == set()
+    other.close()
+    apart.close()
 
 
 class _Slow(Database):

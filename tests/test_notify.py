@@ -58,6 +58,24 @@ def test_nobody_there_and_a_full_buffer_are_no_errors(sockets: Path) -> None:
     sender.close()
 
 
+def test_what_is_sent_to_a_group_goes_to_all_of_its_members_and_to_nobody_else(sockets: Path) -> None:
+    sender = Mailbox(sockets, "server.x")
+    members = [Mailbox(sockets, name) for name in ("engine-a", "engine-a.one", "engine-a.two")]
+    others = [Mailbox(sockets, name) for name in ("engine-ab", "engine-ab.one", "engine-b.one")]
+    sender.wake("engine-a", ["all"])
+    sender.wake("engine-a.two", ["two"])
+    assert [member.drain() for member in members] == [{"all"}, {"all"}, {"all", "two"}]
+    assert [other.drain() for other in others] == [set()] * 3
+    time.sleep(0.2)  # what is in the directory is remembered by now
+    sender.wake("engine-a", ["again"])
+    late = Mailbox(sockets, "engine-a.late")
+    members.pop().close()
+    sender.wake("engine-a", ["late"])
+    assert late.drain() == {"late"} and members[1].drain() == {"again", "late"}
+    for mailbox in (sender, late, *members, *others):
+        mailbox.close()
+
+
 def test_a_successor_takes_the_name_and_keeps_it(sockets: Path) -> None:
     sender, first = Mailbox(sockets, "server"), Mailbox(sockets, "engine")
     second = Mailbox(sockets, "engine")

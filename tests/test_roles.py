@@ -150,3 +150,35 @@ def test_four_servers_and_two_engines_behind_one_address(tmp_path: Path, databas
             assert [step.result().metrics["step"] for step in steps] == [1] * 4 + [2] * 4 + [3] * 4
         assert sorted(map(str, cluster.owners().values())) == ["one", "one", "two", "two"]
         assert min(balancer.taken.values()) > 0, "all servers were asked"
+
+
+@pytest.mark.slow
+def test_a_real_model_trained_through_the_death_of_its_engine_has_the_losses_of_one_that_was_not(
+    tmp_path: Path,
+) -> None:
+    with clustered(tmp_path, SQLITE) as cluster, contextlib.ExitStack() as stack:
+        server = stack.enter_context(cluster.process("server", "server"))
+        for name in ("one", "two"):
+            stack.enter_context(cluster.process(name, "engine", "--backend", "torch"))
+        cluster.await_ready("one", "two")
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            undisturbed = losses(service, cluster, kill_at=None)
+            assert losses(service, cluster, kill_at=4) == pytest.approx(undisturbed, abs=1e-4)
+
+
+def losses(service: tinker.ServiceClient, cluster: Cluster, kill_at: int | None) -> list[float]:
+    model = service.create_lora_training_client(BASE, rank=8, seed=5).result()
+    tokens = list(range(10, 42))
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
+    )
+    found: list[float] = []
+    for step in range(8):
+        passed = model.forward_backward([datum], "cross_entropy")
+        stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
+        if step == kill_at:
+            os.kill(engine_pid(cluster, str(cluster.owners()[model.model_id])), signal.SIGKILL)
+        found.append(passed.result().metrics["loss:sum"])
+        stepped.result()
+    return found
