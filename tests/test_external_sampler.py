@@ -448,7 +448,7 @@ def test_a_request_that_ends_the_engine_three_times_fails_by_name_and_alone(
     found = place.run(deadly, *(sample(f"r{i}") for i in range(4)))
     failed = found.pop("deadly")
     assert isinstance(failed, EngineFailedError)
-    assert "ended 3 times" in str(failed)
+    assert "failed 3 times" in str(failed)
     assert place.fake.deaths == 3
     assert all(isinstance(outcome, SampleResult) for outcome in found.values())
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 
@@ -35,7 +36,17 @@ from tinsmith.samplers.dialect import Ask, Dialect, PromptAsk, Reply, Row, likel
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
-Post = Callable[[Ask, Callable[[Reply], None]], Awaitable[Reply]]
+
+class Post(Protocol):
+    """What sends requests to the engine."""
+
+    async def beside_others(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply: ...
+
+    async def apart(self, asks: Sequence[Ask]) -> list[Reply]:
+        """Together, while nothing else runs."""
+        ...
+
+
 Tell = Callable[[int, Reply], None]
 
 
@@ -117,7 +128,7 @@ class Answering:
             prompt=None if index or self._alone or slowly else self._about_prompt,
             stream=self._stream,
         )
-        reply = await post(ask, partial(tell, index))
+        reply = await post.beside_others(ask, partial(tell, index))
         self._check(reply)
         if self._rescores:
             await self._rescore(post, adapter, reply, slowly)
@@ -148,7 +159,10 @@ class Answering:
         if slowly:
             return await self._scored_by_token(post, adapter, tokens, about)
         ask = self._ask(adapter, tokens, SamplingParams(max_tokens=1), 1)
-        rows = (await post(replace(ask, prompt=about), _ignore)).prompt_rows
+        ask = replace(ask, prompt=about)
+        alone = self._dialect.scores_alone
+        reply = (await post.apart([ask]))[0] if alone else await post.beside_others(ask, _ignore)
+        rows = reply.prompt_rows
         if rows is None or len(rows) != len(tokens):
             raise EngineFailedError(f"{self._dialect.name} answered without the logprobs of the prompt")
         return rows
@@ -156,22 +170,24 @@ class Answering:
     async def _scored_by_token(
         self, post: Post, adapter: str | None, tokens: Sequence[int], about: PromptAsk
     ) -> Sequence[Row]:
-        """Each token of a prompt as the next one of those before it, which the engine has in its cache."""
+        """Each token of a prompt as the next one of those before it, which the engine has in its cache.
 
-        async def row(position: int) -> Row:
-            found: dict[int, float] = {}
-            ask = self._ask(adapter, tokens[:position], SamplingParams(max_tokens=1), 1)
-            wanted = tuple({tokens[position], *about.ids})
-            for one in (replace(ask, only=wanted), replace(ask, topk=about.topk) if about.topk else None):
-                if one is not None:
-                    reply = await post(replace(one, request_id=secrets.token_hex(12)), _ignore)
-                    self._check(reply)
-                    found.update(reply.topk[0])
-            return found
-
-        async with asyncio.TaskGroup() as group:
-            rows = [group.create_task(row(position)) for position in range(about.first, len(tokens))]
-        return [{} for _ in range(about.first)] + [one.result() for one in rows]
+        Requests for chosen tokens run apart: vLLM, beside them, tells others nothing of their likeliest tokens.
+        """
+        positions = range(about.first, len(tokens))
+        asks = [self._ask(adapter, tokens[:position], SamplingParams(max_tokens=1), 1) for position in positions]
+        chosen = [replace(a, only=tuple({tokens[at], *about.ids})) for a, at in zip(asks, positions, strict=True)]
+        replies = await post.apart(chosen)
+        if about.topk:
+            likely = [replace(ask, request_id=secrets.token_hex(12), topk=about.topk) for ask in asks]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(post.beside_others(ask, _ignore)) for ask in likely]
+            replies += [task.result() for task in tasks]
+        rows: list[dict[int, float]] = [{} for _ in tokens]
+        for reply, position in zip(replies, [*positions, *positions][: len(replies)], strict=True):
+            self._check(reply)
+            rows[position].update(reply.topk[0])
+        return [*rows]
 
     def _sequence(self, reply: Reply) -> SampledSequence:
         k = self._sample.topk_sample_logprobs

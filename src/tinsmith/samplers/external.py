@@ -2,9 +2,9 @@
 
 The engine thread submits, cancels and collects; everything else happens on an event loop in a thread of its own, so
 sampling goes on while the trainer computes. A request is answered by one job: its answers are asked for one by one,
-each with a seed of its own, and put together when the last is there. If the engine dies, jobs that were in it begin
-again: those with a seed give the same answers. One that was in it at two deaths runs alone, and if it dies a third
-time, nobody else can be to blame: the job fails by name.
+each with a seed of its own, and put together when the last is there. If the engine dies, or fails, jobs that were in
+it begin again: those with a seed give the same answers. One that was in it at two deaths runs alone, and if it dies a
+third time, nobody else can be to blame: the job fails by name.
 
 Versions are captured when a request names them first, and given to the engine as files under a new name (adapters.py):
 what replaces a version is another one. `rest` and `rise` take turns on a device with a trainer. Knows no SQL.
@@ -318,39 +318,50 @@ class ExternalSampler:
                         raise
                     continue  # it had to make way
                 except EngineGone as error:
-                    reason, sent = str(error), error.sent
+                    reason, sent, gone = str(error), error.sent, True
+                except EngineFailedError as error:  # it lives, but failed at this
+                    reason, sent, gone = str(error), True, False
                 finally:
                     job.attempt = None
-            await self._connection.gone(era)
+            if gone:
+                await self._connection.gone(era)
             if not sent:
                 continue  # what did not reach it did not kill it
             job.deaths += 1
-            log.warning(
-                "the sampling engine is gone", request_id=job.sample.request_id, deaths=job.deaths, error=reason
-            )
+            log.warning("the sampling engine failed", request_id=job.sample.request_id, deaths=job.deaths, error=reason)
             if job.deaths >= DEATHS:
                 raise EngineFailedError(
-                    f"{self._dialect.name} ended {job.deaths} times while it worked on this request, the last time on "
+                    f"{self._dialect.name} failed {job.deaths} times while it worked on this request, the last time on "
                     f"nothing else: {reason}"
                 )
 
     async def _attempt(self, job: _Job, era: int) -> SampleResult:
         if job.version is None:
-            return await job.answering.result(self._post, None, self._tell(job), unembedding=False)
+            return await job.answering.result(self, None, self._tell(job), unembedding=False)
         for last in (False, True):
             async with self._adapters.held(job.version, era) as name:
                 try:
                     unembedding = job.version.adapts_unembedding
-                    return await job.answering.result(self._post, name, self._tell(job), unembedding=unembedding)
+                    return await job.answering.result(self, name, self._tell(job), unembedding=unembedding)
                 except NotFoundError:
                     if last:
                         raise
                     await self._adapters.forget(job.version)  # somebody else unloaded it
         raise AssertionError("unreachable")
 
-    async def _post(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply:
-        alone = ask.prompt is not None and self._dialect.scores_alone
-        async with self._slots, self._quiet.alone() if alone else self._quiet.beside_others():
+    async def beside_others(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply:
+        """For `Answering`, on the event loop."""
+        async with self._quiet.beside_others():
+            return await self._sent(ask, heard)
+
+    async def apart(self, asks: Sequence[Ask]) -> list[Reply]:
+        """For `Answering`, on the event loop."""
+        async with self._quiet.alone(), asyncio.TaskGroup() as group:
+            sent = [group.create_task(self._sent(ask, lambda _: None)) for ask in asks]
+        return [one.result() for one in sent]
+
+    async def _sent(self, ask: Ask, heard: Callable[[Reply], None]) -> Reply:
+        async with self._slots:
             try:
                 if not ask.stream:
                     return await self._ask(ask)
