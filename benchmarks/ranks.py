@@ -46,6 +46,9 @@ DEGREES = {
 TENANTS = 4
 RANK = 16
 STEPS = 10
+EPS = 1e-6
+"""Of Adam: with less, a number whose gradient is nothing but rounding moves as far as any other, either way."""
+
 TIMED = (256, 16, 128, 64, 200, 32, 90, 240)
 """Lengths of the step that is timed, for each of two tenants."""
 
@@ -85,7 +88,7 @@ def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
     """Of ten steps of all tenants: the largest differences."""
     rng = np.random.default_rng(0)
     logprob = gradient = 0.0
-    steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, grad_clip_norm=1.0)) for i in range(TENANTS)]
+    steps = [OptimStep(f"s{i}", f"m{i}", AdamParams(1e-3, eps=EPS, grad_clip_norm=1.0)) for i in range(TENANTS)]
     for _ in range(STEPS):
         lengths = [rng.integers(4, 120, 3 + tenant) for tenant in range(TENANTS)]
         passes = passes_of(rng, shape.vocab_size, [own.tolist() for own in lengths])
