@@ -39,6 +39,7 @@ from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
 from tinsmith.dispatch import Dispatch
+from tinsmith.early import EarlyEngine
 from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
 from tinsmith.executors import Executors
@@ -185,7 +186,7 @@ class Server:
         await serving
 
 
-def build(settings: Settings) -> Server:
+def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
@@ -197,7 +198,7 @@ def build(settings: Settings) -> Server:
     )
     time_connections(partial(event.listen, database.engine), meters.database_used)
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
-    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox))
+    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     check_reachable(settings)

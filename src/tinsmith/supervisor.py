@@ -22,6 +22,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
+from tinsmith.early import EarlyEngine, Process
 from tinsmith.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
 from tinsmith.observing.meters import metrics_directory
 from tinsmith.ops import ModelShape
@@ -47,8 +48,10 @@ class Supervisor:
         engines: Engines,
         gone: Callable[[int], None] = lambda _pid: None,
         freed: Callable[[str], None] = lambda _base_model: None,
+        early: EarlyEngine | None = None,
     ) -> None:
         """`gone` is told the process id of an engine that has ended, `freed` the base model whose runs it had."""
+        self._early = early
         self._gone = gone
         self._freed = freed
         self._settings = settings
@@ -124,7 +127,18 @@ class Supervisor:
         """Run one engine process to its end; returns its exit status."""
         path = self.log_path(seat)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with path.open("ab") as output:
+        spec = self._spec(shape, seat, path)
+        process = self._early.take(spec) if self._early and seat.kind == "engine" else None
+        process = process or await self._started(spec, path)
+        self.pids.add(process.pid)
+        try:
+            return await self._attend(process)
+        finally:
+            self.pids.discard(process.pid)
+            self._gone(process.pid)
+
+    async def _started(self, spec: bytes, log_path: Path) -> Process:
+        with log_path.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -137,19 +151,18 @@ class Supervisor:
                 ),
                 start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
             )
-        self.pids.add(process.pid)
-        try:
-            return await self._attend(shape, seat, process)
-        finally:
-            self.pids.discard(process.pid)
-            self._gone(process.pid)
-
-    async def _attend(self, shape: ModelShape, seat: Seat, process: asyncio.subprocess.Process) -> int:
         assert process.stdin is not None
+        process.stdin.write(spec)
+        return process
+
+    def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
+        """The line that an engine reads first."""
         settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
-        spec |= {"peer_key": self._peer_key.hex()}
-        process.stdin.write(json.dumps(spec).encode() + b"\n")
+        spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
+        return json.dumps(spec).encode() + b"\n"
+
+    async def _attend(self, process: Process) -> int:
         exited = asyncio.create_task(process.wait())
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +179,7 @@ class Supervisor:
         return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{number}.log"
 
 
-async def _end(process: asyncio.subprocess.Process, exited: asyncio.Task[int]) -> None:
+async def _end(process: Process, exited: asyncio.Task[int]) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     done, _ = await asyncio.wait({exited}, timeout=STOP_S)

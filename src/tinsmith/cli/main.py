@@ -27,6 +27,7 @@ from tinsmith.settings import Settings, client_address, load
 
 if TYPE_CHECKING:
     from tinsmith.cli.plan import Asked
+    from tinsmith.early import EarlyEngine
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -64,7 +65,9 @@ ShardBase = Annotated[
     bool | None,
     typer.Option("--shard-base", help="A part of every layer on each data-parallel device. Default: off."),
 ]
-Backend = Annotated[str | None, typer.Option(help="torch, full to train every weight, or fake to test a client. Default: torch.")]
+Backend = Annotated[
+    str | None, typer.Option(help="torch, full to train every weight, or fake to test a client. Default: torch.")
+]
 
 
 @app.command()
@@ -242,12 +245,23 @@ def options(
 
 
 def _serve(settings: Settings, *, as_json: bool) -> None:
+    from tinsmith.early import EarlyEngine
+
+    early = EarlyEngine.begin(settings)
+    try:
+        _serve_with(settings, early, as_json=as_json)
+    finally:
+        if early:
+            early.close()
+
+
+def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool) -> None:
     with importing():
         from tinsmith.observing.logs import configure_logs
         from tinsmith.server import build
 
     configure_logs(settings.log_level, settings.log_format)
-    server = build(settings)
+    server = build(settings, early)
 
     def announce(url: str) -> None:
         models = [shape.name for shape in server.bases]

@@ -25,7 +25,7 @@ import structlog
 from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import crashpoints
+from tinsmith import backends, crashpoints
 from tinsmith.backends import Backend
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
