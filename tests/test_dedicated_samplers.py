@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -115,6 +116,12 @@ def executors(cluster: Cluster, request_ids: Sequence[str]) -> list[str | None]:
     return [names.get(found[request_id] or "") for request_id in request_ids]
 
 
+def crash_in(cluster: Cluster) -> str:
+    """How a process ended that should not have."""
+    _, mark, text = cluster.log().partition("Traceback")
+    return mark + text[:3000]
+
+
 def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
     prompts = [[number, number + 1] for number in range(30)]
@@ -216,7 +223,7 @@ def test_a_sampler_that_is_lost_loses_nothing(cluster: Cluster, client: RawClien
     assert found == [expected(weight, prompt) for prompt in prompts]
     assert cluster.rows("count(*)", f"future_results WHERE request_id LIKE '{sampler}:%'") == [(len(ids),)]
     cluster.wait(lambda: (row := cluster.engines()["alpha"]).pid != pid and row.state == "ready")
-    assert "Traceback" not in cluster.log()
+    assert crash_in(cluster) == ""
 
 
 def test_without_any_sampler_the_engine_samples(cluster: Cluster, processes: dict[str, LiveServer]) -> None:
@@ -243,6 +250,10 @@ def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp
         serving(tmp_path / "data", "--samplers", "1") as server,
         tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
     ):
+        deadline = time.monotonic() + 90
+        while not server.count("engines WHERE kind = 'sampler' AND state = 'ready'"):
+            assert time.monotonic() < deadline, "the sampler does not come"
+            time.sleep(0.1)
         model = service.create_lora_training_client("tinsmith/nano", rank=8, seed=1).result()
         prompt = [5, 17, 42, 9]
         for step in range(3):
@@ -262,6 +273,4 @@ def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp
                 trained = outputs["logprobs"].to_numpy()[len(prompt) - 1 :]
                 np.testing.assert_allclose(sequence.logprobs, trained, atol=2e-4)
             model.optim_step(types.AdamParams(learning_rate=0.05)).result()
-        samplers = server.count("engines WHERE kind = 'sampler' AND state = 'ready'")
-        assert samplers == 1
-        assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") >= 1
+        assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") == 3

@@ -18,6 +18,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -160,7 +161,7 @@ class _Listener(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)  # type: ignore[arg-type]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        log.info("a transfer of a version broke off", exc_info=True)
+        log.info("a transfer of a version broke off", error=repr(sys.exception()))
 
 
 class _Handler(BaseHTTPRequestHandler):
