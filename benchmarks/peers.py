@@ -51,6 +51,8 @@ def transformers(directory: Path, given: dict[str, Any]) -> Run:
 def vllm(directory: Path, given: dict[str, Any]) -> Run:
     """`adapters`: directories in PEFT's format, given to the prompts in turns."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # a container's cores are not always its to choose
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
     from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
@@ -62,6 +64,9 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
         max_model_len=PROMPT + NEW,
         max_num_seqs=max(given["at_once"]),
         enable_prefix_caching=False,
+        # Its kernels for adapters on a CPU gather the matrices for each row: thousands of rows at once take gigabytes.
+        max_num_batched_tokens=max(512, *given["at_once"]),
+        enforce_eager=given.get("eager", False),
         seed=0,
         **lora,
     )

