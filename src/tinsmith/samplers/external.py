@@ -40,7 +40,7 @@ AT_ONCE = 256
 """Requests to the engine at a time; it queues what it cannot run yet."""
 
 MOST_ADAPTERS = 32
-WAIT_S = 0.002
+WAIT_S = 0.005
 """How long a step waits for something to finish: the engine thread looks after its other work in between."""
 
 DEATHS = 3
