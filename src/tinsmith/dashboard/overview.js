@@ -46,11 +46,19 @@ function cards({ counts }) {
   ];
 }
 
+// What is held, of the budget if there is one; who holds it is said when it is pointed at.
+function memory({ budget, ...holders }) {
+  const held = Object.values(holders).reduce((sum, value) => sum + value, 0);
+  const who = Object.entries(holders).map(([name, value]) => `${name} ${bytes(value)}`);
+  return held ? h("span", { title: who.join(", ") }, budget ? `${bytes(held)} of ${bytes(budget)}` : bytes(held)) : "-";
+}
+
 const ENGINES = [
   { label: "Base model", cell: (row) => row.base_model },
   { label: "Engine", cell: (row) => state(row.state) },
   { label: "Context", number: true, cell: (row) => count(row.max_context_length) },
   { label: "Vocabulary", number: true, cell: (row) => count(row.vocab_size) },
+  { label: "Memory", number: true, cell: (row) => memory(row.memory) },
   { label: "Why", cell: (row) => row.reason || "-" },
 ];
 

@@ -257,6 +257,18 @@ class ServerMeters:
         if self._directory is not None:
             mark_process_dead(pid, str(self._directory))
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of devices by base model and by who holds them, of all engines that count here."""
+        found: dict[str, dict[str, int]] = {}
+        if self._directory is None:
+            return found
+        for metric in MultiProcessCollector(CollectorRegistry(), str(self._directory)).collect():
+            for sample in metric.samples if metric.name == "tinsmith_engine_memory_bytes" else ():
+                holders = found.setdefault(sample.labels["base_model"], {})
+                holder = sample.labels["holder"]
+                holders[holder] = holders.get(holder, 0) + int(sample.value)
+        return found
+
     def text(self) -> bytes:
         """Everything, in Prometheus' text format. Asks the database."""
         return generate_latest(self._registry)

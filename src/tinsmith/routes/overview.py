@@ -1,7 +1,7 @@
 """What the dashboard shows beyond the other routes: an overview, runs by search, the queue and what was packed.
 
-Everything is the asking tenant's, but for two numbers of each step: how many tokens it had in all, and of how many
-tenants.
+Everything is the asking tenant's, but for two numbers of each step (how many tokens it had in all, and of how many
+tenants) and the memory of the engines.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ COUNTED = {
 
 
 def overview(call: Call) -> JsonObject:
+    memory = call.services.meters.memory()
     return {
         "tenant_id": call.tenant_id,
         "counts": call.services.overview.counts(call.tenant_id),
-        "engines": _engines(call),
+        "engines": [engine | {"memory": memory.get(str(engine["base_model"]), {})} for engine in _engines(call)],
         "seats": [
             {
                 "base_model": seat.base_model,
