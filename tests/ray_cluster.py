@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tinsmith.settings import prepare_ray
 
 STORE_BYTES = 80_000_000
@@ -46,7 +48,9 @@ class Nodes:
 
 @contextlib.contextmanager
 def ray_nodes(*cpus: int) -> Iterator[Nodes]:
-    prepare_ray("")
+    prepare_ray()
+    monkeypatched = pytest.MonkeyPatch()
+    monkeypatched.setenv("RAY_AUTH_MODE", "disabled")  # whatever token its user has
     import ray
     from ray.cluster_utils import Cluster
 
@@ -68,6 +72,7 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+        monkeypatched.undo()
         left = _below(directory)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

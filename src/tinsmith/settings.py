@@ -401,21 +401,24 @@ def role_environment() -> dict[str, str]:
     }
 
 
-def ray_variables(address: str) -> dict[str, str]:
-    """What Ray must find in its environment before it is imported: that it reports its use to nobody, and, for a cluster
-    of this machine alone, that it stays on the loopback interface (the variable is named after the systems on which
-    that is its default)."""
-    loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if address.startswith("127.") else {}
-    return {"RAY_USAGE_STATS_ENABLED": "0", **loopback}
+def ray_variables(token_path: Path | None = None) -> dict[str, str]:
+    """What Ray must find in its environment before it is imported: that it reports its use to nobody; and, for a
+    cluster of this machine alone, whose token is in a file, that it asks for it and stays on the loopback interface
+    (the variable for that is named after the systems on which it is the default)."""
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if token_path is None:
+        return quiet
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
+    return {**quiet, **own, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
-def prepare_ray(address: str) -> None:
-    os.environ.update(ray_variables(address))
+def prepare_ray(token_path: Path | None = None) -> None:
+    os.environ.update(ray_variables(token_path))
 
 
 def portable(settings: Settings) -> dict[str, object]:
     """For another process on any machine, as JSON: with secrets, and with the places that are the same for all."""
-    values = settings.model_dump(mode="json")
+    values: dict[str, object] = settings.model_dump(mode="json")
     for name, value in settings:
         if isinstance(value, SecretStr):
             values[name] = value.get_secret_value()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import shutil
 import signal
 import tempfile
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LOCAL = "local"
-LOOPBACK = "127.0.0.1"
 ADDRESS_FILE = "ray.address"
-"""In the data directory, while `tinsmith up --ray local` runs: where its cluster is."""
+TOKEN_FILE = "ray.token"
+"""In the data directory, while `tinsmith up --ray local` runs: where its cluster is, and what opens it."""
 WATCH_S = 1.0
 
 output = Console(soft_wrap=True, highlight=False)
@@ -107,10 +108,11 @@ def up(  # noqa: PLR0913 - one parameter a flag
         ),
     }
     fleet = _fleet(settings, roles)
-    cluster = _cluster(LOOPBACK if ray == LOCAL else ray)
     if ray == LOCAL:
+        cluster = _cluster(_make_token(settings.resolved_data_dir))
         _stay(cluster, settings, fleet, as_json)
         return
+    cluster = _cluster(None)
     cluster.connect(ray)
     fleet = fleet.knowing(ray)
     try:
@@ -185,9 +187,17 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
         )
 
 
-def _cluster(address: str) -> ModuleType:
+def _make_token(data_dir: Path) -> Path:
+    """Whoever reaches a cluster can run code as its user: others on this machine must not."""
+    path = data_dir / TOKEN_FILE
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32))
+    return path
+
+
+def _cluster(token_path: Path | None) -> ModuleType:
     """Ray takes half a second to import, and need not be installed."""
-    prepare_ray(address)
+    prepare_ray(token_path)
     try:
         from tinsmith.placement import cluster
     except ImportError as error:
@@ -198,9 +208,9 @@ def _cluster(address: str) -> ModuleType:
 @contextlib.contextmanager
 def _connected(address: str | None, data_dir: Path | None) -> Iterator[Any]:
     settings = load({"data_dir": data_dir} if data_dir else {})
-    address = address or _local_address(settings.resolved_data_dir)
-    cluster = _cluster(address)
-    cluster.connect(address)
+    data = settings.resolved_data_dir
+    cluster = _cluster(None if address else data / TOKEN_FILE)
+    cluster.connect(address or _local_address(data))
     try:
         yield cluster
     finally:
@@ -236,7 +246,8 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
             while cluster.RayCluster().seats():
                 told.wait(WATCH_S)
     finally:
-        file.unlink(missing_ok=True)
+        for each in (file, settings.resolved_data_dir / TOKEN_FILE):
+            each.unlink(missing_ok=True)
         cluster.disconnect()
         shutil.rmtree(directory, ignore_errors=True)
 

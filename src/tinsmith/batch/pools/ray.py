@@ -87,7 +87,7 @@ class Driver:
                 "tinsmith.batch.pools.ray_driver",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=role_environment() | ray_variables(self._address),
+                env=role_environment() | ray_variables(),
                 start_new_session=True,
                 limit=LINE_BYTES,
             )
