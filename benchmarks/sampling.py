@@ -44,6 +44,7 @@ Figure = dict[str, object]
 class Found(TypedDict):
     runs: dict[str, list[float]]
     publishes: list[float]
+    steps: list[float]
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
@@ -121,7 +122,7 @@ def alone(given: dict[str, object]) -> Found:
     """The engine's sampler and nothing beside it; and what a publish takes."""
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.bases import read_shape
-    from tinsmith.ops import LoraSpec, Sample, SamplingParams
+    from tinsmith.ops import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
 
     backend = TorchBackend(read_shape("bench", Path(str(given["directory"]))), dtype=str(given["dtype"]))
     adapters = int(str(given["adapters"]))
@@ -143,8 +144,12 @@ def alone(given: dict[str, object]) -> Found:
 
     runs = int(str(given["runs"]))
     found = {str(at_once): timed(run, at_once, runs) for at_once in cast("list[int]", given["at_once"])}
-    publishes = timed(lambda _: backend.publish("m0", f"p{next(names)}"), 1, 4 * runs)
-    return {"runs": found, "publishes": publishes}
+    publishes, steps = [], []
+    for _ in range(4 * runs):
+        publishes += timed(lambda _: backend.publish("m0", f"p{next(names)}"), 1, 1)
+        # The version is kept, so the step goes on with a copy.
+        steps += timed(lambda _: backend.optim_step([OptimStep("o", "m0", AdamParams())]), 1, 1)[:1]
+    return {"runs": found, "publishes": publishes, "steps": steps}
 
 
 def inside(directory: Path, dtype: str, adapters: int, given: argparse.Namespace, save_to: Path) -> Found:
@@ -221,12 +226,15 @@ def compared(table: Table, size: str, directory: Path, given: argparse.Namespace
     adapter = directory.with_name(f"{size}-adapter")
     for dtype in given.dtypes:
         publishes: list[float] = []
+        steps: list[float] = []
         for adapters in given.adapters:
             found = inside(directory, dtype, adapters, given, adapter)
             publishes += found["publishes"]
+            steps += found["steps"]
             for at_once, seconds in found["runs"].items():
                 table.add(size, f"alone {dtype}, {adapters} LoRA", int(at_once), seconds)
         table.add_times(size, f"publish of rank {RANK}, {dtype}, alone", publishes)
+        table.add_times(size, f"optimizer step right after it, {dtype}", steps)
         os.environ["TINSMITH_DTYPE"] = dtype
         with own_server(f"bench/{size}={directory}") as (url, _):
             of_address(table, url, f"bench/{size}", size, dtype, given)
