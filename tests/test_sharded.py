@@ -59,7 +59,7 @@ def lost() -> Lost:
 
 @pytest.fixture(scope="module")
 def group(lost: Lost) -> Iterator[Group]:
-    group = Group(2, device="cpu", timeout_s=60.0, on_lost=lost)
+    group = Group(2, device="cpu", timeout_s=240.0, on_lost=lost)
     yield group
     group.close()
     assert not lost.reasons

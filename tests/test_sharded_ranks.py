@@ -51,7 +51,7 @@ def refuse(reason: str) -> None:
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Group]:
-    group = Group(4, device="cpu", timeout_s=600.0, on_lost=refuse)
+    group = Group(4, device="cpu", timeout_s=120.0, on_lost=refuse)
     yield group
     group.close()
 
@@ -88,7 +88,7 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(four: Group, shape: M
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[Group]:
-    group = Group(2, device="cpu", timeout_s=600.0, on_lost=refuse)
+    group = Group(2, device="cpu", timeout_s=120.0, on_lost=refuse)
     yield group
     group.close()
 
@@ -121,7 +121,7 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
         reasons.append(reason)
         noticed.set()
 
-    group = Group(2, device="cpu", timeout_s=20.0, on_lost=on_lost)
+    group = Group(2, device="cpu", timeout_s=40.0, on_lost=on_lost)
     try:
         backend = ranked.load(shape, group, TWO[name])
         os.kill(group.pids[1], how)

@@ -33,7 +33,7 @@ def main() -> int:
     assert isinstance(number, int) and isinstance(world, int) and isinstance(threads, int)
     assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(meeting, str)
     structlog.contextvars.bind_contextvars(rank=number)
-    meet(number, world, Path(meeting), device=device, timeout_s=timeout_s)
+    meet(number, world, Path(meeting), device=device)
     rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads, serve=lambda: serve(rank, link))
     try:
         serve(rank, link)

@@ -53,7 +53,7 @@ class Group:
         device = _device(device, world)
         threads = max(1, torch.get_num_threads() // world)
         self._company = Company.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
-        meet(0, world, self._company.meeting, device=device, timeout_s=timeout_s)
+        meet(0, world, self._company.meeting, device=device)
         self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
 
     @property

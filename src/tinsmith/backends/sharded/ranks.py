@@ -22,8 +22,11 @@ from tinsmith.backends.sharded.codec import decode, encode
 from tinsmith.backends.sharded.degrees import Degrees
 from tinsmith.errors import RanksLostError
 
+MEETING_S = 1800.0
+"""How long ranks may take to start; one that ends meanwhile is noticed all the same."""
 
-def meet(rank: int, world: int, meeting: Path, *, device: str, timeout_s: float) -> None:
+
+def meet(rank: int, world: int, meeting: Path, *, device: str) -> None:
     """Join the other processes. NCCL where there is CUDA; what is plain data goes by gloo."""
     if device.startswith("cuda"):
         torch.cuda.set_device(rank)
@@ -32,7 +35,7 @@ def meet(rank: int, world: int, meeting: Path, *, device: str, timeout_s: float)
         store=dist.FileStore(str(meeting / "store"), world),  # pyright: ignore[reportPrivateImportUsage]
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=MEETING_S),
     )
 
 
