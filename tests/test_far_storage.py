@@ -101,6 +101,7 @@ def test_a_save_on_its_way_holds_up_its_own_model_only(bench: FarBench) -> None:
     for _ in range(3):
         bench.engine.turn(0.0)
     assert bench.outcome(saved) is None and bench.outcome(behind) is None
+    assert len(bench.engine._sendings) == 1, "it is sent once"
     with pytest.raises(NotFoundError):
         bench.checkpoints.get("alice", parse_path(PATH))
     bench.gate.open.set()
