@@ -1,4 +1,4 @@
-"""Whose run and whose request it is: claims that nobody else gets, rows that nobody else sees, and who gets new ones."""
+"""Whose run and whose request it is: claims that nobody else gets, rows that nobody else sees, who gets new ones."""
 
 from __future__ import annotations
 

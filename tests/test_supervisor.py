@@ -22,7 +22,7 @@ from live import LiveServer, free_port, freeze, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
 from tinsmith.db import Database
-from tinsmith.engines import Engines, Seat
+from tinsmith.engines import Engines, Seat, holder_of
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings
 from tinsmith.supervisor import Supervisor
@@ -197,9 +197,9 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def engines(url: str) -> Iterator[Engines]:
+def engines(url: str, tmp_path: Path) -> Iterator[Engines]:
     db = Database(url)
-    yield Engines(db, "here")
+    yield Engines(db, holder_of(tmp_path))
     db.close()
 
 
