@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import tinker
@@ -273,4 +275,13 @@ def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp
                 trained = outputs["logprobs"].to_numpy()[len(prompt) - 1 :]
                 np.testing.assert_allclose(sequence.logprobs, trained, atol=2e-4)
             model.optim_step(types.AdamParams(learning_rate=0.05)).result()
-        assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") == 3
+        # Clients of OpenAI are answered by it, too, token by token if they like.
+        chat = {"model": BASE, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        url = f"{server.url}/v1/chat/completions"
+        whole = httpx.post(url, json=chat | {"temperature": 0}, headers=headers, timeout=60).json()
+        text = httpx.post(url, json=chat | {"temperature": 0, "stream": True}, headers=headers, timeout=60).text
+        parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+        told = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+        assert told == whole["choices"][0]["message"]["content"] != ""
+        assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") == 5
