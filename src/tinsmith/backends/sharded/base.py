@@ -13,6 +13,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import structlog
@@ -193,6 +194,8 @@ class PartedBase(BaseModel):
             raise SettingsError(
                 f"shard_base is on, and {type(self.model).__name__} does not say which of its modules are layers"
             )
+        # It warns of changes in place to what a layer returns; nothing here makes any.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         mesh = ranks.data_mesh
         for layer in layers:
             fully_shard(layer, mesh=mesh)
