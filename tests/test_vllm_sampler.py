@@ -297,7 +297,7 @@ def test_the_sdk_trains_here_and_samples_there(server: LiveServer) -> None:
             .loss_fn_outputs[0]["logprobs"]
             .to_numpy()
         )
-        np.testing.assert_allclose(one.sequences[0].logprobs or [], trained.to_numpy()[len(tokens) - 1 :], atol=1e-3)
+        np.testing.assert_allclose(one.sequences[0].logprobs or [], trained[len(tokens) - 1 :], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["4", "4a"])
