@@ -62,6 +62,7 @@ def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "crashpoints.py")
     named = set(re.findall(r'\breach\("([a-z.]+)"\)', text))
-    assert len(re.findall(r'\breach\(f"\{self\._root\.name\}\.', text)) == 3
+    # On a disk each once; in a bucket what is written there has two of them of its own.
+    assert len(re.findall(r'\breach\(f"\{self\._root\.name\}\.', text)) == 3 + 2
     of_directories = {f"{root}.{what}" for root in crashpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
     assert named | of_directories == set(crashpoints.POINTS)
