@@ -264,6 +264,21 @@ def test_a_controller_that_starts_again_adopts_what_runs() -> None:
     after = Scene(fleet_of(ONE_TO_THREE), scene.cluster, waiting=250)
     after.tick(10)
     assert scene.cluster.started == ["engine-0", "engine-1", "engine-2"] and scene.cluster.removed == []
+    assert {seat.state for seat in scene.cluster.found.values()} == {"running"}
+
+
+def test_new_settings_that_are_refused_cost_one_process() -> None:
+    scene = Scene(fleet_of(Rule(3, 3, 1)))
+    scene.tick()
+    new = Scene(fleet_of(Rule(3, 3, 1), "elsewhere"), scene.cluster)
+    for _ in range(12):
+        new.tick()
+        scene.cluster.settle()
+        first = scene.cluster.found.get("engine-0")
+        if first is not None and first.fingerprint == new.fleet.fingerprint:
+            scene.cluster.found["engine-0"] = replace(first, state="refused")
+    states = {name: seat.state for name, seat in scene.cluster.found.items()}
+    assert states == {"engine-0": "refused", "engine-1": "running", "engine-2": "running"}
 
 
 def test_new_settings_replace_one_process_at_a_time() -> None:

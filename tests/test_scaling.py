@@ -78,6 +78,12 @@ def test_a_role_grows_after_its_delay_and_shrinks_after_its_own() -> None:
     assert counts[15.0 + 60] == 3 and counts[15.0 + 61] == 1
 
 
+def test_a_role_shrinks_to_the_most_that_was_needed() -> None:
+    steps = [(1, 400.0)] * 15 + [(1, 200.0)] * 30 + [(1, 0.0)] * 100
+    counts = dict(play(RULE, steps))
+    assert counts[15.0 + 61] == 2 and counts[15.0 + 30 + 61] == 1
+
+
 def test_whoever_has_just_begun_to_look_changes_nothing() -> None:
     assert play(RULE, [(1, 0.0)] * 30, Past(3))[-1][1] == 3
     assert play(RULE, [(1, 1e6)] * 9, Past(1))[-1][1] == 1

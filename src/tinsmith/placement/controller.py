@@ -2,8 +2,8 @@
 
 It remembers nothing that it could not see: what runs has names, so a controller that starts again adopts it. Names are
 unique in the cluster, so nothing is started twice. Of a role, one process at a time is replaced by one with new
-settings. It knows no Ray (`Cluster` does) and asks no
-questions of the database (`read_depths` does).
+settings, and the next when that runs: settings that are refused cost one process. It knows no Ray (`Cluster` does) and
+asks no questions of the database (`read_depths` does).
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class Controller:
             self._cluster.start(missing, role, self._fleet)
         leaving = {each for each in seats if each not in names}
         replaced = [each for each in names if each in seats and self._is_other(seats[each])]
-        if replaced and not any(seats[each].state in GOING for each in names if each in seats):
+        others = [each for each in names if each not in replaced]
+        if replaced and all(each in seats and seats[each].state == "running" for each in others):
             leaving.add(replaced[0])
         for each, seat in seats.items():
             if each in leaving or seat.state in GOING or each in self._leaving:
