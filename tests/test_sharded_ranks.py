@@ -150,9 +150,7 @@ def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_p
             os.kill(ranks[0], signal.SIGKILL)
             losses += [_step(model) for _ in range(4)]
             assert losses[-1] < losses[3] and _ranks(server.engine_pids()) != ranks
-            sampler = model.save_weights_and_get_sampling_client()
-            if not isinstance(sampler, tinker.SamplingClient):
-                sampler = sampler.result()
+            sampler = model.save_weights_and_get_sampling_client().result()
             prompt = types.ModelInput.from_ints([1, 2, 3, 4])
             asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
             assert all(len(answer.result().sequences) == 2 for answer in asked)
