@@ -303,7 +303,16 @@ EXCEPTIONS = {
 HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
 # The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and `tinsmith bench`
 # the server that their user names; the operator's command the hub, before it serves.
-MAY_ASK = {"demo.py", "bases.py", "batch/client.py", "batch_cli.py", "transfer.py", "bench.py"}
+MAY_ASK = {
+    "bases.py",
+    "batch/client.py",
+    "cli/batch.py",
+    "cli/bench.py",
+    "cli/demo.py",
+    "engine/handover.py",
+    "exchange/transfer.py",
+    "samplers/connection.py",
+}
 
 
 def sources() -> list[Path]:

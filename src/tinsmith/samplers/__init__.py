@@ -56,7 +56,7 @@ class Sampler(Protocol):
 
 
 class VersionHolder(Protocol):
-    """A sampler and the versions that it samples from: what a dedicated sampler asks of its device. A backend is one."""
+    """A sampler and its versions: what a dedicated sampler asks of its device. A backend is one."""
 
     @property
     def sampler(self) -> Sampler: ...
