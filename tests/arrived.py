@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tinsmith.db import Database
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.ops import Pending
-from tinsmith.ownership import Ownership
 
 
 def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import databases
 from live import LiveServer, free_port, serving
 from tinsmith.db import Database
-from tinsmith.engines import EngineRow, Engines
+from tinsmith.fleet.engines import EngineRow, Engines
 
 BASE = "tinsmith/nano"
 LEASE_S = 2.0

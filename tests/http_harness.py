@@ -22,10 +22,10 @@ from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
-from tinsmith.dispatch import Dispatch
 from tinsmith.errors import TinsmithError
-from tinsmith.executors import Executors
 from tinsmith.files import Files
+from tinsmith.fleet.dispatch import Dispatch
+from tinsmith.fleet.executors import Executors
 from tinsmith.futures import Futures, Settlement
 from tinsmith.models import Models, set_state
 from tinsmith.notify import Waiters

@@ -22,8 +22,8 @@ from live import LiveServer, freeze
 from raw_client import connect, engine_of
 from test_engine import BASE, Bench
 from tinsmith.db import Database, now
-from tinsmith.engines import Engines, Seat
 from tinsmith.errors import NotFoundError
+from tinsmith.fleet.engines import Engines, Seat
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.tables import BODIES, FUTURES, RESULTS, SESSIONS
 

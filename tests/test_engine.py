@@ -22,11 +22,11 @@ from tinsmith.engine.recording import Records
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.futures import Futures, NewFuture, Outcome
 from tinsmith.models import Models, NewModel
 from tinsmith.notify import Mailbox
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample
-from tinsmith.ownership import Ownership
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories

@@ -12,11 +12,11 @@ import sqlalchemy as sa
 
 from databases import POSTGRES, fresh_url
 from tinsmith.db import Database
-from tinsmith.engines import Engines, Lease, LeaseLostError, Renewal, Seat, fence
+from tinsmith.fleet.engines import Engines, Lease, LeaseLostError, Renewal, Seat, fence
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import LoraSpec
-from tinsmith.ownership import Ownership
 from tinsmith.tables import ENGINES, FUTURES, MODELS
 
 BASE = "local/tiny"

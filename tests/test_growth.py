@@ -18,10 +18,10 @@ from sqlalchemy import event
 import databases
 from http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from tinsmith.db import Database, now
-from tinsmith.engines import Engines
+from tinsmith.fleet.engines import Engines
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.futures import SampleCost, Settlement
 from tinsmith.janitor import Janitor, SweptParts
-from tinsmith.ownership import Ownership
 from tinsmith.quotas import Limits
 from tinsmith.records import usage
 from tinsmith.records.audit import PREFIXES

@@ -15,9 +15,9 @@ from tinsmith import custom_losses, sequences
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
 from tinsmith.db import Database, now
-from tinsmith.engines import Engines
 from tinsmith.errors import NotFoundError
 from tinsmith.files import Files
+from tinsmith.fleet.engines import Engines
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
 from tinsmith.models import Models, NewModel

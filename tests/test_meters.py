@@ -21,7 +21,7 @@ from databases import database_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, send_pass
 from live import LiveServer, serving
 from tinsmith.db import Database
-from tinsmith.engines import EngineRow, Engines
+from tinsmith.fleet.engines import EngineRow, Engines
 from tinsmith.observing.meters import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
 
 ROOT = Path(__file__).parents[1]

@@ -11,12 +11,12 @@ import pytest
 
 from databases import fresh_url
 from tinsmith.db import Database
-from tinsmith.engines import Engines, Seat
-from tinsmith.fleet import FRESH_S, Fleet
+from tinsmith.fleet.engines import Engines, Seat
+from tinsmith.fleet.ownership import Ownership, preferred
+from tinsmith.fleet.view import FRESH_S, Fleet
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel, unloading
 from tinsmith.ops import LoraSpec
-from tinsmith.ownership import Ownership, preferred
 from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 
 BASE = "local/tiny"

@@ -16,9 +16,9 @@ from test_engine import BASE, ENGINE, Bench
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine import Engine, Nouns
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec
-from tinsmith.ownership import Ownership
 from tinsmith.storage import Directories
 
 MODEL = "s:train:0"

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith import dashboard
-from tinsmith.engines import Engines, Seat
+from tinsmith.fleet.engines import Engines, Seat
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.quotas import Limits
 from tinsmith.records.curves import Curves

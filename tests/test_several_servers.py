@@ -23,7 +23,7 @@ from live import API_KEY, LiveServer, serving
 from postgres import PostgresServer
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.db import Database
-from tinsmith.engines import EngineRow, Engines
+from tinsmith.fleet.engines import EngineRow, Engines
 from tinsmith.models import Models
 from tinsmith.notify import SAFETY_POLL_S
 

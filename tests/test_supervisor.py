@@ -22,10 +22,10 @@ from live import LiveServer, free_port, freeze, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
 from tinsmith.bases import Bases
 from tinsmith.db import Database
-from tinsmith.engines import Engines, Seat, holder_of
+from tinsmith.fleet.engines import Engines, Seat, holder_of
+from tinsmith.fleet.supervisor import Supervisor
 from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings
-from tinsmith.supervisor import Supervisor
 
 SHAPE = ModelShape("local/tiny", "/no/such/model", 50, 16, "Tiny")
 AT_ONCE_S = 5.0
@@ -222,7 +222,7 @@ def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, url
 def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.supervisor.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tinsmith.fleet.supervisor.FIRST_PAUSE_S", 0.001)
     supervisor = Supervisor(Settings(data_dir=tmp_path), Bases((SHAPE,)), engines)
     starts: list[float] = []
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from test_engine import BASE, Bench, FlakyBackend
 from tinsmith.engine.suspects import MOST_DEATHS, Suspects
-from tinsmith.engines import Engines, Seat
 from tinsmith.errors import UserError
+from tinsmith.fleet.engines import Engines, Seat
+from tinsmith.fleet.running_notes import SMALLER, Note, Suspect, left_behind
 from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
-from tinsmith.running_notes import SMALLER, Note, Suspect, left_behind
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.tables import BODIES, MODELS
 

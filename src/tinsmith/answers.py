@@ -32,8 +32,8 @@ from tinsmith.admission import check_sample, most_tokens
 from tinsmith.bases import Bases
 from tinsmith.batch.questions import Question
 from tinsmith.checkpoints import Checkpoints, parse_path
-from tinsmith.dispatch import Dispatch
 from tinsmith.errors import GoneError, NotFoundError, NotSupportedError, TinsmithError, TooManyRequestsError, UserError
+from tinsmith.fleet.dispatch import Dispatch
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.notify import Waiters
 from tinsmith.ops import ModelShape

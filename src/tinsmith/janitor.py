@@ -25,8 +25,8 @@ from tinsmith.checkpoints import Checkpoints
 from tinsmith.clocks import WatchedClock
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import now
-from tinsmith.engines import Engines
 from tinsmith.files import Files
+from tinsmith.fleet.engines import Engines
 from tinsmith.futures import Futures, NewFuture
 from tinsmith.models import Model, Models
 from tinsmith.records import usage

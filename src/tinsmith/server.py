@@ -38,13 +38,14 @@ from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
-from tinsmith.dispatch import Dispatch
-from tinsmith.early import EarlyEngine
-from tinsmith.engines import Engines, holder_of
 from tinsmith.errors import SettingsError
-from tinsmith.executors import Executors
 from tinsmith.files import Files
-from tinsmith.fleet import Fleet
+from tinsmith.fleet.dispatch import Dispatch
+from tinsmith.fleet.early import EarlyEngine
+from tinsmith.fleet.engines import Engines, holder_of
+from tinsmith.fleet.executors import Executors
+from tinsmith.fleet.supervisor import Supervisor
+from tinsmith.fleet.view import Fleet
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.listen import open_mailbox
@@ -80,7 +81,6 @@ from tinsmith.settings import Settings
 from tinsmith.signing import Signer, load_secret
 from tinsmith.standing import StandingSessions
 from tinsmith.storage import check_reachable, claim, open_directories
-from tinsmith.supervisor import Supervisor
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens

@@ -93,9 +93,9 @@ class Settings(BaseSettings):
     """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
 
     backend: str = "torch"
-    """What computes: `torch`, `fake` (deterministic and instant, for tests of clients), `full` (every weight is trained,
-    not an adapter: docs/howto/full.md), or `sharded`, which is torch on several devices and what `torch` means as soon as
-    data_parallel or tensor_parallel is more than 1."""
+    """What computes: `torch`, `fake` (deterministic and instant, for tests of clients), `full` (every weight is
+    trained, not an adapter: docs/howto/full.md), or `sharded`, which is torch on several devices and what `torch` means
+    as soon as data_parallel or tensor_parallel is more than 1."""
 
     device: str = "auto"
     """Device of the torch backend: `auto`, `cpu`, `cuda` or `cuda:N`."""

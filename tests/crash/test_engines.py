@@ -17,7 +17,7 @@ from crash.runs import DEPRECATED, Books, Record, books, run_all
 from crash.test_matrix import NTH, POINTS_HERE
 from live import LiveServer, free_port, serving
 from tinsmith.db import Database
-from tinsmith.engines import Engines
+from tinsmith.fleet.engines import Engines
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 

@@ -39,17 +39,17 @@ from tinsmith.engine.snapshots import RETRY_S, Snapshots
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.versions import Versions
 from tinsmith.engine.worklog import Worklog
-from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.fleet.engines import LeaseLostError
+from tinsmith.fleet.ownership import Ownership
+from tinsmith.fleet.running_notes import note_path
 from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
 from tinsmith.models import Model, Models, log_deletion, unloading
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.observing.tracing import NoTracing, Tracing
 from tinsmith.ops import ModelShape, Partial, PassResult, Pending
-from tinsmith.ownership import Ownership
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
-from tinsmith.running_notes import note_path
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.scheduler import Fairness, plan
 from tinsmith.settings import Settings

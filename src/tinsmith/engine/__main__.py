@@ -31,7 +31,6 @@ from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database
-from tinsmith.early import EARLY
 from tinsmith.engine import Engine, Nouns
 from tinsmith.engine.external import open_backend
 from tinsmith.engine.fetching import Fetcher, Places
@@ -40,7 +39,9 @@ from tinsmith.engine.handing import Handing, Peering
 from tinsmith.engine.recording import Records
 from tinsmith.engine.sampler import SamplerEngine
 from tinsmith.engine.versions import SHARE_OF_ROOM
-from tinsmith.engines import (
+from tinsmith.errors import SettingsError
+from tinsmith.fleet.early import EARLY
+from tinsmith.fleet.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
     Engines,
@@ -51,8 +52,9 @@ from tinsmith.engines import (
     fence,
     holder_of,
 )
-from tinsmith.errors import SettingsError
-from tinsmith.executors import SAMPLER, Executors
+from tinsmith.fleet.executors import SAMPLER, Executors
+from tinsmith.fleet.ownership import Ownership
+from tinsmith.fleet.running_notes import left_behind, note_path
 from tinsmith.futures import Futures
 from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
@@ -61,8 +63,6 @@ from tinsmith.observing.logs import configure_logs
 from tinsmith.observing.meters import time_connections
 from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.ops import ModelShape
-from tinsmith.ownership import Ownership
-from tinsmith.running_notes import left_behind, note_path
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import claim, open_directories

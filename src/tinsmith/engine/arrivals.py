@@ -17,11 +17,11 @@ from tinsmith.engine.queues import Lane, Queues
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import GoneError, TinsmithError, UserError
+from tinsmith.fleet.ownership import Arrival, Ownership, preferred
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import EVERYTHING
 from tinsmith.ops import Pending
-from tinsmith.ownership import Arrival, Ownership, preferred
 
 Fail = Callable[[Sequence[Pending], TinsmithError], None]
 

@@ -24,7 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.checkpoints import Checkpoint, Checkpoints
 from tinsmith.engine.handover import NotHereError, fetch
 from tinsmith.errors import CorruptFilesError
-from tinsmith.executors import Executors
+from tinsmith.fleet.executors import Executors
 from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
 from tinsmith.storage import Directories
 

@@ -15,7 +15,7 @@ import structlog
 
 from tinsmith.backends import Capture
 from tinsmith.engine.handover import Outbox
-from tinsmith.executors import Executors
+from tinsmith.fleet.executors import Executors
 
 log = structlog.get_logger()
 

@@ -26,14 +26,14 @@ from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.stock import Stock
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
-from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
-from tinsmith.executors import Executors
+from tinsmith.fleet.engines import LeaseLostError
+from tinsmith.fleet.executors import Executors
+from tinsmith.fleet.running_notes import note_path
 from tinsmith.futures import Settlement, cancelled_name
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.ops import Partial, Pending
 from tinsmith.partials import line_of
-from tinsmith.running_notes import note_path
 from tinsmith.samplers import VersionHolder
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.settings import Settings

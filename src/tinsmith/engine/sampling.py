@@ -22,8 +22,8 @@ from tinsmith.engine.queues import Queues
 from tinsmith.engine.recording import BegunSample, SampleKeeper
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
-from tinsmith.engines import LeaseLostError
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
+from tinsmith.fleet.engines import LeaseLostError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Partial, Pending, SampleResult
 from tinsmith.samplers import VersionHolder

@@ -23,8 +23,8 @@ import structlog
 
 from tinsmith.crashpoints import reach
 from tinsmith.errors import EngineFailedError
+from tinsmith.fleet.running_notes import Note, Suspect, after_death
 from tinsmith.ops import Pending
-from tinsmith.running_notes import Note, Suspect, after_death
 
 MOST_DEATHS = 5
 """An engine that is killed from outside looks the same, so the innocent get the benefit of a few more tries."""

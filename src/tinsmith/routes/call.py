@@ -27,9 +27,9 @@ from tinsmith.batch.state import BatchJobs
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.dispatch import Dispatch
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.files import Files
+from tinsmith.fleet.dispatch import Dispatch
 from tinsmith.futures import Futures
 from tinsmith.models import Models
 from tinsmith.notify import Waiters

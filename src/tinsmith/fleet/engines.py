@@ -26,7 +26,7 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db import Database, Fence, now
-from tinsmith.executors import pass_on
+from tinsmith.fleet.executors import pass_on
 from tinsmith.notify import EVERYTHING, engine_mailbox
 from tinsmith.tables import ENGINES, FUTURES, MODELS
 

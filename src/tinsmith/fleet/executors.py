@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from tinsmith.db import Database
+from tinsmith.fleet.routing import Candidate
 from tinsmith.futures import cancelled_name
 from tinsmith.notify import engine_mailbox
 from tinsmith.ops import Pending
-from tinsmith.routing import Candidate
 from tinsmith.tables import ENGINES, FUTURES, MODELS
 
 SAMPLER = "sampler"

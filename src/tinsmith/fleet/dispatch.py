@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.executors import Executors
+from tinsmith.fleet.executors import Executors
+from tinsmith.fleet.routing import Candidate, choose, prefix_key
 from tinsmith.futures import NewFuture
 from tinsmith.ops import Sample
-from tinsmith.routing import Candidate, choose, prefix_key
 
 FRESH_S = 0.5
 """How long a view of the samplers is good for."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinsmith.db import Database
-from tinsmith.engines import vacate
+from tinsmith.fleet.engines import vacate
 from tinsmith.notify import engine_mailbox
 from tinsmith.ops import Pending
 from tinsmith.tables import ENGINES, FUTURES, MODELS, SAMPLERS

@@ -22,11 +22,11 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.bases import Bases
-from tinsmith.early import EarlyEngine, Process
-from tinsmith.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
+from tinsmith.fleet.early import EarlyEngine, Process
+from tinsmith.fleet.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
+from tinsmith.fleet.running_notes import left_behind, note_path
 from tinsmith.observing.meters import metrics_directory
 from tinsmith.ops import ModelShape
-from tinsmith.running_notes import left_behind, note_path
 from tinsmith.settings import Settings, engine_environment
 from tinsmith.signing import Signer, load_secret
 

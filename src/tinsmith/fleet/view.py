@@ -18,7 +18,7 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db import Database
-from tinsmith.ownership import preferred
+from tinsmith.fleet.ownership import preferred
 from tinsmith.tables import ENGINES, MODELS
 
 FRESH_S = 0.5
