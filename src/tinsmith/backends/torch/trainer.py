@@ -178,9 +178,10 @@ class Trainer:
     ) -> dict[int, Tensor]:
         """The gradients of this step by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
-        # What is to blame if there is no memory for any of them.
+        # What is to blame if the budget has no room for it.
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
         with self._claimed(batches, sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+            self._running = None  # smaller micro-batches make no room for gradients
             buffers = {key: torch.zeros_like(adapter.flat_P) for key, adapter in adapters.items()}
             try:
                 for key, adapter in adapters.items():
