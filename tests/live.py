@@ -84,7 +84,7 @@ def serving(
     """
     port = port or free_port()
     data_dir.mkdir(parents=True, exist_ok=True)
-    module = ["-c", f"{before}\nfrom tinsmith.cli import main\nmain()"] if before else ["-m", "tinsmith.cli"]
+    module = ["-c", f"{before}\nfrom tinsmith.cli.main import main\nmain()"] if before else ["-m", "tinsmith.cli"]
     command = [sys.executable, *module, "serve", "--port", str(port), "--data-dir", str(data_dir)]
     log_path = data_dir / "server.log"
     with log_path.open("ab") as log:
