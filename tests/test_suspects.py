@@ -363,11 +363,12 @@ def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_pa
         bench = Bench(tmp_path, Path(sockets))
         model, other = bench.model(), bench.model("t:train:0")
         guilty, innocent = bench.train(model, 1, (1, POISON)), bench.train(other, 1)
+        with bench.db.write() as connection:
+            connection.execute(MODELS.update().values(engine_id=None))  # the bench's own engine is done with them
         (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
         settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
-        spec = (
-            json.dumps({"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "settings": settings}) + "\n"
-        )
+        seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00"}
+        spec = json.dumps({**seat, "settings": settings, "log": str(tmp_path / "engine.log")}) + "\n"
         statuses: list[int] = []
         while bench.outcome(guilty) is None:
             assert len(statuses) < MOST_STARTS, "the engines die for ever"
