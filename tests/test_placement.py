@@ -22,6 +22,7 @@ from sqlalchemy.exc import OperationalError
 
 from databases import fresh_url
 from raw_client import wait_until_gone
+from tinsmith.cli import up
 from tinsmith.db import Database, now
 from tinsmith.errors import SettingsError
 from tinsmith.placement import shell as shells
@@ -410,3 +411,9 @@ def test_places_of_one_directory_stay_where_they_are_when_each_process_has_its_o
     moved = load({**given, "data_dir": tmp_path / "engine-0"})
     assert moved.resolved_database_url == f"sqlite:///{tmp_path / 'tinsmith.db'}"
     assert moved.storage_location("checkpoints") == str(tmp_path / "checkpoints")
+
+
+def test_a_token_is_made_in_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
+    path = up._make_token(tmp_path / "new" / "data")
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    assert len(path.read_text()) == 64

@@ -189,6 +189,7 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
 
 def _make_token(data_dir: Path) -> Path:
     """Whoever reaches a cluster can run code as its user: others on this machine must not."""
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / TOKEN_FILE
     path.touch(mode=0o600)
     path.write_text(secrets.token_hex(32))
