@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
+from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
 from databases import fresh_url
@@ -373,7 +373,7 @@ def test_the_queues_are_read_by_an_index(tmp_path: Path) -> None:
                     str(row) for row in cursor.connection.execute("EXPLAIN QUERY PLAN " + statement, parameters)
                 )
 
-        sa.event.listen(database.engine, "before_cursor_execute", explain)
+        event.listen(database.engine, "before_cursor_execute", explain)
         QueueDepths(database, ("a",), has_samplers=True).read()
     assert plans and not [plan for plan in plans if "SCAN" in plan and "SCAN CONSTANT" not in plan]
 
