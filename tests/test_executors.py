@@ -13,9 +13,10 @@ import sqlalchemy as sa
 
 from databases import fresh_url
 from tinsmith.db import Database
-from tinsmith.fleet.dispatch import FRESH_S, Dispatch
+from tinsmith.fleet.dispatch import Dispatch
 from tinsmith.fleet.engines import Engines, LeaseLostError, Seat, fence
 from tinsmith.fleet.executors import Executors
+from tinsmith.fleet.loads import FRESH_S
 from tinsmith.fleet.ownership import Ownership
 from tinsmith.fleet.routing import Candidate
 from tinsmith.futures import Futures, NewFuture, Settlement
@@ -228,7 +229,7 @@ def test_a_view_is_asked_for_twice_a_second_at_most_and_counts_what_was_given_ou
     live = rows.executors.live
     monkeypatch.setattr(rows.executors, "live", lambda base: looks.append(base) or live(base))
     moment = [100.0]
-    monkeypatch.setattr("tinsmith.fleet.dispatch.time.monotonic", lambda: moment[0])
+    monkeypatch.setattr("tinsmith.fleet.loads.time.monotonic", lambda: moment[0])
     dispatch = Dispatch(rows.executors)
     new, sample = request_and_sample(1, [1, 2, 3])
     given = Counter(dispatch.assigned(replace(new, num_tokens=5000), sample).executor for _ in range(10))

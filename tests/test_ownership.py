@@ -12,8 +12,9 @@ import pytest
 from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.fleet.engines import Engines, Seat
+from tinsmith.fleet.loads import FRESH_S
 from tinsmith.fleet.ownership import Ownership, preferred
-from tinsmith.fleet.view import FRESH_S, Fleet
+from tinsmith.fleet.view import Fleet
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel, unloading
 from tinsmith.ops import LoraSpec

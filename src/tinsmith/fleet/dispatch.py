@@ -8,63 +8,32 @@ by a moment does no harm: what was given to a dead sampler is taken from it (`ex
 
 from __future__ import annotations
 
-import threading
-import time
-from dataclasses import dataclass, replace
-
-import structlog
-from sqlalchemy.exc import SQLAlchemyError
+from dataclasses import replace
 
 from tinsmith.fleet.executors import Executors
+from tinsmith.fleet.loads import Loads
 from tinsmith.fleet.routing import Candidate, choose, prefix_key
 from tinsmith.futures import NewFuture
 from tinsmith.ops import Sample
-
-FRESH_S = 0.5
-"""How long a view of the samplers is good for."""
-
-log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class _View:
-    looked_at: float
-    waiting_tokens: dict[str, int]
 
 
 class Dispatch:
     def __init__(self, executors: Executors) -> None:
         self._executors = executors
-        self._lock = threading.Lock()
-        self._views: dict[str, _View] = {}
+        self._waiting_tokens = Loads(self._look)
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
         """The same request, given to a sampler if there is one for it."""
         if inflight:
             return new
-        view = self._view(new.base_model)
-        with self._lock:
-            candidates = [Candidate(name, tokens) for name, tokens in view.waiting_tokens.items()]
+        waiting_tokens = self._waiting_tokens.of(new.base_model)
+        with self._waiting_tokens.lock:
+            candidates = [Candidate(name, tokens) for name, tokens in waiting_tokens.items()]
             executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), candidates)
             if executor is None:
                 return new
-            view.waiting_tokens[executor] += new.num_tokens
+            waiting_tokens[executor] += new.num_tokens
         return replace(new, executor=executor)
 
-    def _view(self, base_model: str) -> _View:
-        moment = time.monotonic()
-        with self._lock:
-            view = self._views.get(base_model)
-            if view is not None:
-                if moment - view.looked_at < FRESH_S:
-                    return view
-                view.looked_at = moment  # the others go on with what there is, while this thread looks
-        waiting: dict[str, int] = {}
-        try:
-            waiting = {one.executor: one.waiting_tokens for one in self._executors.live(base_model)}
-        except SQLAlchemyError as error:  # the engines do it; the request itself will say what is wrong
-            log.warning("the samplers could not be looked up", base_model=base_model, error=repr(error))
-        fresh = _View(moment, waiting)
-        with self._lock:
-            self._views[base_model] = fresh
-        return fresh
+    def _look(self, base_model: str) -> dict[str, int]:
+        return {one.executor: one.waiting_tokens for one in self._executors.live(base_model)}

@@ -8,71 +8,37 @@ nobody was there for is nobody's, and claimed by whoever comes. Called from any 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import sqlalchemy as sa
-import structlog
-from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db import Database
+from tinsmith.fleet.loads import Loads
 from tinsmith.fleet.ownership import preferred
 from tinsmith.tables import ENGINES, MODELS
-
-FRESH_S = 0.5
-"""How long a view is good for."""
-
-log = structlog.get_logger()
-
-
-@dataclass(slots=True)
-class _View:
-    looked_at: float
-    runs: dict[str, int]  # of each engine
 
 
 class Fleet:
     def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._views: dict[str, _View] = {}
+        self._runs = Loads(self._look, clock)
 
     def for_run(self, base_model: str) -> str | None:
         """The engine of a new run; None if there is none now."""
-        view = self._view(base_model)
-        with self._lock:
-            if not view.runs:
+        runs = self._runs.of(base_model)
+        with self._runs.lock:
+            if not runs:
                 return None
-            engine_id = min(view.runs, key=lambda one: (view.runs[one], one))
-            view.runs[engine_id] += 1
+            engine_id = min(runs, key=lambda one: (runs[one], one))
+            runs[engine_id] += 1
             return engine_id
 
     def for_sample(self, base_model: str, request_id: str) -> str | None:
         """The engine of a sample of a base model or a checkpoint; None if there is none now."""
-        view = self._view(base_model)
-        with self._lock:
-            return preferred(request_id, list(view.runs)) if view.runs else None
-
-    def _view(self, base_model: str) -> _View:
-        moment = self._clock()
-        with self._lock:
-            view = self._views.get(base_model)
-            if view is not None:
-                if moment - view.looked_at < FRESH_S:
-                    return view
-                view.looked_at = moment  # the others go on with what there is, while this thread looks
-        try:
-            runs = self._look(base_model)
-        except SQLAlchemyError as error:  # an engine claims it; the request itself will say what is wrong
-            log.warning("the engines could not be looked up", base_model=base_model, error=repr(error))
-            runs = {}
-        fresh = _View(moment, runs)
-        with self._lock:
-            self._views[base_model] = fresh
-        return fresh
+        runs = self._runs.of(base_model)
+        with self._runs.lock:
+            return preferred(request_id, list(runs)) if runs else None
 
     def _look(self, base_model: str) -> dict[str, int]:
         # One that is loading will be there; if all others are, they are quicker.

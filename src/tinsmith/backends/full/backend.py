@@ -7,18 +7,15 @@ model, so that sampling goes from version to version. Training and sampling are 
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import cast
 
-from tinsmith.backends import Capture
 from tinsmith.backends.full import files
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.full.sampler import FullSampler
 from tinsmith.backends.full.trainer import FullTrainer
 from tinsmith.backends.full.weights import FullWeights
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.ops import LoraSpec, ModelShape
@@ -70,18 +67,6 @@ class FullBackend(TorchBackend):
 
     def load_version(self, version_id: str, directory: Path) -> None:
         self._versions[version_id] = files.load_weights(self._base.layout, directory, self._base.device)
-
-    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
-        with memory_errors(self._base.device):
-            live = self._model(model_id)
-            copied = Trained(
-                live.adapter.clone(),
-                live.gradient_P.clone() if gradient and live.gradient_P is not None else None,
-                None if live.moments is None else tuple(moment.clone() for moment in live.moments),
-                live.step.clone(),
-                live.optimizer_type,
-            )
-        return Capture(copied.num_bytes, partial(self._write, copied, optimizer, stacked=True))
 
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)

@@ -69,5 +69,8 @@ class FullWeights(Adapter):
         self.shares = {}
         self.gradients = None
 
+    def numbers(self) -> FullWeights:
+        return self.clone()
+
     def clone(self) -> FullWeights:
         return FullWeights(self.layout, self.flat_P.clone())  # pyright: ignore[reportArgumentType]

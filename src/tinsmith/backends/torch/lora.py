@@ -151,6 +151,10 @@ class Adapter:
         """A copy that shares nothing with this adapter."""
         return Adapter(self.spec, self.layout, self.flat_P.clone(), self.compute_P.dtype)
 
+    def numbers(self) -> Adapter:
+        """A copy to be written to a file: without what the model multiplies with."""
+        return Adapter(self.spec, self.layout, self.flat_P.clone(), self.flat_P.dtype)
+
     def share(self) -> Adapter:
         """Another adapter of the same numbers, which nobody may write to as long as both are there."""
         # What is derived while sampling cannot be differentiated: each has its own `fused` and `shares`.

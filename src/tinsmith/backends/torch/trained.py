@@ -54,9 +54,8 @@ class Trained:
 
     def copy(self, *, gradient: bool) -> Trained:
         """All of it as it is now, sharing nothing; without its gradient unless asked for."""
-        adapter = self.adapter
         return Trained(
-            Adapter(adapter.spec, adapter.layout, adapter.flat_P.clone(), adapter.flat_P.dtype),
+            self.adapter.numbers(),
             self.gradient_P.clone() if gradient and self.gradient_P is not None else None,
             None if self.moments is None else tuple(moment.clone() for moment in self.moments),
             self.step.clone(),
