@@ -157,7 +157,8 @@ class Work:
         for slot, (start, stop, _) in zip(slots, self._segments, strict=True):
             rows_Sn[slot - first] = np.minimum(np.arange(start, start + most), stop - 1)
             cells_T[start:stop] = (slot - first) * most + np.arange(stop - start)
-        self._rows, self._cells = torch.from_numpy(rows_Sn.ravel()), torch.from_numpy(cells_T)
+        device = next(iter(bank.stacks.values()))[0].device
+        self._rows, self._cells = (torch.from_numpy(x).to(device) for x in (rows_Sn.ravel(), cells_T))
         bounds = [0, *(bound for start, stop, _ in self._segments for bound in (start, stop)), self._num_rows]
         self._without = [slice(*gap) for gap in zip(bounds[::2], bounds[1::2], strict=True) if gap[0] < gap[1]]
 

@@ -2,9 +2,9 @@
 gradient will be asked of.
 
 Llama, Mistral, Qwen2 and Qwen3 are the same layers but for biases, norms of queries and keys, and windows. Here the
-linears that read the same input are one product over weights packed once for oneDNN, adapters' matrices go with
-them in two products (`banks`), and norms and rotations take all heads together. The modules stay the oracle: whatever
-is not exactly those layers is refused (None from `of`), and at load the base model compares the two.
+linears that read the same input are one product, on a CPU over weights packed once for oneDNN; adapters' matrices go
+with them in two products (`banks`), and norms and rotations take all heads together. The modules stay the oracle:
+whatever is not exactly those layers is refused (None from `of`), and at load the base model compares the two.
 
 Packed weights are a second copy, made when the first rows come, and only where there is memory to spare. Knows no
 loss, no sampler and no request; attention is the plan's affair, as it is the modules'.
@@ -19,7 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,12 @@ class Piece(NamedTuple):
     inner: slice
 
 
+class Adding(Protocol):
+    """What the adapters of one step add to a fused linear's outputs."""
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None: ...
+
+
 Fused = tuple[Tensor, ...]
 """An adapter's matrices at a fused linear: the A's below each other [R, I], then the B of each piece."""
 
@@ -70,17 +76,23 @@ class FusedLinear:
         self.name = linears[0].name
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
-        weight_OI = torch.cat([linear.weight for linear in linears])
-        self._weight_OI = torch.ops.mkldnn._reorder_linear_weight(weight_OI, None)
+        self._weight_OI = self._laid_out(linears)
         biases = [linear.bias for linear in linears]
         self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
         self._pieces: dict[int, tuple[Piece, ...]] = {}
 
-    def __call__(self, x_TI: Tensor, work: Work) -> Tensor:
+    def __call__(self, x_TI: Tensor, work: Adding) -> Tensor:
         """[T, O]: every linear's outputs, one after the other."""
-        y_TO = torch.ops.mkldnn._linear_pointwise(x_TI, self._weight_OI, self._bias_O, "none", [], "")
+        y_TO = self._product(x_TI)
         work.add_(y_TO, x_TI, self)
         return y_TO
+
+    def _laid_out(self, linears: Sequence[MultiLoRALinear]) -> Tensor:
+        """Packed for oneDNN: a copy."""
+        return torch.ops.mkldnn._reorder_linear_weight(torch.cat([linear.weight for linear in linears]), None)
+
+    def _product(self, x_TI: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x_TI, self._weight_OI, self._bias_O, "none", [], "")
 
     def fused(self, adapter: Adapter) -> Fused | None:
         """The fused matrices of an adapter that has any of these linears, kept with it."""
@@ -129,6 +141,28 @@ class FusedLinear:
             output += linear.out_features
 
 
+class PlainFusedLinear(FusedLinear):
+    """The same on any device, over the linears' own weights where these lie below each other."""
+
+    def _laid_out(self, linears: Sequence[MultiLoRALinear]) -> Tensor:
+        return below_each_other([linear.weight for linear in linears])
+
+    def _product(self, x_TI: Tensor) -> Tensor:
+        return nn.functional.linear(x_TI, self._weight_OI, self._bias_O)
+
+
+def below_each_other(weights: Sequence[Tensor]) -> Tensor:
+    """One matrix of the rows of all: a view, if they follow each other in memory, as `differentiable` lays them."""
+    first, end = weights[0].detach(), weights[0].data_ptr()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or weight.data_ptr() != end or not weight.is_contiguous():
+            return torch.cat(tuple(weights))
+        end += weight.nbytes
+    num_inputs = first.shape[1]
+    return first.as_strided((sum(len(weight) for weight in weights), num_inputs), (num_inputs, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class _Norm:
     weight: Tensor
@@ -164,14 +198,16 @@ class Decoder:
         self._banks: dict[int, Bank] = {}
         self._final = _norm(modules, "norm")
         self._rotary = (torch.empty(0), torch.empty(0))
+        self.packs = next(modules.parameters()).device.type == "cpu"
+        """Whether the weights are laid out anew, for oneDNN."""
 
     @classmethod
     def of(cls, modules: nn.Module) -> Decoder | None:
-        """None where the modules do anything that is not written out here, or oneDNN is not there for them."""
+        """None where the modules do anything that is not written out here, or a CPU lacks oneDNN for them."""
         if not are_known(modules):
             return None
         weight = next(modules.parameters())
-        return cls(modules) if _has_onednn(weight) else None
+        return cls(modules) if weight.device.type != "cpu" or _has_onednn(weight) else None
 
     @property
     def ready(self) -> bool:
@@ -181,30 +217,50 @@ class Decoder:
         """Pack the weights; False if there is no memory for them."""
         linears = [module for module in self._modules.modules() if isinstance(module, MultiLoRALinear)]
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
+        if self.packs and sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
             return False
         asked = asked_of_attention(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        self._layers = [_layer(index, layer, asked[index]) for index, layer in enumerate(layers)]
+        fuse = FusedLinear if self.packs else PlainFusedLinear
+        self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
         self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
         return True
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
         """[T, D]: hidden states after the final norm."""
         num_rows = len(tokens_T)
-        padding = round_up(num_rows) - num_rows
+        padding = round_up(num_rows) - num_rows if self.packs else 0
         if padding:
             # More of the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
         work = Work(routing, num_rows + padding, self._banks, self._linears)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        rotation = self._rotation(x_TD, positions_T)
+        rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
+        return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+
+    def through(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, work: Adding) -> Tensor:
+        """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""
+        x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
+        return self._through(x_TD, self._rotation_of(x_TD, positions_T), plan, work, len(tokens_T))
+
+    @property
+    def linears(self) -> Sequence[FusedLinear]:
+        return self._linears
+
+    def _through(
+        self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan, work: Adding, num_rows: int
+    ) -> Tensor:
         for layer in self._layers:
             x_TD = x_TD + _attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
             gate_up = layer.gate_up(layer.before_mlp(x_TD), work)
             gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
             x_TD += layer.down(silu(gate).mul_(up), work)
-        return self._final(x_TD)[:num_rows]
+        return self._final(x_TD)
+
+    def _rotation_of(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """As `_rotation`, without tables: to know how long these must be costs a look at the device."""
+        cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
+        return cos_1TE[0][:, None], _signed(sin_1TE)[0][:, None]
 
     def _rotation(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """[T, 1, E] each: cosines, and sines whose first half is negative, of tables that grow with the positions."""
@@ -212,11 +268,14 @@ class Decoder:
         if last >= len(self._rotary[0]):
             all_P = torch.arange(max(1 << last.bit_length(), FEWEST_POSITIONS))
             cos_1PE, sin_1PE = cast(nn.Module, self._modules.rotary_emb)(x_TD, all_P[None])
-            half = sin_1PE.shape[-1] // 2
-            signed_1PE = torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), -1)
-            self._rotary = cos_1PE[0][:, None], signed_1PE[0][:, None]
+            self._rotary = cos_1PE[0][:, None], _signed(sin_1PE)[0][:, None]
         cos_PE, signed_PE = self._rotary
         return cos_PE.index_select(0, positions_T), signed_PE.index_select(0, positions_T)
+
+
+def _signed(sin_1PE: Tensor) -> Tensor:
+    half = sin_1PE.shape[-1] // 2
+    return torch.cat((-sin_1PE[..., :half], sin_1PE[..., half:]), -1)
 
 
 def round_up(num_rows: int) -> int:
@@ -231,7 +290,7 @@ def _attend(
     x_TD: Tensor,
     rotation: tuple[Tensor, Tensor],
     plan: AttentionPlan,
-    work: Work,
+    work: Adding,
     num_rows: int,
 ) -> Tensor:
     heads, keys = layer.num_heads, layer.num_keys
@@ -282,7 +341,7 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
+def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: type[FusedLinear]) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
     qkv = _linears(layer, QKV)
@@ -295,12 +354,12 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
     return _Layer(
         index=index,
         before_attention=_norm(layer, "input_layernorm"),
-        qkv=FusedLinear(qkv),
+        qkv=fuse(qkv),
         head_norms=norms,
-        out=FusedLinear(_linears(layer, [OUT])),
+        out=fuse(_linears(layer, [OUT])),
         before_mlp=_norm(layer, "post_attention_layernorm"),
-        gate_up=FusedLinear(_linears(layer, GATE_UP)),
-        down=FusedLinear(_linears(layer, [DOWN])),
+        gate_up=fuse(_linears(layer, GATE_UP)),
+        down=fuse(_linears(layer, [DOWN])),
         num_heads=num_heads,
         num_keys=num_keys,
         head_dim=head_dim,
