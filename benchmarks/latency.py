@@ -156,7 +156,7 @@ def of_own_server(size: str, runs: int, rows: tuple[str, ...]) -> Figures:
         elif size != "nano":
             name = f"bench/{size}"
             model = f"{name}={make(size, Path(directory) / size)}"
-        with own_server(model, *arguments) as (url, started):
+        with own_server(model, *arguments) as (url, started, _):
             with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
                 service.create_lora_training_client(name, rank=RANK).result().forward(
                     [datum()], "cross_entropy"

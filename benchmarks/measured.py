@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 API_KEY = os.environ.get("TINKER_API_KEY", "tml-benchmark")
 ROLES = {"server": b"tinsmith.cli", "engine": b"tinsmith.engine"}
@@ -103,9 +103,15 @@ def write_json(path: Path | None, figures: object) -> None:
 # A server.
 
 
+class OwnServer(NamedTuple):
+    url: str
+    started: float
+    pid: int
+
+
 @contextlib.contextmanager
-def own_server(model: str | None, *arguments: str) -> Iterator[tuple[str, float]]:
-    """`tinsmith serve` until the end of the block: its URL, and the moment it was started."""
+def own_server(model: str | None, *arguments: str, settings: Mapping[str, str] | None = None) -> Iterator[OwnServer]:
+    """`tinsmith serve` until the end of the block: its URL, the moment it was started, its process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -115,10 +121,11 @@ def own_server(model: str | None, *arguments: str) -> Iterator[tuple[str, float]
         started = time.perf_counter()
         with log_path.open("wb") as log:
             given = [*command, *(["--model", model] if model else []), *arguments]
-            process = subprocess.Popen(given, stdout=log, stderr=log)
+            environment = {**os.environ, **{f"TINSMITH_{name}": value for name, value in (settings or {}).items()}}
+            process = subprocess.Popen(given, stdout=log, stderr=log, env=environment)
         try:
             wait_for(port, process, log_path)
-            yield f"http://127.0.0.1:{port}", started
+            yield OwnServer(f"http://127.0.0.1:{port}", started, process.pid)
         finally:
             process.terminate()
             process.wait()
@@ -139,10 +146,10 @@ def wait_for(port: int, process: subprocess.Popen[bytes], log_path: Path | None 
 # Its processes.
 
 
-def processes() -> dict[str, list[int]]:
-    """The pids below this process by what they are: `server`, `engine`."""
+def processes(below: int = 0) -> dict[str, list[int]]:
+    """The pids of this process or another and of those below it, by what they are: `server`, `engine`."""
     found: dict[str, list[int]] = {role: [] for role in ROLES}
-    waiting = [os.getpid()]
+    waiting = [below or os.getpid()]
     while waiting:
         pid = waiting.pop()
         with contextlib.suppress(OSError):
@@ -157,10 +164,17 @@ def processes() -> dict[str, list[int]]:
 
 def peak_mib() -> dict[str, float]:
     """The most memory that the processes of each kind had resident, in MiB."""
-    return {role: sum(map(_peak_mib, pids)) for role, pids in processes().items() if pids}
+    return {role: sum(map(peak_mib_of, pids)) for role, pids in processes().items() if pids}
 
 
-def _peak_mib(pid: int) -> float:
+def forget_peak(pid: int) -> None:
+    """Where the kernel lets us; elsewhere the peak is the process's so far."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def peak_mib_of(pid: int) -> float:
+    """The most memory that a process had resident, in MiB, since `forget_peak`; 0 where there is no /proc."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):

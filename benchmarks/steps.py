@@ -142,7 +142,7 @@ def main() -> None:
     for size in [] if given.url else given.sizes:
         with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
             model = f"bench/{size}={make(size, Path(directory) / size)}"
-            with own_server(model) as (url, _):
+            with own_server(model) as (url, *_):
                 all_clients(size, url, f"bench/{size}")
     write_json(given.json, found)
 

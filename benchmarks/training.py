@@ -1,47 +1,50 @@
 """Training tokens per second: the whole service through the real SDK, and Hugging Face with PEFT on the same work.
 
-    python benchmarks/training.py                       # tiny and m50, every shape of work, five runs each: 6 minutes
-    python benchmarks/training.py --sizes m50 --runs 7 --json training.json
+    python benchmarks/training.py                       # tiny and m50, every shape of work, five runs each: 12 minutes
+    python benchmarks/training.py --sizes m50 --works 0 --runs 7 --json training.json
     python benchmarks/training.py --url http://... --model NAME    # another Tinker-compatible address
 
 A run is one `forward_backward` and one `optim_step` of every client, all submitted together, until the last result is
-there; its tokens are those of the sequences, without padding. Beside the service run, in the same call and each in a
+there; its tokens are those of the sequences, without padding. Beside the service run, in turns with it and each in a
 process of its own with as many threads:
 
 - PEFT: LoRA on every linear, the unembedding included, as the service has it; one padded batch, one client after the
   other (a PEFT model trains one adapter at a time);
 - the step alone: the service's own backend without a service, which is the most that the service could reach.
 
-Prints medians with their spread, the ratio to PEFT, the share of the step alone that the service keeps, and the most
-memory that each process (of the service: its engine) had resident while it did that work.
+Prints medians with their spread, the ratio to PEFT, the share of the step alone that the service keeps (both of runs
+that followed each other), and the most memory that each process (of the service: its engine) had resident while it did
+that work. `--works` takes numbers:
+
+0: 8 x 256, 1 client; 1: ragged 16-512, 1 client; 2: 1 x 32, 1 client; 3: 1 x 32, 8 clients; 4: 1 x 32, 32 clients;
+5: 2 x 256, 4 clients; 6: ragged 16-384, 8 clients
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
-from latency import API_KEY, own_server
+from measured import API_KEY, forget_peak, machine, own_server, peak_mib_of, processes, write_json
 from models import SIZES, make
 from tinker import types
+from turns import Child, Row, Run, in_turns, in_words, questions, spread, times_as_fast
 
 RANK = 32
 VOCAB = 8000
 LEARNING_RATE = 1e-4
+PEFT = "PEFT float32"
 RAGGED = (16, 512, 32, 64, 384, 48, 24, 128, 16, 256, 96, 40)
 
 
@@ -79,18 +82,17 @@ def datum(tokens: np.ndarray) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def timed(run: Callable[[], None], runs: int) -> list[float]:
-    """Seconds of each run, after two that do not count."""
-    times = []
-    for index in range(runs + 2):
-        started = time.perf_counter()
-        run()
-        if index > 1:
-            times.append(time.perf_counter() - started)
-    return times
+def seconds_of(action: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
 
 
-def of_service(url: str, model: str, work: Work, runs: int) -> list[float]:
+# What runs in turns.
+
+
+@contextmanager
+def of_service(url: str, model: str, work: Work) -> Iterator[Run]:
     with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
         waiting = [service.create_lora_training_client(model, rank=RANK) for _ in range(work.clients)]
         clients = [made.result() for made in waiting]
@@ -105,30 +107,55 @@ def of_service(url: str, model: str, work: Work, runs: int) -> list[float]:
             for future in waiting:
                 future.result()
 
-        return timed(run, runs)
+        yield partial(seconds_of, run)
 
 
-def in_a_process(
-    what: str, directory: Path, works: list[int], runs: int, dtype: str
-) -> dict[int, tuple[list[float], float]]:
-    """In a process of its own: seconds of each run, and peak memory in MiB, by number of the work."""
-    given = json.dumps({"what": what, "directory": str(directory), "works": works, "runs": runs, "dtype": dtype})
-    found = subprocess.run([sys.executable, __file__, "--child", given], stdout=subprocess.PIPE, check=True)
-    answers = json.loads(found.stdout.splitlines()[-1])
-    return {index: (answer["seconds"], answer["peak_mib"]) for index, answer in zip(works, answers, strict=True)}
+@dataclass(slots=True)
+class Contestant:
+    """`open` makes it ready for a shape of work; the peak is of the process that computes, from then on."""
+
+    open: Callable[[int], Run]
+    forget_peak: Callable[[], None]
+    peak_mib: Callable[[], float]
 
 
-def child(given: dict[str, object]) -> list[dict[str, object]]:
-    runner = {"peft": peft_runner, "step": step_runner}[str(given["what"])](
-        Path(str(given["directory"])), str(given["dtype"])
+def in_child(kind: str, directory: Path, dtype: str, stack: ExitStack) -> Contestant:
+    from tinsmith.settings import engine_environment
+
+    # The step alone gets what an engine gets; PEFT what a process has that nobody prepared.
+    environment = engine_environment() if kind == "step" else None
+    child = stack.enter_context(Child("training.py", "--child", kind, str(directory), dtype, environment=environment))
+    child.ask(work=None)
+
+    def run(index: int) -> float:
+        return child.ask(work=index)["seconds"]
+
+    return Contestant(lambda index: partial(run, index), lambda: forget_peak(child.pid), lambda: peak_mib_of(child.pid))
+
+
+def in_service(size: str, directory: Path, dtype: str, stack: ExitStack, works: ExitStack) -> Contestant:
+    model = f"bench/{size}"
+    server = stack.enter_context(own_server(f"{model}={directory}", settings={"DTYPE": dtype}))
+    with of_service(server.url, model, WORKS[2]) as run:
+        run()  # until it answers, the engine is not there to be looked at
+    (engine,) = processes(server.pid)["engine"]
+    return Contestant(
+        lambda index: works.enter_context(of_service(server.url, model, WORKS[index])),
+        lambda: forget_peak(engine),
+        lambda: peak_mib_of(engine),
     )
-    answers: list[dict[str, object]] = []
-    for index in given["works"]:
-        run = runner(WORKS[index])
-        forget_peak(os.getpid())
-        seconds = timed(run, int(str(given["runs"])))
-        answers.append({"seconds": seconds, "peak_mib": peak_mib(os.getpid())})
-    return answers
+
+
+def child(kind: str, directory: str, dtype: str) -> None:
+    runner = {"peft": peft_runner, "step": step_runner}[kind](Path(directory), dtype)
+    prepared, run = None, None
+    for question, answer in questions():
+        if question["work"] is None:
+            answer({})
+            continue
+        if run is None or question["work"] != prepared:
+            prepared, run = question["work"], runner(WORKS[question["work"]])
+        answer({"seconds": seconds_of(run)})
 
 
 def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
@@ -192,89 +219,56 @@ def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
     return runner
 
 
-def peak_mib(pid: int) -> float:
-    """The most memory that a process had resident, in MiB (Linux), since `forget_peak`."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
+    rates = spread([work.num_tokens / second for second in seconds])
+    return {"size": size, "work": work.name, "what": what, "tokens_per_s": rates, "seconds": seconds}
 
 
-def forget_peak(pid: int) -> None:
-    """Where the kernel lets us; elsewhere the peak is the process's so far."""
-    with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def engine_pid() -> int:
-    """Of the engine among the processes that this one started."""
-    waiting = [os.getpid()]
-    while waiting:
-        pid = waiting.pop()
-        if b"tinsmith.engine" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            waiting += map(int, (task / "children").read_text().split())
-    raise SystemExit("there is no engine")
-
-
-@contextlib.contextmanager
-def server(size: str, dtype: str, directory: Path) -> Iterator[str]:
-    os.environ["TINSMITH_DTYPE"] = dtype
-    with own_server(f"bench/{size}={directory}") as (url, _):
-        yield url
-
-
-def of_own_server(
-    size: str, directory: Path, works: list[int], runs: int, dtype: str
-) -> dict[int, tuple[list[float], float]]:
-    found = {}
-    with server(size, dtype, directory) as url:
-        of_service(url, f"bench/{size}", WORKS[2], 1)  # until it answers, the engine is not there to be looked at
-        for index in works:
-            forget_peak(engine_pid())
-            found[index] = (of_service(url, f"bench/{size}", WORKS[index], runs), peak_mib(engine_pid()))
-    return found
-
-
-def row(size: str, work: Work, what: str, seconds: list[float], peak: float) -> dict[str, object]:
-    rates = sorted(work.num_tokens / second for second in seconds)
-    return {
-        "size": size, "work": work.name, "what": what, "tokens_per_s": statistics.median(rates),
-        "least": rates[0], "most": rates[-1], "peak_mib": peak,
-    }  # fmt: skip
-
-
-def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> list[dict[str, object]]:
-    """Every shape of work: PEFT, then the step alone and the service with each dtype of the base."""
-    found = {"PEFT float32": in_a_process("peft", directory, works, runs, "float32")}
-    for dtype in dtypes:
-        found[f"step alone {dtype}"] = in_a_process("step", directory, works, runs, dtype)
-        found[f"service {dtype}"] = of_own_server(size, directory, works, runs, dtype)
+def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> list[Row]:
+    """Every shape of work: PEFT, and the step alone and the service with each dtype of the base, in turns."""
     figures = []
-    for index in works:
-        rows = {what: row(size, WORKS[index], what, *by_work[index]) for what, by_work in found.items()}
-        base = rows["PEFT float32"]
-        for what, figure in rows.items():
-            figure["of_peft"] = ratio(figure, base)
-            figure["memory_of_peft"] = float(str(figure["peak_mib"])) / float(str(base["peak_mib"]))
-            if what.startswith("service"):
-                figure["of_step_alone"] = ratio(figure, rows[what.replace("service", "step alone")])
-            show(figure)
-        figures += rows.values()
+    with ExitStack() as stack:
+        opened = stack.enter_context(ExitStack())
+        contestants = {PEFT: in_child("peft", directory, "float32", stack)}
+        for dtype in dtypes:
+            contestants[f"step alone {dtype}"] = in_child("step", directory, dtype, stack)
+            contestants[f"service {dtype}"] = in_service(size, directory, dtype, stack, opened)
+        for index in works:
+            ready = {name: each.open(index) for name, each in contestants.items()}
+            for each in contestants.values():
+                each.forget_peak()
+            found = in_turns(ready, runs, lambda name, why: print(f"{name}: {why}", flush=True))
+            rows = {name: row(size, WORKS[index], name, seconds) for name, seconds in found.items()}
+            for name, figure in rows.items():
+                figure["peak_mib"] = contestants[name].peak_mib()
+                compare(figure, rows)
+                show(figure)
+            figures += rows.values()
+            opened.close()
     return figures
 
 
-def ratio(figure: dict[str, object], base: dict[str, object]) -> float:
-    return float(str(figure["tokens_per_s"])) / float(str(base["tokens_per_s"]))
+def compare(figure: Row, rows: dict[str, Row]) -> None:
+    """With PEFT, and a service with the step that it does."""
+    if base := rows.get(PEFT):
+        figure["of_peft"] = times_as_fast(figure["seconds"], base["seconds"])
+        if base.get("peak_mib"):
+            figure["memory_of_peft"] = figure["peak_mib"] / base["peak_mib"]
+    if step := rows.get(str(figure["what"]).replace("service", "step alone")):
+        figure["of_step_alone"] = times_as_fast(figure["seconds"], step["seconds"])
 
 
-def show(figure: dict[str, object]) -> None:
-    rate, least, most = (float(str(figure[key])) for key in ("tokens_per_s", "least", "most"))
-    text = f"{figure['size']!s:5s} {figure['work']!s:24s} {figure['what']!s:20s} {rate:9,.0f} tokens/s"
-    text += f" ({least:,.0f} - {most:,.0f})"
-    if "of_peft" in figure:
-        text += f"  {figure['of_peft']:5.2f} x  {figure['peak_mib']:6,.0f} MiB ({figure['memory_of_peft']:.2f})"
-    if "of_step_alone" in figure:
-        text += f"  {figure['of_step_alone']:.0%} of the step alone"
+def show(figure: Row) -> None:
+    text = f"{figure['size']:5s} {figure['work']:24s} {figure['what']:20s}"
+    text += f" {in_words(figure['tokens_per_s']):26s} tokens/s"
+    if figure["what"] != PEFT and "of_peft" in figure:
+        text += f"  {in_words(figure['of_peft'], '.2f')} x PEFT"
+    if "peak_mib" in figure:
+        text += f", {figure['peak_mib']:,.0f} MiB"
+    if "memory_of_peft" in figure:
+        text += f" ({figure['memory_of_peft']:.2f})"
+    if figure["what"].startswith("service") and "of_step_alone" in figure:
+        text += f", {in_words(figure['of_step_alone'], '.0%')} of the step alone"
     print(text, flush=True)
 
 
@@ -282,31 +276,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["tiny", "m50"])
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument(
-        "--works", nargs="+", type=int, default=list(range(len(WORKS))), help="numbers of shapes of work"
-    )
+    numbers = range(len(WORKS))
+    parser.add_argument("--works", nargs="+", type=int, choices=numbers, default=numbers, metavar="NUMBER")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--url", help="a running server, without baselines")
     parser.add_argument("--model", help="the base model's name there")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
-        sys.stdout.write(json.dumps(child(json.loads(given.child))) + "\n")
+        child(*given.child)
         return
+    print(f"rank {RANK}; {machine()}", flush=True)
     figures = []
     if given.url:
         for index in given.works:
-            seconds = of_service(given.url, given.model, WORKS[index], given.runs)
-            figures.append(row(given.model, WORKS[index], "service", seconds, float("nan")))
+            with of_service(given.url, given.model, WORKS[index]) as run:
+                seconds = in_turns({"service": run}, given.runs, lambda name, why: None)["service"]
+            figures.append(row(given.model, WORKS[index], "service", seconds))
             show(figures[-1])
     else:
         for size in given.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
                 made = make(size, Path(directory) / size)
-                figures += compared(size, made, given.works, given.dtypes, given.runs)
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+                figures += compared(size, made, [*given.works], given.dtypes, given.runs)
+    write_json(given.json, figures)
 
 
 if __name__ == "__main__":

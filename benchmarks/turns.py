@@ -1,0 +1,151 @@
+"""Contestants on the same work, run by run in turns, so that what else a machine does meets all of them alike.
+
+Each runs in a process of its own (`Child`), which answers one line of JSON for each that it is sent and is stopped
+while it is not its turn, so that threads that spin take nothing from others; or is a server that this process talks
+to. Rates are medians; ratios are medians of the ratios of runs that followed each other, which is steadier than the
+ratio of two medians. One that fails is named, leaves the contest, and stops nobody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+WARM_UPS = 2
+LONG_S = 2.0
+"""Of a run that takes longer, one does not count, of others WARM_UPS."""
+
+Run = Callable[[], float]
+"""One run: its seconds."""
+Row = dict[str, Any]
+
+
+_ANSWER = "answer: "
+"""Before each of a child's: libraries print, too."""
+
+
+class ChildFailed(Exception):
+    """A contestant's process ended, or took too long."""
+
+
+class Child:
+    """A script of this directory in another Python or another environment, as long as the `with` block takes."""
+
+    def __init__(
+        self,
+        script: str,
+        *arguments: str,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        patience_s: float = 900.0,
+    ) -> None:
+        command = [python, str(Path(__file__).with_name(script)), *arguments]
+        # A session of its own: engines have children, which end with it.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
+        )
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._patience_s = patience_s
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, **question: object) -> Row:
+        """What it answers. Raises ChildFailed."""
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        try:
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise ChildFailed("it has ended") from None
+        try:
+            line = self._lines.get(timeout=self._patience_s)
+        except queue.Empty:
+            raise ChildFailed(f"no answer in {self._patience_s:.0f} s") from None
+        if not line:
+            raise ChildFailed(f"it ended with {self._process.wait()}")
+        self._signal(signal.SIGSTOP)
+        return json.loads(line)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(_ANSWER):
+                self._lines.put(line.removeprefix(_ANSWER))
+        self._lines.put("")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def questions() -> Iterator[tuple[Row, Callable[[Row], None]]]:
+    """In a child: each question with the way to answer it. What is printed otherwise goes to standard error."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+
+    def answer(found: Row) -> None:
+        answers.write(f"\n{_ANSWER}{json.dumps(found)}\n")
+        answers.flush()
+
+    for line in sys.stdin:
+        yield json.loads(line), answer
+
+
+def in_turns(runs: Mapping[str, Run], count: int, failed: Callable[[str, str], None]) -> dict[str, list[float]]:
+    """Seconds of `count` runs of each by its name, after some that do not count; `failed` is told who and why."""
+    taking_part = dict(runs)
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    long: set[str] = set()
+    for turn in range(-WARM_UPS, count):
+        for name, run in list(taking_part.items()):
+            if turn == 1 - WARM_UPS and name in long:
+                continue
+            try:
+                seconds = run()
+            except ChildFailed as error:
+                failed(name, str(error))
+                del taking_part[name], found[name]
+                continue
+            if seconds > LONG_S:
+                long.add(name)
+            if turn >= 0:
+                found[name].append(seconds)
+    return found
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "runs": len(values)}
+
+
+def times_as_fast(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """Of runs that followed each other: how many times as fast the first were."""
+    return spread([theirs / ours for ours, theirs in zip(own, other, strict=True)])
+
+
+def in_words(found: Mapping[str, float], form: str = ",.0f") -> str:
+    """A median with the least and the most."""
+    return f"{found['median']:{form}} ({found['least']:{form}} - {found['most']:{form}})"
