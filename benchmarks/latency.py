@@ -2,12 +2,15 @@
 
     python benchmarks/latency.py                        # tiny and nano, the fake backend, and publishing with m50
     python benchmarks/latency.py --sizes tiny --runs 50 # one of them, quickly
+    python benchmarks/latency.py --sizes tiny --rows shapes --starts 5    # what a start and new shapes of batches cost
     python benchmarks/latency.py --url http://... --model NAME    # measures any Tinker-compatible address
 
 A row is one kind of request, sent again and again by one client or by eight at once (threads of one process); the
 rows of a server of its own also say what the processes spent on a call, and the most memory that they had. `fake` is
-the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. The client uses
-only the public SDK, so the same figures can be taken from another server in the same minutes. Three minutes in all.
+the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. What is published
+are weights that changed since the last time. A shape of a batch is new to a server once: its first time is put beside
+the same again. The client uses only the public SDK, so the same figures can be taken from another server in the same
+minutes. Two minutes in all.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from measured import (
     API_KEY,
     CPU,
     Meet,
+    OwnServer,
     Work,
     machine,
     own_server,
@@ -43,17 +47,17 @@ LENGTH = 32
 RANK = 32
 AT_ONCE = 8
 FLOOD_CLIENTS, FLOOD_AHEAD = 16, 8
-ROWS = ("forward", "step", "sample", "publish", "crowd")
+ROWS = ("forward", "step", "sample", "publish", "shapes", "crowd")
+SHAPES = ((17,), (45, 3), (97, 20, 5), (150,), (61,) * 3, (33,) * 5, (210, 7), (9,) * 11, (130, 40, 40), (5,) * 23)
+"""Lengths of the sequences of batches; none is like what comes before."""
 SERVERS = ("tiny", "nano", "fake", "m50")
 Figures = dict[str, dict[str, float]]
 
 
-def datum() -> types.Datum:
-    tokens = np.random.default_rng(0).integers(0, 400, LENGTH + 1)
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(LENGTH, np.float32)},
-    )
+def datum(length: int = LENGTH) -> types.Datum:
+    tokens = np.random.default_rng(0).integers(0, 400, length + 1)
+    inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
 def measured(action: Callable[[], object], runs: int) -> dict[str, float]:
@@ -86,6 +90,9 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
         def sample() -> None:
             sampler.sample(prompt, 1, one_token).result()
 
+        def change() -> None:
+            client.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+
         def publish_and_sample() -> None:
             published = client.save_weights_and_get_sampling_client().result()
             published.sample(prompt, 1, one_token).result()
@@ -97,10 +104,33 @@ def measure(url: str, model: str, runs: int, rows: tuple[str, ...] = ROWS) -> Fi
         if "sample" in rows:
             figures["sample, one token"] = measured(sample, runs)
         if "publish" in rows:
-            figures["publish + first token"] = measured(publish_and_sample, max(5, runs // 4))
+            step()
+            figures["publish + first token"] = summary(timed(publish_and_sample, max(5, runs // 4), before=change))
+        if "shapes" in rows:
+            figures |= new_shapes(client)
     if "crowd" in rows:
         figures[f"forward, one datum, {AT_ONCE} clients"] = crowd(url, model, runs)
     return figures
+
+
+def new_shapes(client: tinker.TrainingClient) -> Figures:
+    """What the first batch of a shape takes, the least that the same takes afterwards, and what it took more."""
+    first, again = [], []
+    for lengths in SHAPES:
+        data = [datum(length) for length in lengths]
+
+        def run(data: list[types.Datum] = data) -> None:
+            client.forward_backward(data, "cross_entropy").result()
+
+        times = timed(run, 4, warm_up=0)
+        first.append(times[0])
+        again.append(min(times[1:]))
+    more = [max(0.0, one - other) for one, other in zip(first, again, strict=True)]
+    return {
+        "forward_backward, a new shape": summary(first),
+        "the same shape again": summary(again),
+        "what a new shape takes more": summary(more),
+    }
 
 
 def crowd(url: str, model: str, runs: int) -> dict[str, float]:
@@ -147,7 +177,7 @@ def flood(url: str, model: str, runs: int) -> dict[str, float]:
     return {"runs": count, "futures_per_s": count / seconds, **spent.of_each(count)}
 
 
-def of_own_server(size: str, runs: int, rows: tuple[str, ...]) -> Figures:
+def of_own_server(size: str, runs: int, rows: tuple[str, ...], starts: int) -> Figures:
     """Of `tinsmith serve` with this model, from its start to its end."""
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         name, model, arguments = "tinsmith/nano", None, ()
@@ -156,17 +186,24 @@ def of_own_server(size: str, runs: int, rows: tuple[str, ...]) -> Figures:
         elif size != "nano":
             name = f"bench/{size}"
             model = f"{name}={make(size, Path(directory) / size)}"
-        with own_server(model, *arguments) as (url, started, _):
-            with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
-                service.create_lora_training_client(name, rank=RANK).result().forward(
-                    [datum()], "cross_entropy"
-                ).result()
-            cold = {"cold start to the first forward": summary([1000 * (time.perf_counter() - started)])}
-            figures = measure(url, name, runs, rows) | cold
+        times = []
+        for _ in range(starts - 1):
+            with own_server(model, *arguments) as server:
+                times.append(until_answered(server, name))
+        with own_server(model, *arguments) as server:
+            times.append(until_answered(server, name))
+            figures = measure(server.url, name, runs, rows) | {"cold start to the first forward": summary(times)}
             if size == "fake":
-                figures[f"futures, {FLOOD_CLIENTS} clients"] = flood(url, name, max(FLOOD_AHEAD, runs // 4))
+                figures[f"futures, {FLOOD_CLIENTS} clients"] = flood(server.url, name, max(FLOOD_AHEAD, runs // 4))
             figures["peak memory"] = {f"{role}_mib": mib for role, mib in peak_mib().items()}
     return figures
+
+
+def until_answered(server: OwnServer, name: str) -> float:
+    """Milliseconds from the start of a server to its first answer of a model."""
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        service.create_lora_training_client(name, rank=RANK).result().forward([datum()], "cross_entropy").result()
+        return 1000 * (time.perf_counter() - server.started)
 
 
 def show(figures: Figures) -> None:
@@ -189,6 +226,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "nano", "fake"], default=list(SERVERS))
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="only these (default: all; publish of m50 and larger)")
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--starts", type=int, default=1, help="how often a server of each size is started")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     given = parser.parse_args()
     if given.url and not given.model:
@@ -200,7 +238,7 @@ def main() -> None:
         if given.url:
             found[size] = measure(given.url, size, given.runs, rows)
         else:
-            found[size] = of_own_server(size, given.runs, rows)
+            found[size] = of_own_server(size, given.runs, rows, given.starts)
         print(f"\n{size}")
         show(found[size])
     write_json(given.json, found)

@@ -35,16 +35,18 @@ T = TypeVar("T")
 Meet = Callable[[], object]
 
 
-def timed(action: Callable[[], object], runs: int, warm_up: int = 5) -> list[float]:
-    """Milliseconds of each run, after a few that do not count."""
-    for _ in range(warm_up):
-        action()
+def timed(
+    action: Callable[[], object], runs: int, warm_up: int = 5, before: Callable[[], object] | None = None
+) -> list[float]:
+    """Milliseconds of each run, after a few that do not count; `before` comes before each and does not count either."""
     times = []
-    for _ in range(runs):
+    for _ in range(warm_up + runs):
+        if before:
+            before()
         start = time.perf_counter()
         action()
         times.append(1000 * (time.perf_counter() - start))
-    return times
+    return times[warm_up:]
 
 
 def summary(times_ms: Sequence[float]) -> dict[str, float]:
