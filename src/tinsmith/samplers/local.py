@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.decoder import round_up
-from tinsmith.backends.torch.ledger import Ledger
+from tinsmith.backends.torch.ledger import DECODING, Giver, Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.ops import Grammar, Partial, Sample, SampleResult
@@ -33,7 +33,9 @@ from tinsmith.samplers import CacheUse
 from tinsmith.samplers.adjusting import adjust
 from tinsmith.samplers.batching import Batcher, Span, Step
 from tinsmith.samplers.blocks import BlockPool
+from tinsmith.samplers.capture import Capture, capture_for
 from tinsmith.samplers.grammars import Grammars
+from tinsmith.samplers.graphs import DecodeGraphs
 from tinsmith.samplers.kvcache import KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.paged import PagedPlan, Rows
 from tinsmith.samplers.prompt_scores import max_target
@@ -59,6 +61,12 @@ class SamplerOptions:
 
     max_tokens_per_step: int = 512
     """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
+
+    graphs: bool = True
+    """Whether decode steps are recorded and replayed, on devices where that pays."""
+
+    capture: Capture | None = None
+    """How they are recorded. None: as suits the device."""
 
 
 class LocalSampler:
@@ -87,7 +95,9 @@ class LocalSampler:
             max_tokens=options.max_tokens_per_step,
         )
         self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
-        self._room = CacheRoom(ledger or Ledger(), self._batcher, self._cache, self._strips)
+        ledger = ledger or Ledger()
+        self._room = CacheRoom(ledger, self._batcher, self._cache, self._strips)
+        self._graphs = self._open_graphs(options, ledger)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -95,6 +105,16 @@ class LocalSampler:
         self._num_requests = 0
         self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
         self._partials: list[Partial] = []
+
+    def _open_graphs(self, options: SamplerOptions, ledger: Ledger) -> DecodeGraphs | None:
+        capture = options.capture or capture_for(self._base.device)
+        graphs = DecodeGraphs.of(
+            self._base, self._cache, capture if options.graphs else None, room_bytes=ledger.lasting_room()
+        )
+        if graphs is not None:
+            ledger.add(DECODING, lambda: graphs.num_bytes, Giver(lambda: graphs.num_bytes, lambda: graphs.num_bytes,
+                                                                 lambda _: graphs.drop()))  # fmt: skip
+        return graphs
 
     @property
     def has_work(self) -> bool:
@@ -195,19 +215,34 @@ class LocalSampler:
         self._room.grow()
         self._cache.prepare(step.copies, step.fresh)
 
+        spans, hidden_TD = self._compute(step.spans)
+        for span in spans:
+            self._batcher.advance(span)
+        self._sample(self._score(spans, hidden_TD), hidden_TD)
+
+    def _compute(self, spans: Seq[Span]) -> tuple[Seq[Span], Tensor]:
+        """Final hidden states, and the spans in the order of their rows."""
+        if self._graphs is None:
+            return self._through_layers(spans)
+        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
+        replayed = self._graphs.compute(decoding)
+        if replayed is None:
+            return self._through_layers(spans)
+        if len(decoding) == len(spans):
+            return replayed
+        rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
+        return [*replayed[0], *rest], torch.cat([replayed[1], rest_TD])
+
+    def _through_layers(self, spans: Seq[Span]) -> tuple[Seq[Span], Tensor]:
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
-        spans = sorted(step.spans, key=lambda span: span.sequence.request.weights.number)
+        spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
         plan = PagedPlan(self._cache, rows, self._base.device, self._strips)
         routing = Routing.of(adapters, [span.stop - span.start for span in spans])
-        hidden_TD = self._base.hidden(
-            torch.from_numpy(tokens_T).to(self._base.device, torch.int64), plan.positions_T, plan, routing
-        )
-        for span in spans:
-            self._batcher.advance(span)
-        self._sample(self._score(spans, hidden_TD), hidden_TD)
+        tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        return spans, self._base.hidden(tokens_T, plan.positions_T, plan, routing)
 
     def _score(self, spans: Seq[Span], hidden_TD: Tensor) -> list[tuple[Span, int]]:
         """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""

@@ -17,7 +17,7 @@ from tinsmith.backends.torch.memory import MODELS_SHARE, OverBudgetError
 from tinsmith.plan.degrees import gib
 
 BASE, MODELS, VERSIONS, SAMPLING = "base", "models", "versions", "sampling"
-ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
+ACTIVATIONS, KV_CACHE, DECODING = "activations", "kv_cache", "decoding"
 MEBIBYTE = 2**20
 
 VERSIONS_SHARE = 0.1

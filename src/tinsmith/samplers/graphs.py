@@ -1,0 +1,289 @@
+"""Decode steps of fixed shapes: recorded once for each bucket of rows and of context, then replayed.
+
+On a GPU a decode step of a small batch is a thousand kernels of a few microseconds, and Python is slower than they are.
+So a step's rows are padded to a bucket, all that differs from step to step goes into one tensor of numbers at a fixed
+address (tokens, positions, where keys go, block tables, slots of adapters), and the layers that are written out run
+over it. What was recorded for a bucket serves every later step of it: sequences come and go, versions are published,
+without another recording. When the cache's tensors or the adapters' slots move, recordings are forgotten.
+
+Attention gathers each row's blocks, as many as the bucket of context has, and masks what is not there. That reads and
+writes keys and values once more than a kernel that follows the tables would, and of the whole bucket, which is at most
+half as long again as the longest context; steps whose contexts are too unlike are left to others (`MOST_WASTE`).
+
+Rows that pad are nobody's: they read the null block, and what they would write is made zero and lands there, so that it
+stays zero whatever they compute. No row meets another's keys or adapter.
+
+A capture that fails is logged once, and nothing is tried again. Called by the sampler, in one thread.
+
+Letters: T rows of a bucket, C blocks of a table, K = C * block size positions, S slots, D hidden size; n rows, H query
+heads, G key heads, R = H / G.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.decoder import Adding, Decoder
+from tinsmith.backends.torch.slots import AdapterSlots, NoWork, SlotWork, is_grouped_on, rank_class
+from tinsmith.ops import I64
+from tinsmith.samplers.batching import Span
+from tinsmith.samplers.capture import Capture, Run
+from tinsmith.samplers.kvcache import KVCache
+
+log = structlog.get_logger()
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Buckets of rows. Steps of more go another way."""
+
+LEAST_CONTEXT = 128
+"""Positions of the smallest bucket of context; the others are 1.5, 2, 3, 4, 6, ... times as long."""
+
+MOST_WASTE = 4
+"""A bucket may have so many positions for each that is somebody's, or SMALL positions in all."""
+
+SMALL = 1 << 15
+
+MOST_KEPT = 48
+"""Recordings. The one that was used longest ago goes first."""
+
+SLOTS_BYTES = 1 << 30
+"""Of the adapters' slots of one rank, at most."""
+
+SLOTS_SHARE = 0.05
+"""And of what a budget leaves beside the base model."""
+
+NUMBERS = 4
+"""Of a row, beside its table: token, position, where its keys go, slot."""
+
+
+class _Bucket(NamedTuple):
+    rows: int
+    blocks: int
+    rank: int  # of the slots; 0: no row has an adapter
+
+
+@dataclass(slots=True)
+class _Recording:
+    """`numbers` and `ends_S` are what its run reads; it holds as long as `generations` are what they were."""
+
+    numbers: Tensor
+    ends_S: Tensor
+    generations: tuple[int, int]
+    replay: Run
+
+
+class DecodeGraphs:
+    """Use `of`."""
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, capture: Capture, device: torch.device, slots_bytes: int
+    ) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._capture = capture
+        self._device = device
+        self._slots_bytes = slots_bytes
+        self._grouped = is_grouped_on(device)
+        self._slots: dict[int, AdapterSlots] = {}
+        self._kept: OrderedDict[_Bucket, _Recording] = OrderedDict()
+        self._failed = False
+        self.num_captures = 0
+
+    @classmethod
+    def of(
+        cls, base: BaseModel, cache: KVCache, capture: Capture | None, *, room_bytes: float = float("inf")
+    ) -> DecodeGraphs | None:
+        """None without a capture, or for a model whose layers are not written out."""
+        if capture is None or base.written_out is None:
+            return None
+        slots_bytes = int(min(SLOTS_BYTES, SLOTS_SHARE * room_bytes))
+        return cls(base.written_out, cache, capture, base.device, slots_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of slots and numbers. The intermediate results of all recordings share one place, which is a step's."""
+        numbers = sum(kept.numbers.nbytes + kept.ends_S.nbytes for kept in self._kept.values())
+        return numbers + sum(slots.num_bytes for slots in self._slots.values())
+
+    def drop(self) -> None:
+        """Hold nothing, until the next step."""
+        self._kept.clear()
+        self._slots.clear()
+
+    def compute(self, spans: Seq[Span]) -> tuple[list[Span], Tensor] | None:
+        """Final hidden states of spans that decode a token each: [n, D], overwritten by the next call, and the spans in
+        the order of its rows. None if they have to go another way.
+        """
+        if self._failed or not spans or len(spans) > ROWS[-1]:
+            return None
+        num_keys = np.array([span.stop for span in spans])
+        rows = next(size for size in ROWS if size >= len(spans))
+        context = _context_for(int(num_keys.max()))
+        if rows * context > max(SMALL, MOST_WASTE * int(num_keys.sum())):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            return self._compute(spans, rows, -(-context // self._cache.block_size))
+
+    def _compute(self, spans: Seq[Span], rows: int, blocks: int) -> tuple[list[Span], Tensor] | None:
+        adapters = {id(a): a for span in spans if (a := span.sequence.request.weights.adapter) is not None}
+        rank = max(map(rank_class, adapters.values()), default=0)
+        slot_of: dict[int, int] = {}
+        if rank:
+            if rank not in self._slots:
+                self._slots[rank] = AdapterSlots(self._decoder.linears, rank, self._slots_bytes)
+            placed = self._slots[rank].place(list(adapters.values()))
+            if placed is None:
+                return None
+            slot_of = dict(zip(adapters, placed, strict=True))
+        last = self._slots[rank].num_slots if rank else 0
+        slots = [slot_of.get(id(span.sequence.request.weights.adapter), last) for span in spans]
+        order = np.argsort(slots, kind="stable")
+        spans = [spans[at] for at in order]
+        bucket = _Bucket(rows, blocks, rank)
+        numbers = _numbers_of(spans, np.array(slots)[order], bucket, last, self._cache.block_size)
+        return self._run(bucket, spans, numbers, last)
+
+    def _run(self, bucket: _Bucket, spans: list[Span], numbers: I64, last: int) -> tuple[list[Span], Tensor] | None:
+        generations = (self._cache.generation, self._slots[bucket.rank].generation if bucket.rank else 0)
+        recording = self._kept.get(bucket)
+        if recording is None or recording.generations != generations:
+            self._forget_stale()
+            recording = self._new(bucket, last, generations)
+        _fill(recording, numbers, bucket, last)
+        if recording.replay is _nothing:
+            try:
+                recording.replay = self._capture(self._run_of(bucket, recording))
+            except RuntimeError as error:
+                log.warning("decode steps cannot be recorded and are run one kernel at a time", error=str(error)[:300])
+                self._failed = True
+                self.drop()
+                return None
+            self.num_captures += 1
+        self._kept.move_to_end(bucket)
+        return spans, recording.replay()[: len(spans)]
+
+    def _new(self, bucket: _Bucket, last: int, generations: tuple[int, int]) -> _Recording:
+        numbers = torch.zeros(bucket.rows * (NUMBERS + bucket.blocks), dtype=torch.int64, device=self._device)
+        ends_S = torch.zeros(last + 1, dtype=torch.int32, device=self._device)
+        self._kept[bucket] = recording = _Recording(numbers, ends_S, generations, _nothing)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return recording
+
+    def _run_of(self, bucket: _Bucket, recording: _Recording) -> Run:
+        token_T, position_T, at_T, slot_T = recording.numbers[: NUMBERS * bucket.rows].view(NUMBERS, -1)
+        table_TC = recording.numbers[NUMBERS * bucket.rows :].view(bucket.rows, -1)
+        decoder, cache = self._decoder, self._cache
+        work: Adding = NoWork()
+        if bucket.rank:
+            work = SlotWork(self._slots[bucket.rank], slot_T, recording.ends_S if self._grouped else None)
+
+        def run() -> Tensor:
+            with torch.inference_mode():
+                return decoder.through(token_T, position_T, BlocksPlan(cache, at_T, table_TC, position_T), work)
+
+        return run
+
+    def _forget_stale(self) -> None:
+        """Recordings of what has moved."""
+        for bucket, kept in list(self._kept.items()):
+            slots = self._slots[bucket.rank].generation if bucket.rank else 0
+            if kept.generations != (self._cache.generation, slots):
+                del self._kept[bucket]
+
+
+def _nothing() -> Tensor:
+    """Of a recording that is still to be made."""
+    raise AssertionError("never captured")
+
+
+def _context_for(num_keys: int) -> int:
+    power = LEAST_CONTEXT
+    while True:
+        for size in (power, power * 3 // 2):
+            if size >= num_keys:
+                return size
+        power *= 2
+
+
+def _numbers_of(spans: Seq[Span], slots: I64, bucket: _Bucket, last: int, block_size: int) -> I64:
+    """What a step's rows are, as a recording reads it; rows that pad are all zeros but for their slot."""
+    numbers = np.zeros(bucket.rows * (NUMBERS + bucket.blocks), np.int64)
+    token_T, position_T, at_T, slot_T = numbers[: NUMBERS * bucket.rows].reshape(NUMBERS, -1)
+    table_TC = numbers[NUMBERS * bucket.rows :].reshape(bucket.rows, -1)
+    num = len(spans)
+    slot_T[:num], slot_T[num:] = slots, last
+    position_T[:num] = [span.start for span in spans]
+    for row, (sequence, start, _) in enumerate(spans):
+        token_T[row] = sequence.tokens_T[start]
+        at_T[row] = sequence.blocks[start // block_size] * block_size + start % block_size
+        used = sequence.blocks[: start // block_size + 1]
+        table_TC[row, : len(used)] = used
+    return numbers
+
+
+def _fill(recording: _Recording, numbers: I64, bucket: _Bucket, last: int) -> None:
+    recording.numbers.copy_(torch.from_numpy(numbers))
+    if bucket.rank:
+        slot_T = numbers[3 * bucket.rows : NUMBERS * bucket.rows]
+        ends_S = np.bincount(slot_T, minlength=last + 1).cumsum().astype(np.int32)
+        recording.ends_S.copy_(torch.from_numpy(ends_S))
+
+
+class BlocksPlan:
+    """The AttentionPlan of rows that each decode one token, behind what the blocks of their tables hold."""
+
+    def __init__(self, cache: KVCache, at_T: Tensor, table_TC: Tensor, position_T: Tensor) -> None:
+        self._cache = cache
+        self._at_T = at_T
+        self._table_TC = table_TC
+        self._position_T = position_T
+        self._pads_T11 = (at_T == 0)[:, None, None]
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        if softcap is not None or sinks_H is not None:
+            raise ValueError("layers that are written out cap no scores and have no sinks")
+        k_TGD, v_TGD = (x.masked_fill(self._pads_T11, 0.0) for x in (k_TGD, v_TGD))
+        self._cache.write(layer, self._at_T, k_TGD, v_TGD)
+        k_TGKD, v_TGKD = self._cache.read(layer, self._table_TC)
+        # Query heads of one key head act as its rows, as in `paged`.
+        q_TGRD = q_THD.reshape(len(q_THD), k_TGKD.shape[1], -1, q_THD.shape[2])
+        mask = self._mask(window, k_TGKD)
+        out_TGRD = scaled_dot_product_attention(q_TGRD, k_TGKD, v_TGKD, mask, scale=scale)
+        return out_TGRD.reshape(len(q_THD), q_THD.shape[1], -1)
+
+    def _mask(self, window: int | None, k_TGKD: Tensor) -> Tensor:
+        """[T, 1, 1, K]: 0 where a row sees a position, else -inf. Made once for all layers."""
+        num_keys = k_TGKD.shape[2]
+        if window is not None and window >= num_keys:
+            window = None
+        if window not in self._masks:
+            key_K = torch.arange(num_keys, device=k_TGKD.device)
+            hidden_TK = key_K > self._position_T[:, None]
+            if window is not None:
+                hidden_TK |= key_K <= self._position_T[:, None] - window
+            mask_TK = torch.zeros(hidden_TK.shape, dtype=k_TGKD.dtype, device=k_TGKD.device)
+            self._masks[window] = mask_TK.masked_fill_(hidden_TK, float("-inf"))[:, None, None]
+        return self._masks[window]
