@@ -29,6 +29,7 @@ class Cluster:
             "ENGINE_LEASE_S": str(LEASE_S),
             "SIGNING_SECRET": "a-secret-that-all-processes-share",
             "SESSION_SWEEP_S": "1",
+            "REBALANCE_IDLE_S": "0",
         }
         self._db = Database(self.url)
 

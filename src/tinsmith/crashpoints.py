@@ -43,6 +43,8 @@ POINTS = {
     "model.unloading": "a model is about to be unloaded",
     "model.unloaded": "a model is out of memory, and its unloading not settled",
     "sample.admitted": "a sample is in the sampler",
+    "run.parked": "everything of an idle run is in files, and it is not handed over",
+    "run.moved": "an idle run is another engine's, and still in memory here",
     # The coordinator of bulk jobs.
     "batch.claimed": "a batch is claimed, and no worker has it",
     "batch.reported": "a batch's parts are written, and not committed",

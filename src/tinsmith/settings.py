@@ -65,6 +65,10 @@ class Settings(BaseSettings):
     engine_lease_s: float = Field(default=15.0, gt=0)
     """After this long without a sign of life, what an engine worked on goes to other engines."""
 
+    rebalance_idle_s: float = Field(default=10.0, ge=0)
+    """A run that was idle for this long goes to another engine of its base model, if that has been there for as long
+    and has at least two runs fewer; 0: a run stays with its engine as long as that lives."""
+
     role: Literal["all", "server", "engine", "sampler", "batch-worker"] = "all"
     """What this process does: `server` answers clients, `engine` trains and samples, `sampler` only samples,
     `batch-worker` runs bulk jobs, and `all` is everything at once. Processes of all roles meet in the database and the

@@ -31,7 +31,7 @@ POINTS = [point for point in POINTS_HERE if not point.startswith(OF_SERVERS) and
 
 
 @contextlib.contextmanager
-def engine(server: KeptServer, name: str, crash_point: str) -> Iterator[LiveServer]:
+def engine(server: KeptServer, name: str, crash_point: str, **more: str) -> Iterator[LiveServer]:
     """A process of the role engine, on a data directory of its own."""
     port = free_port()
     settings = {
@@ -39,6 +39,7 @@ def engine(server: KeptServer, name: str, crash_point: str) -> Iterator[LiveServ
         "STORAGE_DIR": str(server.data_dir),
         "ENGINE_LEASE_S": "2",
         "CRASH_POINT": crash_point,
+        **more,
     }
     arguments = ("--role", "engine", "--backend", "fake", "--health-port", str(port))
     with serving(server.data_dir.parent / name, *arguments, port=port, settings=settings) as made:

@@ -27,6 +27,7 @@ from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.arrivals import Arrivals
 from tinsmith.engine.handing import Handing
 from tinsmith.engine.metering import EngineMeters
+from tinsmith.engine.moving import Moving
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
@@ -112,8 +113,8 @@ class Engine:
             nouns.ownership, nouns.futures, nouns.models, self._queues, self._suspects, self._worklog, self._fail
         )
         self._sendings = Sendings()
-        self._last_step_s = 0.0
-        self._next_check = 0.0
+        self._moving = Moving(nouns.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox)
+        self._last_step_s = self._next_check = 0.0
         self._writes_at_once = False
 
     def run(self, stopping: Callable[[], bool]) -> None:
@@ -179,6 +180,7 @@ class Engine:
         if self._arrivals.fetch_late():
             self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
         self._writes_at_once = self._versions.look_for_samplers()
+        self._moving.look()
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
         """Nothing came for a moment: do what can wait, then wait for the rest. False if still nothing came."""
@@ -431,8 +433,7 @@ class Engine:
         if verdict := self._suspects.verdict(request.request_id):
             raise verdict
         creating = request.kind in ("create_model", "load_model")
-        error = None if creating else self._bring_back(model.model_id)
-        if error:
+        if not creating and (error := self._bring_back(model.model_id)):
             raise error
         with self._running([(request, body)]):
             settlement = self._operations.run(request, model, body)

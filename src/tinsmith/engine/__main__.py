@@ -147,7 +147,8 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     engine_id = place.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
-    nouns = open_nouns(database, settings, Ownership(database, shape.name, engine_id), tracing)
+    ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
+    nouns = open_nouns(database, settings, ownership, tracing)
     engine, close = (_engine if trains else _sampler)(place, backend, nouns, database, mailbox, settings)
     time_connections(partial(event.listen, database.engine), engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()

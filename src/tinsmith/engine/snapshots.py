@@ -242,6 +242,21 @@ class Snapshots:
         num_bytes = sum(one.capture.num_bytes for one in captured)
         self._writer.submit(Job(num_bytes, partial(self._versions.write, captured), done))
 
+    def is_parked(self, model_id: str) -> bool:
+        """Whether everything of a model is in files, so that any engine can go on with it; begins to write what is not.
+
+        What is being written is not there yet: ask again.
+        """
+        entry = self._resident.get(model_id)
+        if entry is not None and (entry.writing or not entry.is_covered):
+            self._take(model_id, entry)
+            return False
+        if self._versions.are_written(model_id):
+            return True
+        if not self._versions.are_being_written(model_id):
+            self.write_versions(model_id)
+        return False
+
     def cover_all(self) -> None:
         """The engine stops in good order: its models' next engines are spared a replay, as far as there is time."""
         until = time.monotonic() + COVER_S

@@ -235,6 +235,15 @@ class Versions:
         self._drop(version_id)
         return True
 
+    def are_written(self, model_id: str) -> bool:
+        """Whether nothing of a model's versions is in memory only."""
+        ids = self._ephemeral.get(model_id, {}).keys()
+        return ids <= self._written and inflight_version(model_id) not in self._newer_inflight | self._being_written
+
+    def are_being_written(self, model_id: str) -> bool:
+        """Whether some of them are."""
+        return not self._being_written.isdisjoint((*self._ephemeral.get(model_id, ()), inflight_version(model_id)))
+
     def look_for_samplers(self) -> bool:
         """Once a second: whether what is published is to be written at once, since dedicated samplers want it."""
         if self._handing is None:

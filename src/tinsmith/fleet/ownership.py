@@ -5,9 +5,9 @@ What is sampled of a run's own versions goes with the run. Every other sample, a
 engine or sampler that it was given to (`futures.executor`), or to nobody. A server gives new work away as it stores it
 (`fleet`); what is nobody's is claimed by an engine that sees it.
 
-A run changes hands in one of two ways only: its engine gives it back and is done with it; or somebody ends that
-engine's epoch in the transaction that frees what it had (`engines.vacate`). So whoever is not the owner can write
-nothing.
+A run changes hands in one of two ways only: its engine hands it over, idle, to one that has at least two fewer; or
+somebody ends that engine's epoch in the transaction that frees what it had (`engines.vacate`). So whoever is not the
+owner can write nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db import Database
+from tinsmith.db import Database, now
 from tinsmith.fleet.engines import vacate
-from tinsmith.notify import engine_mailbox
+from tinsmith.notify import EVERYTHING, engine_mailbox
 from tinsmith.ops import Pending
 from tinsmith.tables import ENGINES, FUTURES, MODELS, SAMPLERS
 
+UNEVEN = 2
+"""How many more runs than another an engine has that hands one over: with one less they would go to and fro."""
+
 _CHUNK = 500  # variables of one IN (...) clause
+_CANDIDATES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +88,22 @@ _FREE_REQUESTS = (
 )
 _CLAIM_REQUESTS = FUTURES.update().where(_NAMES).values(executor=sa.bindparam("claimant"))
 _CLAIMED = sa.select(FUTURES.c.request_id).select_from(_REQUESTS).where(_NAMES, _ME == _OWNER)
+_NUM_RUNS = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
+_BUSY_RUNS = (
+    sa.select(_RUN)
+    .select_from(_REQUESTS)
+    .where(FUTURES.c.base_model == sa.bindparam("of_base"), FUTURES.c.state == "pending", _RUN.is_not(None))
+)
 
 
 class Ownership:
     """As one engine sees it."""
 
-    def __init__(self, db: Database, base_model: str, engine_id: str) -> None:
+    def __init__(self, db: Database, base_model: str, engine_id: str, idle_s: float = 0.0) -> None:
+        """A run that is idle for `idle_s` may be handed over, to an engine that has been there for as long; 0: none."""
         self._db = db
-        self._base_model = base_model
+        self._idle_s = idle_s
+        self.base_model = base_model
         self.engine_id = engine_id
         self._me = {"base_model": base_model, "engine_id": engine_id}
 
@@ -139,21 +151,70 @@ class Ownership:
             return False
         with self._db.write() as connection:
             connection.execute(FUTURES.update().where(FUTURES.c.request_id == cancel_id).values(executor=owner))
-            self._db.notify(connection, engine_mailbox(self._base_model, owner), [cancel_id])
+            self._db.notify(connection, engine_mailbox(self.base_model, owner), [cancel_id])
         return True
 
-    def give_back(self, model_id: str) -> None:
-        """This engine has left a run, and everything of it is on disk: whoever wants it may claim it."""
-        mine = (MODELS.c.model_id == model_id) & (MODELS.c.engine_id == self.engine_id)
+    # Handing over.
+
+    def lighter(self) -> str | None:
+        """The engine that is to get one of our runs, since it has far fewer; None if there is none."""
+        if not self._idle_s:
+            return None
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine") & (ENGINES.c.state == "ready")
+        query = sa.select(ENGINES.c.engine_id, ENGINES.c.started_at, _NUM_RUNS.label("runs")).where(mine, alive)
+        with self._db.read() as connection:
+            rows = {row.engine_id: row for row in connection.execute(query)}
+        me = rows.pop(self.engine_id, None)
+        there = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
+        if me is None or not there:
+            return None
+        lightest = min(there, key=lambda row: (row.runs, row.engine_id))
+        return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
+
+    def idle_runs(self) -> list[str]:
+        """Some of our runs of which nothing waits, and nothing took effect for a while; the last used first, since they
+        are the likeliest to work again.
+        """
+        mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
+        quiet = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
+        query = sa.select(MODELS.c.model_id).where(mine, quiet).order_by(MODELS.c.last_request_at.desc())
+        with self._db.read() as connection:
+            return list(connection.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model}))
+
+    def hand_over(self, model_id: str, engine_id: str) -> bool:
+        """Make a run another engine's, if nothing waits of it, that engine is there, and it has far fewer still.
+
+        Everything of the run must be in files, and the caller has to forget it if this returns True.
+        """
+        alive = (ENGINES.c.state == "ready") & (ENGINES.c.lease_expires_at > self._db.clock())
+        seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
+        # Of those that give to one engine, one does at a time; and whoever frees what that had, waits or comes later.
+        seat = seat.with_for_update(key_share=True, skip_locked=True)
+        both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
+        counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
+        run = (MODELS.c.model_id == model_id) & (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
+        quiet = MODELS.c.model_id.not_in(_BUSY_RUNS)
         with self._db.write() as connection:
-            connection.execute(MODELS.update().where(mine).values(engine_id=None))
+            if connection.scalar(seat) is None:
+                return False
+            runs = {name: int(number) for name, number in connection.execute(counted)}
+            if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < UNEVEN:
+                return False
+            moved = MODELS.update().where(run, quiet).values(engine_id=engine_id)
+            if connection.execute(moved, {"of_base": self.base_model}).rowcount != 1:
+                return False
+            self._db.notify(connection, engine_mailbox(self.base_model, engine_id), [EVERYTHING])
+        return True
+
+    # Those that are gone.
 
     def free_lapsed(self) -> list[str]:
         """Fence off whoever was not heard of for the length of its lease, and free what it had; returns them."""
         run = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         given = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
-        others = (ENGINES.c.base_model == self._base_model) & (ENGINES.c.engine_id != self.engine_id)
+        others = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
         query = sa.select(ENGINES.c.engine_id).where(others, silent, run | sa.exists().where(given))
         with self._db.read() as connection:
             names = list(connection.scalars(query))
@@ -169,20 +230,20 @@ class Ownership:
                 return False
             gone = row.state in ("failed", "stopped", "restarting")  # its supervisor said so
             state, reason = (row.state, row.reason) if gone else ("lost", "nothing was heard of it")
-            vacate(self._db, connection, engine_id, self._base_model, state=state, reason=reason)
+            vacate(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
     def others(self) -> list[str]:
         """The other engines of this base model that work now."""
         alive = ENGINES.c.lease_expires_at > self._db.clock()
-        mine = (ENGINES.c.base_model == self._base_model) & (ENGINES.c.kind == "engine")
+        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine")
         query = sa.select(ENGINES.c.engine_id).where(mine, ENGINES.c.state == "ready", alive)
         with self._db.read() as connection:
             return [name for name in connection.scalars(query) if name != self.engine_id]
 
     def suspects(self) -> list[str]:
         """What engines of this base model were working on when they died, as they or their supervisors left it."""
-        left = (ENGINES.c.base_model == self._base_model) & ENGINES.c.suspects.is_not(None)
+        left = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
         with self._db.read() as connection:
             return list(connection.scalars(sa.select(ENGINES.c.suspects).where(left)))
 
