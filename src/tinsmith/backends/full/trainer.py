@@ -19,12 +19,15 @@ from tinsmith.backends.full.weights import FullWeights
 from tinsmith.backends.torch.head import Head, Objective
 from tinsmith.backends.torch.lora import Run
 from tinsmith.backends.torch.packing import Example, MicroBatch, pack
+from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.ops import F32
 
 
 class FullHead(Head):
-    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
+    def _back(
+        self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run | Stretch], inner: Sequence[Tensor]
+    ) -> Tensor:
         unembedding = self._base.unembedding
         assert unembedding.weight.grad is not None
         unembedding.weight.grad.addmm_(grad_CV.t(), hidden_CD)

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.products import product
 from tinsmith.backends.torch.sites import Shares, Site, Stacks
+from tinsmith.backends.torch.stretches import Stretch, stretches_of
 from tinsmith.ops import LORA_ALPHA, LoraSpec
 
 ALIGN = 16
@@ -228,7 +229,7 @@ class Routing:
     `runs` are the same segments, but for those of the base model, beside the neighbours that could join them.
     """
 
-    __slots__ = ("_runs", "num_rows", "segments")
+    __slots__ = ("_runs", "_stretches", "num_rows", "segments")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -238,6 +239,7 @@ class Routing:
             end = segment.stop
         self.segments = tuple(segments)
         self._runs: list[Run] | None = None
+        self._stretches: list[Run | Stretch] | None = None
         self.num_rows = end
 
     @property
@@ -245,6 +247,14 @@ class Routing:
         if self._runs is None:
             self._runs = _runs(self.segments)
         return self._runs
+
+    @property
+    def stretches(self) -> list[Run | Stretch]:
+        """The runs, but neighbours of unequal lengths together where one kernel takes them all (`stretches`)."""
+        if self._stretches is None:
+            found = stretches_of(self.segments)
+            self._stretches = [*self.runs] if found is None else [_run_or_stretch(each) for each in found]
+        return self._stretches
 
     @classmethod
     def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
@@ -313,12 +323,12 @@ class MultiLoRALinear(nn.Module):
         x_TI = x.reshape(-1, self.in_features)
         return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
 
-    def work(self, routing: Routing) -> list[Run]:
+    def work(self, routing: Routing) -> list[Run | Stretch]:
         """The runs whose adapters have this linear."""
         return self._site.work(routing)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
+        self, x_TI: Tensor, work: Sequence[Run | Stretch], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """y [T, O], and each run's scale * x A^T, which backward needs again."""
         y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
@@ -330,7 +340,7 @@ class MultiLoRALinear(nn.Module):
         self,
         grad_TO: Tensor,
         x_TI: Tensor,
-        work: Sequence[Run],
+        work: Sequence[Run | Stretch],
         inner: Sequence[Tensor],
         *,
         need_input: bool,
@@ -352,7 +362,7 @@ class MultiLoRALinear(nn.Module):
 
 class _LoRALinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run]) -> Tensor:
+    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run | Stretch]) -> Tensor:
         x_TI = x.reshape(-1, module.in_features)
         y_TO, ctx.inner = module.forward_rows(x_TI, work)
         ctx.save_for_backward(x)
@@ -371,6 +381,12 @@ class _LoRALinearFunction(torch.autograd.Function):
             need_input=ctx.needs_input_grad[0],
         )
         return None if grad_x is None else grad_x.view(x.shape), None, None, None
+
+
+def _run_or_stretch(stretch: Stretch) -> Run | Stretch:
+    if len(stretch.adapters) > 1:
+        return stretch
+    return Run(stretch.start, stretch.sizes[0], stretch.adapters)
 
 
 def _runs(segments: Iterable[Segment]) -> list[Run]:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from tinsmith.backends.torch import stretches
 from tinsmith.backends.torch.products import add_product_, column_product, column_products, product
+from tinsmith.backends.torch.stretches import Stretch
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.lora import Adapter, Routing, Run, Target
@@ -67,29 +69,43 @@ class Site:
         ends = accumulate((target.out_features for target in targets), initial=0)
         self._columns = [slice(*span) for span in pairwise(ends)]
 
-    def work(self, routing: Routing) -> list[Run]:
+    def work(self, routing: Routing) -> list[Run | Stretch]:
         """The runs whose adapters have any of these linears; short ones together where that is faster."""
-        work = []
-        for run in routing.runs:
+        work: list[Run | Stretch] = []
+        for run in routing.stretches:
             if run.adapters[0].compute.keys().isdisjoint(self._names):
+                continue
+            if isinstance(run, Stretch):
+                work.append(run)
                 continue
             alone = len(run.adapters) == 1 or run.length > BATCHED_ROWS or self._largest(run) > BATCHED_NUMBERS
             work += run.apart() if alone else [run]
         return work
 
-    def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
+    def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run | Stretch]) -> list[Tensor]:
         """Add to y; returns each run's scale * x A^T [n, R] or [S, n, R], which backward needs again."""
         inner = []
         for run in work:
+            if isinstance(run, Stretch):
+                inner.append(stretches.forward_(y_TO, x_TI, run, self._stacks(run)))
+                continue
             own = self._alone_forward_ if len(run.adapters) == 1 else self._together_forward_
             inner.append(own(y_TO, x_TI, run))
         return inner
 
     def backward_(
-        self, grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor]
+        self,
+        grad_TI: Tensor | None,
+        grad_TO: Tensor,
+        x_TI: Tensor,
+        work: Sequence[Run | Stretch],
+        inner: Sequence[Tensor],
     ) -> None:
         """Add to the gradient of x, if there is one, and to the adapters' own where these exist."""
         for run, u in zip(work, inner, strict=True):
+            if isinstance(run, Stretch):
+                stretches.backward_(grad_TI, grad_TO, x_TI, run, self._stacks(run), u)
+                continue
             own = self._alone_backward_ if len(run.adapters) == 1 else self._together_backward_
             own(grad_TI, grad_TO, x_TI, run, u)
 
@@ -146,7 +162,7 @@ class Site:
             if grad_TI is not None:
                 run.rows(grad_TI).add_(torch.bmm(grad_SnR[..., first.ranks], a_SRI))
 
-    def _stacks(self, run: Run) -> Stacks:
+    def _stacks(self, run: Run | Stretch) -> Stacks:
         """Each block's A's and each member's B's as one tensor; the layouts, and so the shares, are alike."""
         if self not in run.stacks:
             shares = [self._shares(adapter) for adapter in run.adapters]
