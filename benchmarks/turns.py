@@ -39,7 +39,9 @@ class ChildFailed(Exception):
 
 
 class Child:
-    """A script of this directory in another Python or another environment, as long as the `with` block takes."""
+    """A script of this directory in another Python or another environment, as long as the `with` block takes. Raises
+    ChildFailed.
+    """
 
     def __init__(
         self,
@@ -51,9 +53,13 @@ class Child:
     ) -> None:
         command = [python, str(Path(__file__).with_name(script)), *arguments]
         # A session of its own: engines have children, which end with it.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ChildFailed(f"{python} cannot be run: {error.strerror}") from None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._patience_s = patience_s
         threading.Thread(target=self._read, daemon=True).start()

@@ -64,6 +64,13 @@ def few_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(latency, "FLOOD_CLIENTS", 2)
 
 
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other on a busy machine take minutes."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @pytest.mark.usefixtures("few_clients")
 def test_latency(server: LiveServer, run: Run, tmp_path: Path) -> None:
     printed = run("latency", *at(server), "--runs", "1", "--json", str(tmp_path / "found.json"))
@@ -156,6 +163,33 @@ def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytes
 
 def test_the_suite_asks_for_flags_that_the_scripts_have() -> None:
     for part in importlib.import_module("suite").PARTS:
-        text = (BENCHMARKS / f"{part.name}.py").read_text()
+        text = (BENCHMARKS / part.script).read_text()
         for flag in re.findall(r"--[a-z-]+", f"{part.whole} {part.quick or ''} --json"):
-            assert f'"{flag}"' in text, f"{part.name}.py has no {flag}"
+            assert f'"{flag}"' in text, f"{part.script} has no {flag}"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_training_beside_peft(run: Run, tmp_path: Path) -> None:
+    """With a server, a child that computes the step alone and one with PEFT, in turns."""
+    flags = ("--sizes", "tiny", "--dtypes", "float32", "--works", "2", "--runs", "1")
+    printed = run("training", *flags, "--json", str(tmp_path / "training.json"))
+    rows = {row["what"]: row for row in json.loads((tmp_path / "training.json").read_text())}
+    assert rows.keys() == {"PEFT float32", "step alone float32", "service float32"}
+    service, step, peft = (rows[f"{what} float32"] for what in ("service", "step alone", "PEFT"))
+    assert "of the step alone" in printed
+    (ours,), (alone,), (theirs,) = service["seconds"], step["seconds"], peft["seconds"]
+    assert service["of_peft"]["median"] == pytest.approx(theirs / ours)
+    assert service["of_step_alone"]["median"] == pytest.approx(alone / ours)
+    assert service["memory_of_peft"] == pytest.approx(service["peak_mib"] / peft["peak_mib"])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_sampling_beside_transformers(run: Run, tmp_path: Path) -> None:
+    flags = ("--sizes", "tiny", "--dtypes", "float32", "--at-once", "2", "--adapters", "1", "--runs", "1")
+    run("sampling", *flags, "--llama", "/no/such/python", "--json", str(tmp_path / "sampling.json"))
+    rows = {row["what"]: row for row in json.loads((tmp_path / "sampling.json").read_text())}
+    ours, theirs = rows["service float32, 1 LoRA"], rows["transformers float32"]
+    assert ours["of"]["transformers float32"]["median"] == pytest.approx(theirs["seconds"][0] / ours["seconds"][0])
+    assert rows["alone float32, 1 LoRA"]["tokens_per_s"]["median"] > 0
+    assert rows["publish and first token after it, float32"]["ms"]["least"] > 0
+    assert "failed" in rows["llama.cpp bfloat16, 0 LoRA"]
