@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import sqlalchemy as sa
 
 from databases import POSTGRES, fresh_url
 from tinsmith.db import Database
-from tinsmith.fleet.engines import Engines, Lease, LeaseLostError, Renewal, Seat, fence
+from tinsmith.fleet.engines import HOLDER, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
 from tinsmith.fleet.ownership import Ownership
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel
@@ -187,6 +188,37 @@ def test_a_seat_that_nobody_used_for_a_day_is_forgotten_and_never_repeats_an_epo
     assert here.forget_gone() == 1
     assert [row.engine_id for row in here.of_base(BASE)] == sorted((owning.engine_id, here.id_of(Seat(BASE, index=2))))
     assert taken(here).epoch > first.epoch - 10**6 > 3
+
+
+def test_two_data_directories_have_seats_of_their_own_whatever_their_hosts_and_paths(
+    tmp_path: Path, db: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "app")
+    names: list[str] = []
+    for volume in ("one", "two"):
+        (tmp_path / volume).mkdir()
+        (tmp_path / "data").unlink(missing_ok=True)
+        (tmp_path / "data").symlink_to(tmp_path / volume)  # two containers see their volumes at the same path
+        names.append(holder_of(tmp_path / "data"))
+        assert holder_of(tmp_path / "data") == names[-1], "it stays"
+        assert (tmp_path / volume / HOLDER).stat().st_mode & 0o077 == 0
+    leases = [taken(Engines(db, name)) for name in names]
+    assert len({lease.engine_id for lease in leases}) == 2
+    assert [Engines(db, name).renew(lease, LONG_S) for name, lease in zip(names, leases, strict=True)] == [True] * 2
+
+
+def test_all_who_ask_for_a_name_at_once_are_told_the_same(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: holder_of(tmp_path), range(32)))) == 1
+
+
+def test_a_seat_that_a_copy_of_the_data_directory_took_is_known_from_one_that_was_freed(here: Engines) -> None:
+    seat, lease = Seat(BASE), taken(here)
+    assert not here.is_taken(seat, lease)
+    here.release(seat, "lost")
+    assert not here.is_taken(seat, lease)
+    taken(here)
+    assert here.is_taken(seat, lease)
 
 
 def test_an_engine_that_lost_its_lease_writes_nothing(url: str, here: Engines, there: Engines, db: Database) -> None:

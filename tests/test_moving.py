@@ -327,7 +327,13 @@ def test_at_each_look_one_run_moves_and_then_none(fakes: Pair) -> None:
     assert all(after - before in (0, 1) for before, after in zip([0, *spread], spread, strict=False))
     assert spread[-3:] == [3] * 3, "then they are spread evenly, and stay"
     assert sum(fakes.backends[index].has_model(run) for index in range(2) for run in runs) == 3, "the others are files"
+    for index in range(2):
+        mine = {run for run in runs if fakes.owner(run) == index}
+        assert fakes.engines[index]._snapshots._resident.keys() == (mine if index == 0 else set())
     assert [stepped(fakes, run, 3) for run in runs] == [2] * 6
+    Engines(fakes.db, "here").release(Seat(BASE, index=1), "lost")
+    fakes.engines.pop()
+    assert [stepped(fakes, run, 5) for run in runs] == [3] * 6, "those that went and came back, too"
 
 
 def test_a_run_that_wakes_while_it_is_written_stays(fakes: Pair) -> None:

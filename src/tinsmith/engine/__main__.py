@@ -44,6 +44,7 @@ from tinsmith.fleet.early import EARLY
 from tinsmith.fleet.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
+    HOLDER,
     Engines,
     Lease,
     LeaseLostError,
@@ -111,6 +112,7 @@ def main() -> int:
         status = EXIT_LEASE_LOST
     finally:
         renewal.close()
+        _tell_of_another(engines, seat, lease, settings.resolved_data_dir)
         leases.close()
         lock.close()
     if renewal.lost or status == EXIT_LEASE_LOST:
@@ -240,6 +242,17 @@ def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             place.engines.set_state(place.seat, "stopping")
+
+
+def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:
+    with contextlib.suppress(SQLAlchemyError):
+        if engines.is_taken(seat, lease):
+            log.error(
+                "another process sits on this engine's seat: its data directory is a copy of this one; stop one of the "
+                "two, remove the file from its data directory, and start it again",
+                engine_id=lease.engine_id,
+                file=str(data_dir / HOLDER),
+            )
 
 
 def _write_to(path: str) -> None:

@@ -6,14 +6,17 @@ The lease of a seat is renewed while its engine runs. Every writing transaction 
 still the row's (`fence`): an engine that was thought dead and comes back changes nothing. A lease that expired is still
 good until somebody has made the next epoch, with which what the engine worked on is free for others (`ownership`).
 
-The holder is the data directory that a seat belongs to. There is one process on a seat at a time (`storage.claim`), so
-that the next one need not wait until the lease of its predecessor expires.
+The holder is the data directory that a seat belongs to; it has an id of its own, since containers may have host names
+and paths alike. There is one process on a seat at a time (`storage.claim`), so that the next one need not wait until
+the lease of its predecessor expires.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -35,6 +38,9 @@ EXIT_UNUSABLE_MODEL = 3
 
 EXIT_LEASE_LOST = 4
 """How an engine process ends that was taken for dead: what it worked on is others' now."""
+
+HOLDER = "holder"
+"""The file with a data directory's own id. A copy of the directory must do without it."""
 
 FORGOTTEN_S = 86400.0
 """A seat of which nothing was heard for this long is forgotten."""
@@ -117,6 +123,11 @@ class Engines:
             update = ENGINES.update().where(*_is(lease))
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
+    def is_taken(self, seat: Seat, lease: Lease) -> bool:
+        """Whether somebody else sits there by now: a holder of the same name, as long as this process has the claim."""
+        row = self.find(seat)
+        return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
+
     # Both that and the supervisor's.
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
@@ -192,8 +203,16 @@ def vacate(db: Database, connection: Connection, engine_id: str, base_model: str
 
 
 def holder_of(data_dir: Path) -> str:
-    """The name of a data directory among those of all machines."""
-    return f"{socket.gethostname()}:{data_dir}"
+    """The name of a data directory among those of all machines, whose id is made when it is first asked for."""
+    with open(os.open(data_dir / HOLDER, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        own = file.read().strip()
+        if not own:
+            own = secrets.token_hex(8)
+            file.write(own + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return f"{socket.gethostname()}:{own}:{data_dir}"
 
 
 def fence(lease: Lease) -> Fence:

@@ -16,7 +16,7 @@ def define(metadata: sa.MetaData) -> sa.Table:
         sa.Column("state", sa.String(16), nullable=False),  # starting | loading | ready | failed | restarting | ...
         sa.Column("reason", sa.Text),
         sa.Column("started_at", sa.Float, nullable=False),
-        sa.Column("holder", sa.Text, nullable=False, server_default=""),  # whose supervisor runs it: host and directory
+        sa.Column("holder", sa.Text, nullable=False, server_default=""),  # whose supervisor runs it: host:id:directory
         sa.Column("epoch", sa.BigInteger, nullable=False, server_default="0"),  # each fences off the one before
         sa.Column("lease_expires_at", sa.Float, nullable=False, server_default="0"),  # from then on it may be fenced
         sa.Column("address", sa.Text),  # where other processes may speak to it directly
