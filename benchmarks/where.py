@@ -1,0 +1,388 @@
+"""Where the time goes: of a request through client, server and engine, of a packed training step, of a decode step.
+
+    python benchmarks/where.py forward                  # also: step, publish, samples; --size, --dtype, --clients
+    python benchmarks/where.py step --size m50 --work 3 # a shape of work of training.py, by as many clients
+    python benchmarks/where.py samples --size m50 --at-once 16 --adapters 1
+    python benchmarks/where.py packed --size m50 --work 4 --dtype bfloat16
+    python benchmarks/where.py decode --size m50 --at-once 64 --adapters 8
+    python benchmarks/where.py missed build/bench --out docs/benchmarks/profiles.md     # of each target that was missed
+
+A request (a publish comes with the optimizer step before it and one sampled token after it): what a call takes, how
+much processor time client, server and engine spend on it, and, by the service's own traces (which take a little time
+themselves, and need `tinsmith[otel]`), what happens when in it; medians. With several clients the parts are not laid
+out in time. A step (in process, with an engine's environment): its time and page faults, torch's operators by the time
+in them alone, and the Python functions that take most themselves, which a profiler makes look slower than they are.
+Each takes less than a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import itertools
+import os
+import pstats
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+import tinker
+from measured import API_KEY, CPU, Meet, machine, own_server, together
+from models import SIZES, make
+from peers import NEW, PROMPT, prompt
+from targets import Figures, missed
+from tinker import types
+from training import LEARNING_RATE, RANK, WORKS, Work, datum, sequences, step_runner
+
+REQUESTS = ("forward", "step", "publish", "samples")
+STEPS = ("packed", "decode")
+WARM_UPS = 20
+TOP = 16
+PROFILED = 10
+"""Steps that each profiler looks at."""
+
+Call = Callable[[], object]
+
+
+# A request.
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a process says that it did, in seconds since the epoch."""
+
+    process: str
+    name: str
+    begun_s: float
+    ended_s: float
+
+
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Span]]]:
+    """An address for traces, and what came there."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    found: list[Span] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            for resource_spans in ExportTraceServiceRequest.FromString(body).resource_spans:
+                told = {each.key: each.value.string_value for each in resource_spans.resource.attributes}
+                process = told["service.name"].removeprefix("tinsmith-")
+                for span in itertools.chain.from_iterable(scope.spans for scope in resource_spans.scope_spans):
+                    times = span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9
+                    found.append(Span(process, span.name, *times))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", found
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def call_of(kind: str, service: tinker.ServiceClient, model: str, given: argparse.Namespace, client: int) -> Call:
+    """What one client does again and again."""
+    training = service.create_lora_training_client(model, rank=RANK).result()
+    data = [datum(tokens) for tokens in sequences(WORKS[given.work], client)]
+    adam = types.AdamParams(learning_rate=LEARNING_RATE)
+
+    def forward() -> None:
+        training.forward(data, "cross_entropy").result()
+
+    def step() -> None:
+        waiting = [training.forward_backward(data, "cross_entropy"), training.optim_step(adam)]
+        for future in waiting:
+            future.result()
+
+    def sample(sampler: tinker.SamplingClient, count: int, new: int) -> None:
+        params = types.SamplingParams(max_tokens=new, temperature=1.0)
+        for future in [sampler.sample(types.ModelInput.from_ints(prompt()), 1, params) for _ in range(count)]:
+            future.result()
+
+    def publish() -> None:
+        training.optim_step(adam).result()
+        sample(training.save_weights_and_get_sampling_client().result(), 1, 1)
+
+    if kind == "samples":
+        samplers = []
+        for _ in range(given.adapters):
+            step()
+            samplers.append(training.save_weights_and_get_sampling_client().result())
+        share = given.at_once // len(samplers)
+        return lambda: [sample(each, share, NEW) for each in samplers]
+    return {"forward": forward, "step": step, "publish": publish}[kind]
+
+
+def calls(url: str, model: str, given: argparse.Namespace) -> tuple[list[tuple[float, float]], float, dict[str, float]]:
+    """When each call began and ended, in how many seconds all of them ran, and the processor time of one."""
+    count = given.clients or WORKS[given.work].clients
+    numbers = itertools.count()
+
+    def one(meet: Meet) -> list[tuple[float, float]]:
+        with tinker.ServiceClient(base_url=url, api_key=API_KEY) as service:
+            call = call_of(given.what, service, model, given, next(numbers))
+            for _ in range(given.warm_ups):
+                call()
+            meet()
+            times = []
+            for _ in range(given.runs):
+                begun_s = time.time()
+                call()
+                times.append((begun_s, time.time()))
+            meet()
+            return times
+
+    found, seconds, spent = together(count, one)
+    times = [time for some in found for time in some]
+    return times, seconds, spent.of_each(len(times))
+
+
+def request(given: argparse.Namespace) -> None:
+    count = given.clients or WORKS[given.work].clients
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        model, arguments = served(given, Path(directory))
+        name = model.partition("=")[0]
+        with own_server(model, *arguments, settings={"DTYPE": given.dtype}) as server:
+            times, seconds, spent = calls(server.url, name, given)
+        median_ms = 1000 * statistics.median(end - begin for begin, end in times)
+        each_ms = 1000 * seconds / len(times)
+        print(f"{len(times)} calls by {count} at once: p50 {median_ms:.1f} ms, one each {each_ms:.1f} ms")
+        parts = ", ".join(f"{key.removesuffix(CPU)} {ms:.1f}" for key, ms in spent.items())
+        print(f"processor time of a call, ms: {parts}; together {sum(spent.values()):.1f}")
+        if find_spec("opentelemetry.proto") is None:
+            print("no traces: pip install 'tinsmith[otel]'")
+            return
+        with collector() as (url, spans):
+            with own_server(model, *arguments, settings={"DTYPE": given.dtype, "OTLP_ENDPOINT": url}) as server:
+                times, _, _ = calls(server.url, name, given)
+        show_spans(times, spans, laid_out=count == 1 and given.what != "samples")
+
+
+def served(given: argparse.Namespace, directory: Path) -> tuple[str, tuple[str, ...]]:
+    model = f"bench/{given.size}={make(given.size, directory / given.size)}"
+    return model, ("--backend", "fake") if given.fake else ()
+
+
+def show_spans(times: list[tuple[float, float]], spans: list[Span], *, laid_out: bool) -> None:
+    """Medians over the calls of each part, by its name and its place among those of that name in the call."""
+    last = max(end for _, end in times)
+    begun, taken = defaultdict(list), defaultdict(list)
+    ordered = sorted(spans, key=lambda span: span.begun_s)
+    if laid_out:
+        for begin, end in times:
+            seen: dict[tuple[str, str], int] = defaultdict(int)
+            for span in ordered:
+                if begin <= span.begun_s < end:
+                    seen[span.process, span.name] += 1
+                    key = span.process, span.name, seen[span.process, span.name]
+                    begun[key].append(1000 * (span.begun_s - begin))
+                    taken[key].append(1000 * (span.ended_s - span.begun_s))
+        print(f"\n{'begins':>8s} {'takes':>8s}   ms after the call began; by the service's own traces")
+    else:
+        first = min(begin for begin, _ in times)
+        for span in ordered:
+            if first <= span.begun_s <= last:
+                key = span.process, span.name, 1
+                begun[key].append(0.0)
+                taken[key].append(1000 * (span.ended_s - span.begun_s))
+        print(f"\n{'number':>8s} {'takes':>8s}   ms; by the service's own traces")
+    kept = [key for key, values in taken.items() if not laid_out or len(values) > len(times) // 2]
+    for key in sorted(kept, key=lambda key: statistics.median(begun[key])):
+        process, name, place = key
+        first_column = f"{statistics.median(begun[key]):8.1f}" if laid_out else f"{len(taken[key]):8d}"
+        label = f"{process}: {name}" + (f", {place}." if place > 1 else "")
+        print(f"{first_column} {statistics.median(taken[key]):8.1f}   {label}")
+    if laid_out:
+        print(
+            f"{1000 * statistics.median(end - begin for begin, end in times):8.1f} {'':8s}   the client has the result"
+        )
+
+
+# A step.
+
+
+@dataclass(slots=True)
+class Costs:
+    """Of steps: seconds, processor seconds and page faults of each."""
+
+    wall: list[float] = field(default_factory=list)
+    processor: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+
+    def measure(self, run: Call) -> None:
+        wall, processor, faults = time.perf_counter(), time.process_time(), _faults()
+        run()
+        self.wall.append(time.perf_counter() - wall)
+        self.processor.append(time.process_time() - processor)
+        self.faults.append(_faults() - faults)
+
+    def show(self) -> None:
+        wall, processor = (1000 * statistics.median(values) for values in (self.wall, self.processor))
+        print(f"{len(self.wall)} steps: {wall:.1f} ms each ({1000 * min(self.wall):.1f} at least), processor "
+              f"{processor:.1f} ms, {statistics.median(self.faults):,.0f} page faults")  # fmt: skip
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def packed(given: argparse.Namespace, directory: Path) -> Call:
+    return step_runner(directory, given.dtype)(WORKS[given.work])
+
+
+def decode(given: argparse.Namespace, directory: Path) -> Call:
+    """One decode step of as many sequences; more are submitted when they end."""
+    import numpy as np
+
+    from tinsmith.backends.torch import TorchBackend
+    from tinsmith.bases import read_shape
+    from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
+
+    backend = TorchBackend(read_shape("bench/decode", directory), device="cpu", dtype=given.dtype)
+    for index in range(given.adapters):
+        name = f"m{index}"
+        backend.create_model(name, LoraSpec(RANK, seed=index))
+        (tokens,) = sequences(Work("", 1, (PROMPT,)), index)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(PROMPT, np.float32)}
+        datum = Datum(tokens[:-1].astype(np.int32), inputs)
+        backend.run_passes([Pass("r", name, (datum,), "cross_entropy", {}, False)])
+        backend.optim_step([OptimStep("o", name, AdamParams(LEARNING_RATE))])
+        backend.publish(name, f"v{index}")
+    numbers = itertools.count()
+    # Enough for the warm-up and every profiler, and none of them ends in between.
+    params = SamplingParams(max_tokens=8 * PROFILED, temperature=1.0, stop_eos=False)
+    for _, index in zip(range(given.at_once), itertools.cycle(range(given.adapters)), strict=False):
+        tokens = np.array(prompt(), np.int32)
+        backend.sampler.submit(Sample(f"r{next(numbers)}", f"v{index}", tokens, 1, params))
+    for _ in range(given.at_once * PROMPT // 512 + 2):
+        backend.sampler.step()  # prompts
+    return backend.sampler.step
+
+
+def inside(given: argparse.Namespace) -> None:
+    """In a process with an engine's environment."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
+        made = make(given.size, Path(directory) / given.size)
+        run = {"packed": packed, "decode": decode}[given.what](given, made)
+        for _ in range(2):
+            run()
+        costs = Costs()
+        for _ in range(PROFILED):
+            costs.measure(run)
+        costs.show()
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            for _ in range(PROFILED):
+                run()
+        show_operators(found.key_averages())
+        python = cProfile.Profile()
+        python.enable()
+        for _ in range(PROFILED):
+            run()
+        python.disable()
+        show_functions(pstats.Stats(python))
+
+
+def show_operators(events: Sequence) -> None:
+    whole = sum(event.self_cpu_time_total for event in events)
+    print(f"\n{'share':>6s} {'ms':>8s} {'calls':>7s}   operators of a step, by the time in them alone")
+    for event in sorted(events, key=lambda event: -event.self_cpu_time_total)[:TOP]:
+        own = event.self_cpu_time_total
+        print(f"{own / whole:6.1%} {own / 1000 / PROFILED:8.2f} {event.count / PROFILED:7.1f}   {event.key[:60]}")
+
+
+def show_functions(stats: pstats.Stats) -> None:
+    """Those of Python's own code; what is built in has the operators' time in it."""
+    every = [(path, line, name, row) for (path, line, name), row in stats.stats.items() if path != "~"]  # type: ignore[attr-defined]
+    print(f"\n{'ms':>8s} {'calls':>7s}   Python functions of a step, by the time in them alone")
+    for path, line, name, (_, count, own, *_rest) in sorted(every, key=lambda each: -each[3][2])[:TOP]:
+        place = "/".join(Path(path).parts[-2:])
+        print(f"{1000 * own / PROFILED:8.2f} {count / PROFILED:7.1f}   {name} ({place}:{line})")
+
+
+# All that were missed.
+
+
+def of_missed(directory: Path, out: Path | None) -> None:
+    flags = dict.fromkeys(each for target in missed(Figures.of(directory)) for each in target.profile)
+    lines = ["# Where the time goes", "", "Of the [targets](targets.md) that were missed: " + machine() + ".", ""]
+    for each in flags:
+        print(f"\n## {each}", flush=True)
+        command = [sys.executable, __file__, *shlex.split(each)]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        print(found.stdout, flush=True)
+        lines += [f"## {each}", "", f"`python benchmarks/where.py {each}`", "", "```", found.stdout.strip(), "```", ""]
+        if found.returncode:
+            lines += [f"Not whole: it ended with status {found.returncode}.", ""]
+    if out:
+        out.write_text("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=(*REQUESTS, *STEPS, "missed"))
+    parser.add_argument("directory", nargs="?", type=Path, help="of missed: where the benchmarks wrote their JSON")
+    parser.add_argument("--out", type=Path, help="of missed: write a page to this file")
+    parser.add_argument("--size", choices=SIZES, help="default: tiny for requests, m50 for steps and samples")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 for tiny, else bfloat16")
+    parser.add_argument("--work", type=int, choices=range(len(WORKS)), default=2, metavar="NUMBER")
+    parser.add_argument("--clients", type=int, help="default: those of the work")
+    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=1)
+    parser.add_argument("--runs", type=int, help="calls of each client")
+    parser.add_argument("--warm-ups", type=int, help="calls of each client before those")
+    parser.add_argument("--fake", action="store_true", help="an engine that computes nothing")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.what == "missed":
+        if given.directory is None:
+            parser.error("missed needs the directory of the figures")
+        of_missed(given.directory, given.out)
+        return
+    given.size = given.size or ("tiny" if given.what in ("forward", "step", "publish") else "m50")
+    given.dtype = given.dtype or ("float32" if given.size == "tiny" else "bfloat16")
+    few = given.what == "samples" or WORKS[given.work].num_tokens > 256 or (given.clients or 1) > 1
+    given.runs = given.runs or (5 if few else 40)
+    given.warm_ups = given.warm_ups if given.warm_ups is not None else (2 if few else WARM_UPS)
+    if given.what in REQUESTS:
+        print(f"{given.size}, {given.dtype}; {machine()}", flush=True)
+        request(given)
+    elif given.inside:
+        inside(given)
+    else:
+        from tinsmith.settings import engine_environment
+
+        print(f"{given.size}, {given.dtype}; {machine()}", flush=True)
+        flags = [*sys.argv[1:], "--inside"]
+        sys.exit(subprocess.run([sys.executable, __file__, *flags], env=engine_environment(), check=False).returncode)
+
+
+if __name__ == "__main__":
+    main()
