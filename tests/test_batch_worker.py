@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import pytest
 from tinsmith import batch
 from tinsmith.batch import functions
 from tinsmith.batch.feeding import Pace
-from tinsmith.batch.pools.local import LocalPool
+from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import JobSpec, Limits
@@ -272,3 +275,31 @@ def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     asyncio.run(given_up())
+
+
+def test_a_worker_leaves_nothing_when_its_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="tn-") as temporary:  # a socket's path must be short
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        logs, other = JobLogs(tmp_path / "logs"), JobLogs(tmp_path / "other")
+
+        async def killed() -> None:
+            worker = await LocalPool(PoolSpec("default", 1), logs).start("w", None)
+            assert worker.directory.is_dir() and worker.directory.parent == Path(temporary)
+            assert worker.process.stdin is not None
+            worker.process.stdin.close()  # as the kernel does for a server that is killed
+            await worker.process.wait()
+
+        asyncio.run(killed())
+        assert list(Path(temporary).iterdir()) == [], "the worker tidied up"
+        left = []
+        for each in (logs, other):
+
+            async def both_killed(logs: JobLogs = each) -> Path:
+                worker = await LocalPool(PoolSpec("default", 1), logs).start("w", None)
+                os.killpg(worker.process.pid, signal.SIGKILL)
+                await worker.process.wait()
+                return worker.directory
+
+            left.append(asyncio.run(both_killed()))
+        sweep(logs)
+        assert [path.exists() for path in left] == [False, True], "another server's workers are its own"

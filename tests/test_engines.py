@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -207,7 +208,9 @@ def test_two_data_directories_have_seats_of_their_own_whatever_their_hosts_and_p
     assert [Engines(db, name).renew(lease, LONG_S) for name, lease in zip(names, leases, strict=True)] == [True] * 2
 
 
-def test_all_who_ask_for_a_name_at_once_are_told_the_same(tmp_path: Path) -> None:
+def test_all_who_ask_for_a_name_at_once_are_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = itertools.count()
+    monkeypatch.setattr("secrets.token_hex", lambda _size: time.sleep(0.02) or f"{next(drawn):016x}")
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda _: holder_of(tmp_path), range(32)))) == 1
 

@@ -31,6 +31,7 @@ from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app, create_probe_app
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.pools import local
 from tinsmith.batch.state import BatchJobs
 from tinsmith.chat.texts import Texts
 from tinsmith.checkpoints import Checkpoints
@@ -223,6 +224,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
         supervisor.start()
         tasks = [asyncio.create_task(_poll_slowly(services))]
         if settings.runs_bulk_jobs:
+            local.sweep(services.coordinator.logs)
             services.coordinator.start()
         if settings.answers_clients:
             services.batch_keeper.start()

@@ -1,8 +1,8 @@
 """A worker: a small HTTP service that runs the batches of one job in a child, and outlives that child.
 
 `python -m tinsmith.batch.worker` reads one line of JSON from standard input (token, where to listen, log, a directory
-for what it receives) and writes one (its address); it ends, with its children, when standard input closes: so does
-whoever started it, however it ended.
+for what it receives, one that is deleted at its end) and writes one (its address). It ends, with its children, when
+standard input closes: so does whoever started it, however it ended.
 
 `POST /configure` once, then `POST /feed_batch` with the `assignments` of a group. Its answer is lines: a heartbeat a
 second while nothing ends, what attempts came to, and the questions of operations, whose answers are POSTed to
@@ -21,6 +21,7 @@ import json
 import os
 import queue
 import resource
+import shutil
 import socket
 import socketserver
 import sys
@@ -398,7 +399,7 @@ def main() -> None:
         host = given.get("host", "127.0.0.1")
         server = _Server((host, int(given.get("port", 0))), worker, given["token"])
         address = f"http://{host}:{server.server_port}"
-    threading.Thread(target=_end_with_input, args=(server,), daemon=True).start()
+    threading.Thread(target=_end_with_input, args=(server, given.get("scratch")), daemon=True).start()
     sys.stdout.write(json.dumps({"address": address}) + "\n")
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
@@ -406,9 +407,11 @@ def main() -> None:
     worker.shutdown(0)
 
 
-def _end_with_input(server: _Server) -> None:
+def _end_with_input(server: _Server, scratch: str | None) -> None:
     sys.stdin.read()
     server.worker.shutdown(0)
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(0)
 
 

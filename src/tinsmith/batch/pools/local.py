@@ -1,13 +1,15 @@
 """A pool on this machine: what it may run at a time, and how a worker is started there.
 
-A worker is a process group of its own on a Unix-domain socket, and ends when this process does. With accelerators, each
-slot has devices of its own.
+A worker is a process group of its own on a Unix-domain socket, and ends when this process does. The socket's directory
+goes with whoever ends last of the two; what both left behind, killed together, goes when the next server starts on the
+same data directory. With accelerators, each slot has devices of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -65,6 +67,16 @@ class LocalWorker:
             await self.process.wait()
 
 
+def sweep(logs: JobLogs) -> None:
+    """Delete what workers of an earlier server on the same data directory left; before the first of this one's."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_prefix(logs)}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _prefix(logs: JobLogs) -> str:
+    return f"tinsmith-worker-{hashlib.sha256(str(logs.directory).encode()).hexdigest()[:12]}-"
+
+
 class LocalPool:
     """Starts workers of one pool."""
 
@@ -81,7 +93,7 @@ class LocalPool:
         await self._prepare()
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         # A socket's path may have a hundred characters, which the data directory may have by itself.
-        directory = Path(tempfile.mkdtemp(prefix="tinsmith-worker-"))
+        directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
         token = secrets.token_urlsafe(32)
         log_path = self._logs.path(worker_id)
         try:
@@ -102,7 +114,7 @@ class LocalPool:
         started = LocalWorker(process, "", token, directory)
         assert process.stdin is not None and process.stdout is not None
         first = {"token": token, "socket": str(directory / "worker"), "log_path": str(log_path)}
-        process.stdin.write(json.dumps(first).encode() + b"\n")
+        process.stdin.write(json.dumps(first | {"scratch": str(directory)}).encode() + b"\n")
         try:
             async with asyncio.timeout(START_S):
                 line = await process.stdout.readline()

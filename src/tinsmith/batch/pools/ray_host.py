@@ -49,7 +49,8 @@ class WorkerHost:
         assert process.stdin is not None and process.stdout is not None
         node = ray.util.get_node_ip_address()
         first = {"token": self._token, "host": node, "log_path": str(log_path)}
-        process.stdin.write(json.dumps(first | {"directory": str(self._directory)}).encode() + b"\n")
+        own = {"directory": str(self._directory), "scratch": str(self._directory)}
+        process.stdin.write(json.dumps(first | own).encode() + b"\n")
         process.stdin.flush()
         ready, _, _ = select.select([process.stdout], [], [], START_S)
         line = process.stdout.readline() if ready else b""
