@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import orjson
@@ -21,18 +21,17 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend
-from tinsmith.checkpoints import Checkpoints
 from tinsmith.crashpoints import reach
-from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine.arrivals import Arrivals
-from tinsmith.engine.handing import Handing
+from tinsmith.engine.gathering import Gathering
 from tinsmith.engine.metering import EngineMeters
 from tinsmith.engine.moving import Moving
+from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
 from tinsmith.engine.queues import Queues
-from tinsmith.engine.recording import Recorder, Records
+from tinsmith.engine.recording import Recorder
 from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.sending import POLL_S, Sending, Sendings
@@ -42,42 +41,23 @@ from tinsmith.engine.versions import Versions
 from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.fleet.engines import LeaseLostError
-from tinsmith.fleet.ownership import Ownership
 from tinsmith.fleet.running_notes import note_path
-from tinsmith.futures import REPLAYED_KINDS, Futures, Settlement
-from tinsmith.models import Model, Models, log_deletion, unloading
+from tinsmith.futures import REPLAYED_KINDS, Settlement
+from tinsmith.models import Model, log_deletion, unloading
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.observing.tracing import NoTracing, Tracing
 from tinsmith.ops import ModelShape, Partial, PassResult, Pending
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
-from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
-from tinsmith.scheduler import Fairness, plan
+from tinsmith.sampling_sessions import SamplingSession
+from tinsmith.scheduler import Fairness, Step, plan
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories, UnreachableError
+from tinsmith.storage import UnreachableError
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
 QUIET_S = 0.05
 """An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Nouns:
-    """The durable parts that an engine works with."""
-
-    futures: Futures
-    models: Models
-    samplers: SamplingSessions
-    checkpoints: Checkpoints
-    versions: Directories
-    snapshots: Directories
-    custom_losses: CustomLosses
-    ownership: Ownership
-    records: Records | None = None
-    tracing: Tracing = field(default_factory=NoTracing)
-    handing: Handing | None = None
 
 
 class Engine:
@@ -109,6 +89,8 @@ class Engine:
         self._recorder = Recorder(shape.name, nouns.records)
         self._fairness = Fairness()
         self._prices = Prices()
+        self._gathering = Gathering()
+        self._hold_s = 0.0
         self._arrivals = Arrivals(
             nouns.ownership, nouns.futures, nouns.models, self._queues, self._suspects, self._worklog, self._fail
         )
@@ -164,6 +146,8 @@ class Engine:
         self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
         sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
         busy = trained or sampled
+        if self._hold_s:
+            patience_s = min(patience_s, self._hold_s)
         if time.monotonic() >= self._next_check:
             # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
             self._next_check = time.monotonic() + SAFETY_POLL_S
@@ -212,7 +196,11 @@ class Engine:
         self._unload()
         planned_at = time.time()
         queues, budget = self._queues.model_queues(), self._settings.step_token_budget
-        step, self._fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
+        step, fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
+        if self._are_held(step):
+            step = Step(step.optim_steps)  # they cost the others nothing
+        else:
+            self._fairness = fairness
         if not step:
             return False
         reach("engine.planned")
@@ -231,6 +219,8 @@ class Engine:
         for group in self._suspects.groups(step.passes):
             self._run_passes(group)
         passes_s = time.monotonic() - begun
+        if step.passes:
+            self._gathering.ran(passes_s)
         self._last_step_s = time.monotonic() - started
         self._snapshots.worked(self._last_step_s)
         self._recorder.ran(step, self._last_step_s)
@@ -244,6 +234,14 @@ class Engine:
             milliseconds=round(1000 * self._last_step_s, 1),
         )
         return True
+
+    def _are_held(self, step: Step) -> bool:
+        """Whether the passes of this step wait for others; `_hold_s` says how long."""
+        self._hold_s = 0.0
+        tokens = sum(request.num_tokens for request in step.passes)
+        if step.passes and not step.singles and not self._suspects and 2 * tokens <= self._settings.step_token_budget:
+            self._hold_s = self._gathering.wait_s(self._queues.passes_due_in_s(), time.monotonic())
+        return self._hold_s > 0.0
 
     def _unload(self) -> None:
         while self._queues.unloads:

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable
 
+from tinsmith.engine.gathering import LATE_S, Rhythm
 from tinsmith.ops import Pending
 from tinsmith.scheduler import PASS_KINDS, ModelQueue
 
@@ -23,6 +24,7 @@ class Lane:
         self.held_until = 0.0
         """By the monotonic clock: so long nothing of it is planned."""
         self.waiting: dict[int, Pending] = {}
+        self.rhythm = Rhythm()
         self._refused: set[int] = set()
         self._gap: tuple[int, float] | None = None  # what waits behind missing ones, and since when
 
@@ -32,6 +34,8 @@ class Lane:
             if request.seq_id >= self.next_seq_id:
                 self._refused.add(request.seq_id)
         else:
+            if not self.waiting and request.kind in PASS_KINDS:
+                self.rhythm.came(request.created_at)
             self.waiting[request.seq_id] = request
         self._skip_refused()
 
@@ -40,6 +44,8 @@ class Lane:
         del self.waiting[seq_id]
         self.next_seq_id = max(self.next_seq_id, seq_id + 1)
         self._skip_refused()
+        if not self.waiting:
+            self.rhythm.answered(time.time())
         return self.next_seq_id - 1
 
     def _skip_refused(self) -> None:
@@ -50,6 +56,18 @@ class Lane:
     @property
     def is_held(self) -> bool:
         return self.held_until > 0.0 and time.monotonic() < self.held_until
+
+    def pass_due_in_s(self, moment: float) -> float | None:
+        """Until when its next pass is expected, if none could run now; None if it is not."""
+        if not self.waiting:
+            return self.rhythm.due_in_s(moment)
+        head = self.waiting.get(self.next_seq_id)
+        if head is None or head.kind != "optim_step":
+            return None
+        behind = self.waiting.get(self.next_seq_id + 1)
+        if behind is None:
+            return self.rhythm.pause_s if len(self.waiting) == 1 else None
+        return LATE_S if behind.kind in PASS_KINDS else None
 
     @property
     def has_gap(self) -> bool:
@@ -114,6 +132,12 @@ class Queues:
             for lane in self.lanes.values()
             if lane.waiting and not lane.is_held
         ]
+
+    def passes_due_in_s(self) -> list[float]:
+        """Until when passes of models that have none ready are expected, by model."""
+        moment = time.time()
+        dues = (lane.pass_due_in_s(moment) for lane in self.lanes.values() if not lane.is_held)
+        return [due_s for due_s in dues if due_s is not None]
 
     def passes_wait(self) -> bool:
         """Whether a pass could be in the next step."""

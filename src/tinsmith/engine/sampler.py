@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,6 +20,7 @@ from tinsmith.checkpoints import parse_path
 from tinsmith.crashpoints import reach
 from tinsmith.engine.fetching import Fetcher, Wanted
 from tinsmith.engine.metering import EngineMeters
+from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.stock import Stock
@@ -37,9 +37,6 @@ from tinsmith.partials import line_of
 from tinsmith.samplers import VersionHolder
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.settings import Settings
-
-if TYPE_CHECKING:
-    from tinsmith.engine import Nouns
 
 FETCHING_POLL_S = 0.005
 """How often a sampler that waits for versions looks whether one has come."""

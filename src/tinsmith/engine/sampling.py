@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 import structlog
@@ -18,6 +17,7 @@ import structlog
 from tinsmith import sequences
 from tinsmith.crashpoints import reach
 from tinsmith.engine.metering import DECODE, EngineMeters
+from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.recording import BegunSample, SampleKeeper
 from tinsmith.engine.suspects import Suspects
@@ -30,9 +30,6 @@ from tinsmith.samplers import VersionHolder
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
-
-if TYPE_CHECKING:
-    from tinsmith.engine import Nouns
 
 MAX_IN_SAMPLER = 256
 """Requests handed to the sampler at a time; the others wait in their tenants' queues."""
