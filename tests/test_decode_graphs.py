@@ -20,13 +20,19 @@ import tiny_models
 from local_sampling import HOT, alone, assert_same, finish, make_adapter, make_prompt, make_sample, run
 from recorded_kernels import Recordings
 from test_decoder import other
+from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.ledger import BASE, DECODING, Ledger
 from tinsmith.backends.torch.lora import Adapter
+from tinsmith.engine.__main__ import _options
+from tinsmith.errors import SettingsError
 from tinsmith.ops import Sample, SamplingParams
 from tinsmith.samplers import graphs as graphs_module
+from tinsmith.samplers import local as local_module
 from tinsmith.samplers.capture import plain
 from tinsmith.samplers.graphs import LEAST_CONTEXT, ROWS, DecodeGraphs, _context_for
 from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.settings import load
 
 LONG = SamplingParams(max_tokens=14, temperature=1.0, stop_eos=False, seed=3)
 
@@ -304,3 +310,31 @@ def test_buckets_of_context_waste_at_most_a_half() -> None:
     for num_keys in range(1, 5000):
         context = _context_for(num_keys)
         assert num_keys <= context and (context == LEAST_CONTEXT or context <= 1.5 * num_keys)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_setting_reaches_the_sampler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: bool) -> None:
+    monkeypatch.setattr(local_module, "capture_for", lambda device: plain)
+    given = _options(load({"cuda_graphs": wanted, "device": "cpu", "dtype": "float32"}))
+    backend = TorchBackend(tiny_models.make(tmp_path), **given)  # pyright: ignore[reportArgumentType]
+    assert (backend.sampler._graphs is not None) == wanted
+
+
+def test_a_setting_that_means_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cuda_graphs is 'maybe'; choose 'on' or 'off'"):
+        TorchBackend(tiny_models.make(tmp_path), device="cpu", cuda_graphs="maybe")
+
+
+def test_a_budget_counts_what_decoding_holds_and_takes_it_back(base: BaseModel) -> None:
+    ledger = Ledger(2**30)
+    ledger.add(BASE, lambda: 2**20)
+    options = SamplerOptions(capture=Recordings())
+    sampler = LocalSampler(base, {"a": make_adapter(base, 1)}, options=options, ledger=ledger)
+    run(sampler, make_sample("s", make_prompt(5), HOT, version_id="a"))
+    assert ledger.use()[DECODING] > 0
+    with ledger.claimed(2**30 - 2**20):
+        assert ledger.use()[DECODING] == 0
+    assert_same(
+        run(sampler, make_sample("s", make_prompt(5), HOT, version_id="a"))["s"],
+        alone(base, make_sample("s", make_prompt(5), HOT, version_id="a"), sampler._versions),
+    )

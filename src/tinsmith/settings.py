@@ -115,6 +115,11 @@ class Settings(BaseSettings):
     """What the frozen base model's linears are kept in: `off` (their own format), `int8` or `nf4`, which need
     `tinsmith[quantize]`. Adapters are not quantised."""
 
+    cuda_graphs: bool = True
+    """Whether decode steps on a GPU are recorded, once for each size of batch and of context, and replayed; without,
+    each step starts its kernels one by one. For `cuda` only, and for models whose layers are written out
+    (docs/howto/gpu.md)."""
+
     data_parallel: int = Field(default=1, ge=1)
     """Over how many devices the sequences of a step, and the samples, are spread. With tensor_parallel, an engine has
     data_parallel x tensor_parallel devices, and a process for each (docs/howto/several-devices.md)."""

@@ -38,9 +38,11 @@ class _Codes(Protocol):
 
 class _Int8:
     def __init__(self, library: ModuleType, weight_OI: Tensor) -> None:
-        # The library rounds in the dtype that it is given.
-        self._codes_OI, largest_O, _ = library.int8_vectorwise_quant(weight_OI.float())
-        self._scale_O1 = (largest_O / 127.0)[:, None]
+        # The library rounds in the dtype that it is given. Its kernel for GPUs takes float16 only, whose range is less
+        # than bfloat16's; so codes are made on the host, once, and are the same on every device.
+        codes_OI, largest_O, _ = library.int8_vectorwise_quant(weight_OI.float().cpu())
+        self._codes_OI = codes_OI.to(weight_OI.device)
+        self._scale_O1 = (largest_O.to(weight_OI.device) / 127.0)[:, None]
         self._dtype = weight_OI.dtype
         self.num_bytes = self._codes_OI.nbytes + self._scale_O1.nbytes
 
