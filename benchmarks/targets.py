@@ -33,6 +33,7 @@ class Figures:
     sampling: list[Row] = field(default_factory=list)
     ceilings: dict[str, float] = field(default_factory=dict)
     suite: Row = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, directory: Path) -> Figures:
@@ -47,6 +48,8 @@ class Figures:
                     found.training.extend({**row, "part": path.stem} for row in rows)
                 case "sampling":
                     found.sampling.extend({**row, "part": path.stem} for row in rows if "seconds" in row)
+                    told = (f"{path.stem}: {row['what']}: {row['failed']}" for row in rows if "failed" in row)
+                    found.failures.extend(told)
                 case "ceilings":
                     found.ceilings.update(rows)
                 case "suite":
@@ -218,6 +221,8 @@ def page(found: Figures) -> str:
             empty = (target.measure, target.against, "", "", "", "", target.in_words, "not measured", "")
             lines.append("| " + " | ".join(empty) + " |")
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
+    if found.failures:
+        lines += ["What could not be measured:", "", *(f"- {each}" for each in found.failures), ""]
     lines += _commands(found.suite)
     if short := missed(found):
         lines += ["Where the time of what was missed goes: `python benchmarks/where.py` with", ""]

@@ -193,3 +193,23 @@ def test_sampling_beside_transformers(run: Run, tmp_path: Path) -> None:
     assert rows["alone float32, 1 LoRA"]["tokens_per_s"]["median"] > 0
     assert rows["publish and first token after it, float32"]["ms"]["least"] > 0
     assert "failed" in rows["llama.cpp bfloat16, 0 LoRA"]
+
+
+def test_where_the_time_of_a_request_goes(run: Run) -> None:
+    printed = run("where", "forward", "--fake", "--runs", "3", "--warm-ups", "1")
+    assert re.search(r"client [\d.]+, server [\d.]+, engine [\d.]+; together", printed)
+    laid_out = re.findall(r"^ *([\d.]+) +([\d.]+) +(server|engine): (\S+)$", printed, re.MULTILINE)
+    assert {("engine", "wait"), ("engine", "run"), ("engine", "settle"), ("server", "retrieve_future")} <= {
+        (process, name) for _, _, process, name in laid_out
+    }
+    assert [float(begins) for begins, *_ in laid_out] == sorted(float(begins) for begins, *_ in laid_out)
+
+
+@pytest.mark.parametrize("flags", [("packed", "--work", "2"), ("decode", "--at-once", "3", "--adapters", "2")])
+def test_where_the_time_of_a_step_goes(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
+    monkeypatch.setattr(importlib.import_module("where"), "PROFILED", 2)
+    printed = run("where", *flags, "--size", "tiny", "--inside")
+    assert re.search(r"^2 steps: [\d.]+ ms each", printed)
+    shares = [float(share) for share in re.findall(r"^ *([\d.]+)% .* [\w:]+$", printed, re.MULTILINE)]
+    assert shares == sorted(shares, reverse=True) and 50 < sum(shares) <= 100.5
+    assert re.search(r"samplers/\w+\.py|torch/trainer\.py", printed)
