@@ -212,6 +212,7 @@ def make_harness(
         dispatch=Dispatch(Executors(database)),
         meters=meters,
         tracing=NoTracing(),
+        reads_wait=not database.is_sqlite,
     )
     app = create_app(services)
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False)

@@ -66,9 +66,15 @@ class Database:
             event.listen(self.engine, "connect", _configure_sqlite)
             event.listen(self.engine, "begin", _begin_sqlite)
             self._writers = self.engine.execution_options(tinsmith_write=True)
+            self._hurried = self._of_hurried_writers()
         else:
             self.engine = _postgres_engine(self.url)
             event.listen(self.engine, "connect", _configure_postgres)
+
+    @property
+    def pools(self) -> list[Engine]:
+        """Whose connections there are."""
+        return [self.engine, self._hurried] if self.is_sqlite else [self.engine]
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
@@ -82,6 +88,35 @@ class Database:
                 if self._fence:
                     self._fence(connection)
                 yield connection
+
+    @contextmanager
+    def write_at_once(self) -> Iterator[Connection | None]:
+        """The same, if that waits for nobody: neither for another writer nor for the disk. Otherwise None."""
+        if not self.is_sqlite:
+            yield None
+            return
+        with self._turns.mine_at_once() as mine:
+            if not mine:
+                yield None
+                return
+            with self._hurried.connect() as connection:
+                transaction = self._turns.begin_at_once(connection)
+                if transaction is None:
+                    yield None
+                    return
+                with transaction:
+                    if self._fence:
+                        self._fence(connection)
+                    yield connection
+
+    def _of_hurried_writers(self) -> Engine:
+        """Connections that never wait for a lock, and leave it to all others to move the log to the file."""
+        connect_args: dict[str, object] = {"timeout": 0, "check_same_thread": False}
+        options = {"tinsmith_write": True}
+        engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True, execution_options=options)
+        event.listen(engine, "connect", _configure_hurried)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
@@ -167,7 +202,8 @@ class Database:
             connection.commit()
 
     def close(self) -> None:
-        self.engine.dispose()
+        for pool in self.pools:
+            pool.dispose()
 
 
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
@@ -243,6 +279,12 @@ def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _r
     # KiB of each connection, of which a server keeps five; the system's own cache holds the file for all of them.
     cursor.execute("PRAGMA cache_size=-16384")
     cursor.close()
+
+
+def _configure_hurried(dbapi_connection: sa.engine.interfaces.DBAPIConnection, record: object) -> None:
+    _configure_sqlite(dbapi_connection, record)
+    with contextlib.closing(dbapi_connection.cursor()) as cursor:
+        cursor.execute("PRAGMA wal_autocheckpoint=0")
 
 
 def _use_wal(cursor: sa.engine.interfaces.DBAPICursor) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Protocol
 
@@ -25,7 +26,7 @@ import zstandard
 from tinsmith.crashpoints import reach
 from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
-from tinsmith.notify import SERVER, engine_mailbox
+from tinsmith.notify import SERVER, Waker, engine_mailbox
 from tinsmith.observing.tracing import CURRENT
 from tinsmith.ops import Pending
 from tinsmith.tables import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
@@ -35,12 +36,6 @@ REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step"
 _CHUNK = 500  # variables of one IN (...) clause
 _CANCEL = ":cancel"
 UNBOUNDED = 2**62
-
-
-class Waker(Protocol):
-    """Tells one of a base model's engines and samplers that there is work, or all of them."""
-
-    def __call__(self, base_model: str, engine_id: str | None = None) -> None: ...
 
 
 class Give(Protocol):
@@ -244,6 +239,17 @@ class Futures:
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
         """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
+        stored = self._submitted(new, refusal, self._db.write())
+        assert stored
+        return new.request_id
+
+    def submit_at_once(self, new: NewFuture, refusal: UserError | None = None) -> bool:
+        """The same, if no writer has to be waited for; otherwise False, with nothing done. For an event loop."""
+        return self._submitted(new, refusal, self._db.write_at_once())
+
+    def _submitted(
+        self, new: NewFuture, refusal: UserError | None, writing: AbstractContextManager[sa.Connection | None]
+    ) -> bool:
         reach("submit.before")
         if self._give and new.kind == "sample" and not (refusal or new.run_id or new.executor):
             new = replace(new, executor=self._give(new.base_model, new.request_id))
@@ -251,11 +257,13 @@ class Futures:
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
         packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
-        with self._db.write() as connection:
+        with writing as connection:
+            if connection is None:
+                return False
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if connection.execute(self._add, row).rowcount == 0:
-                return new.request_id  # it was there
+                return True  # it was there
             if packed is not None:
                 connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])
@@ -266,7 +274,7 @@ class Futures:
             self._count(new.kind, new.tenant_id, refused=refusal is not None)
         if self._wake:
             self._wake(new.base_model, named)
-        return new.request_id
+        return True
 
     def record(self, new: NewFuture, answer: bytes, effects: Sequence[sa.Executable] = ()) -> str:
         """The same for a request that needs no engine: done at birth, in one transaction with what it makes."""

@@ -197,7 +197,8 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     meters = ServerMeters(
         emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
     )
-    time_connections(partial(event.listen, database.engine), meters.database_used)
+    for pool in database.pools:
+        time_connections(partial(event.listen, pool), meters.database_used)
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
     supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)

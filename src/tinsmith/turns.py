@@ -50,6 +50,25 @@ class Turns:
         finally:
             self._lock.release()
 
+    @contextmanager
+    def mine_at_once(self) -> Iterator[bool]:
+        """Whether it is our turn without waiting for the other writers of this process."""
+        mine = self._lock.acquire(blocking=False)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self._lock.release()
+
+    def begin_at_once(self, connection: Connection) -> RootTransaction | None:
+        """Begin a writing transaction on a connection that does not wait; None if another process has one."""
+        try:
+            return connection.begin()
+        except OperationalError as error:
+            if not _is_locked(error):
+                raise
+            return None
+
     def begin(self, connection: Connection) -> RootTransaction:
         """Begin a writing transaction, once other processes are done with theirs. Raises OperationalError."""
         deadline = time.monotonic() + self._patience_s

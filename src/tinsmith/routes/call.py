@@ -115,6 +115,10 @@ class Services:
     reads_wait: bool = True
 
 
+class WouldWaitError(Exception):
+    """A worker thread has to do it, from the beginning: nothing was done yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     services: Services
@@ -124,6 +128,12 @@ class Call:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     scheme: str
+    may_wait: bool = True
+
+    def wait(self) -> None:
+        """What follows may wait for others, or take long. Raises WouldWaitError on the event loop."""
+        if not self.may_wait:
+            raise WouldWaitError
 
     def fields(self) -> Fields:
         return read_object(self.body)

@@ -26,6 +26,7 @@ from tinsmith.records import usage
 from tinsmith.routes import models, sampling, sessions
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
 from tinsmith.routes.futures import held, read
+from tinsmith.routes.submission import stored
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.dialect import pass_result, sample_body, sample_result
 from tinsmith.wire.fields import Fields
@@ -113,7 +114,7 @@ def sample(call: Call) -> JsonObject:
     request_ids: list[object] = []
     for seq_id, body in enumerate(bodies, first):
         whose = {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
-        future = sampling.asample(replace(call, body=orjson.dumps(body | whose)))
+        future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body | whose))))
         request_ids.append(future["request_id"])
     named = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
     return {"request_id": named, "request_ids": request_ids, "sampling_client_id": sampling_session_id}

@@ -14,7 +14,7 @@ from tinsmith.futures import NewFuture
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec, ModelShape
 from tinsmith.routes.call import Call, JsonObject, endpoint
-from tinsmith.routes.submission import owned_model
+from tinsmith.routes.submission import owned_model, stored
 from tinsmith.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, text_values
@@ -59,7 +59,7 @@ def load_weights(call: Call) -> JsonObject:
     call, wrong_token = exchange_token(call)
     fields = call.fields()
     if fields.has("model_id"):
-        return load_into_model(call, wrong_token)
+        return stored(call.services, load_into_model(call, wrong_token))
 
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:

@@ -10,6 +10,7 @@ from tinsmith.checkpoints import parse_path
 from tinsmith.errors import UserError
 from tinsmith.futures import NewFuture
 from tinsmith.routes.call import Call, JsonObject, endpoint
+from tinsmith.routes.submission import Submission, submission
 from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.sampling import sample_of
@@ -59,7 +60,7 @@ def join_sampling_session(call: Call) -> JsonObject:
     return {"type": "join_sampling_session", "client_counter": joined}
 
 
-def asample(call: Call) -> JsonObject:
+def asample(call: Call) -> Submission:
     services, fields = call.services, call.fields()
     sampling_session = services.sampling_sessions.get(call.tenant_id, fields.text("sampling_session_id"))
     services.sessions.require_active(call.tenant_id, sampling_session.session_id)
@@ -91,14 +92,11 @@ def asample(call: Call) -> JsonObject:
         assert sample is not None
         services.quotas.admit(new)
         new = services.dispatch.assigned(new, sample, inflight=sampling_session.is_inflight)
-    services.futures.submit(new, refusal)
-    if refusal is not None:
-        services.waiters.settled_from_thread([request_id])
-    return {"request_id": request_id, "sample_sequence_ids": sequence_ids}
+    return Submission(new, refusal, {"sample_sequence_ids": sequence_ids})
 
 
 ROUTES = [
-    Route("/asample", endpoint(asample, JSON_TYPE), methods=["POST"]),
+    Route("/asample", submission(asample, JSON_TYPE), methods=["POST"]),
     Route("/create_sampling_session", endpoint(create_sampling_session, JSON_TYPE), methods=["POST"]),
     Route("/join_sampling_session", endpoint(join_sampling_session, JSON_TYPE), methods=["POST"]),
     Route("/samplers/{sampling_session_id}", endpoint(get_sampler), methods=["GET"]),

@@ -7,22 +7,42 @@ model and the number: a request that is sent twice finds the future that it made
 
 JSON operations of older clients come without a number and take the model's next one as they arrive. Such a request
 that is sent twice is two requests, and their client must not send one before it has the last one's answer.
+
+A function that judges a request answers a `Submission`; `submission` makes a route of it. A short body is judged, and
+stored if nobody else is writing, on the event loop: the way to a worker thread and back would take longer.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.admission import check_seq_id
 from tinsmith.errors import NotFoundError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
-from tinsmith.routes.call import Call, JsonObject
+from tinsmith.routes.call import (
+    SHORT_BYTES,
+    Call,
+    Endpoint,
+    JsonObject,
+    Services,
+    WouldWaitError,
+    authenticate,
+    call_of,
+    read_body,
+    run,
+    traced,
+)
 from tinsmith.sessions import session_has_ended
+from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, show
 
 MAX_ID_LENGTH = 128
@@ -32,8 +52,71 @@ Judge = Callable[[Model, str], int]
 """Checks a request for (model, request_id); answers its tokens, or raises UserError."""
 
 
-def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, judge: Judge) -> JsonObject:
-    """Store one operation on a model; without a seq_id it takes the next."""
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request that was judged, to be stored before it is answered. An operation without a seq_id takes its model's
+    next; `more` is what the answer says beside the request_id.
+    """
+
+    new: NewFuture
+    refusal: UserError | None = None
+    more: JsonObject = field(default_factory=dict)
+
+
+Submit = Callable[[Call], Submission]
+
+
+def submission(submit: Submit, takes: str) -> Endpoint:
+    """The route of a function that judges a request; `takes` is the content type of its body."""
+
+    async def respond(request: Request) -> Response:
+        services, tenant_id = await authenticate(request)
+        body = await read_body(request, takes)
+        encoding = request.headers.get("content-encoding")
+
+        def judge(*, may_wait: bool) -> Submission:
+            decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
+            return submit(replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait))
+
+        def work() -> JsonObject:
+            return stored(services, judge(may_wait=True))
+
+        with traced(request, services, tenant_id, submit.__name__) if services.tracing.on else nullcontext():
+            if services.reads_wait or not bodies.is_within(body, encoding, SHORT_BYTES):
+                content = await run(work)
+            else:
+                try:
+                    judged = judge(may_wait=False)
+                except WouldWaitError:
+                    content = await run(work)
+                else:
+                    content = _stored_at_once(services, judged) or await run(stored, services, judged)
+        return Response(orjson.dumps(content), media_type=bodies.JSON_TYPE)
+
+    return respond
+
+
+def stored(services: Services, judged: Submission) -> JsonObject:
+    """Store a request that was judged, for its answer. May wait for others who write."""
+    if judged.new.seq_id is None:
+        return _answer(services, judged, _submit_next(services, judged))
+    return _answer(services, judged, services.futures.submit(judged.new, judged.refusal))
+
+
+def _stored_at_once(services: Services, judged: Submission) -> JsonObject | None:
+    if judged.new.seq_id is None or not services.futures.submit_at_once(judged.new, judged.refusal):
+        return None
+    return _answer(services, judged, judged.new.request_id)
+
+
+def _answer(services: Services, judged: Submission, request_id: str) -> JsonObject:
+    if judged.refusal is not None:  # whoever follows a whole session may wait for it already
+        services.waiters.settled_from_thread([request_id])
+    return {"request_id": request_id, **judged.more}
+
+
+def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, judge: Judge) -> Submission:
+    """One operation on a model, to be stored; without a seq_id it takes the next."""
     if seq_id is not None:
         check_seq_id(seq_id, first=1)
     model = owned_model(call, model_id)
@@ -61,26 +144,22 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
     )
     if refusal is None:
         call.services.quotas.admit(new)
-    if seq_id is None:
-        request_id = _submit_next(call, new, refusal)
-    else:
-        call.services.futures.submit(new, refusal)
-    return {"request_id": request_id, "model_id": model.model_id}
+    return Submission(new, refusal, {"model_id": model.model_id})
 
 
-def _submit_next(call: Call, new: NewFuture, refusal: UserError | None) -> str:
+def _submit_next(services: Services, judged: Submission) -> str:
     """Store a request under the next number of its model. The id is its own, so that it shows whose the number is."""
-    futures = call.services.futures
+    new, futures = judged.new, services.futures
     assert new.model_id is not None
     while True:
         seq_id = futures.next_seq_id(new.model_id)
         request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
-        futures.submit(replace(new, request_id=request_id, seq_id=seq_id), refusal)
+        futures.submit(replace(new, request_id=request_id, seq_id=seq_id), judged.refusal)
         if futures.kind_of(new.tenant_id, request_id) is not None:
             return request_id
 
 
-def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> JsonObject:
+def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> Submission:
     """The same for a JSON body, which names its model and number itself."""
     fields = call.fields()
 

@@ -15,8 +15,8 @@ from tinsmith.admission import check_optimizer
 from tinsmith.errors import UserError
 from tinsmith.losses import check_pass, loss_id_of
 from tinsmith.models import Model
-from tinsmith.routes.call import Call, Endpoint, Handler, JsonObject, endpoint
-from tinsmith.routes.submission import submit_json_operation, submit_operation
+from tinsmith.routes.call import Call, Endpoint
+from tinsmith.routes.submission import Submission, Submit, submission, submit_json_operation, submit_operation
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.custom_loss import read_definition
@@ -25,20 +25,22 @@ from tinsmith.wire.fields import Fields
 from tinsmith.wire.training import optim_step_of, parse_pass, pass_of, spans_of
 
 
-def forward_backward(call: Call) -> JsonObject:
+def forward_backward(call: Call) -> Submission:
     """Both passes: the SDK sends forward here, too, with `forward_only` set."""
     message = parse_pass(call.body)
     return _submit_pass(call, message, message.seq_id)
 
 
-def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> JsonObject:
+def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> Submission:
     def judge(model: Model, request_id: str) -> int:
         pass_ = pass_of(message, request_id)
         if (loss_id := loss_id_of(pass_)) is not None:
+            call.wait()
             definition = call.services.custom_losses.get(model.session_id, loss_id)
             pass_ = replace(pass_, custom_loss=read_definition(definition))
         check_pass(pass_, call.services.bases.get(model.base_model))
         if pass_.loss_fn == "stable_reinforce":
+            call.wait()
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))
         return pass_.num_tokens
 
@@ -46,22 +48,22 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
     return submit_operation(call, kind, message.model_id, seq_id, judge)
 
 
-def forward(call: Call) -> JsonObject:
+def forward(call: Call) -> Submission:
     """The path of its own that older clients know. The stored body says itself that it is forward only."""
     message = parse_pass(call.body)
     message.forward_only = True
     return forward_backward(replace(call, body=message.SerializeToString()))
 
 
-def json_forward_backward(call: Call) -> JsonObject:
+def json_forward_backward(call: Call) -> Submission:
     return _submit_json_pass(call, forward_only=call.fields().flag_or("forward_only", False))
 
 
-def json_forward(call: Call) -> JsonObject:
+def json_forward(call: Call) -> Submission:
     return _submit_json_pass(call, forward_only=True)
 
 
-def _submit_json_pass(call: Call, *, forward_only: bool) -> JsonObject:
+def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
     fields = call.fields()
     model_id, seq_id = fields.text("model_id"), fields.integer_or("seq_id", None)
     try:
@@ -71,14 +73,14 @@ def _submit_json_pass(call: Call, *, forward_only: bool) -> JsonObject:
     return _submit_pass(replace(call, body=message.SerializeToString()), message, seq_id)
 
 
-def _refuse(call: Call, kind: str, model_id: str, seq_id: int | None, error: UserError) -> JsonObject:
+def _refuse(call: Call, kind: str, model_id: str, seq_id: int | None, error: UserError) -> Submission:
     def judge(_model: Model, _request_id: str) -> int:
         raise error
 
     return submit_operation(call, kind, model_id, seq_id, judge)
 
 
-def optim_step(call: Call) -> JsonObject:
+def optim_step(call: Call) -> Submission:
     return submit_json_operation(call, "optim_step", _check_optim_step)
 
 
@@ -86,8 +88,8 @@ def _check_optim_step(model: Model, fields: Fields) -> None:
     check_optimizer(model.optimizer_type, optim_step_of(fields, "").params)
 
 
-def by_content_type(proto: Handler, json: Handler) -> Endpoint:
-    from_proto, from_json = endpoint(proto, PROTO_TYPE), endpoint(json, JSON_TYPE)
+def by_content_type(proto: Submit, json: Submit) -> Endpoint:
+    from_proto, from_json = submission(proto, PROTO_TYPE), submission(json, JSON_TYPE)
 
     async def respond(request: Request) -> Response:
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -98,6 +100,6 @@ def by_content_type(proto: Handler, json: Handler) -> Endpoint:
 
 ROUTES = [
     Route("/forward_backward", by_content_type(forward_backward, json_forward_backward), methods=["POST"]),
-    Route("/optim_step", endpoint(optim_step, JSON_TYPE), methods=["POST"]),
+    Route("/optim_step", submission(optim_step, JSON_TYPE), methods=["POST"]),
     Route("/forward", by_content_type(forward, json_forward), methods=["POST"]),
 ]

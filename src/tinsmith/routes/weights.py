@@ -12,8 +12,8 @@ from tinsmith.checkpoints import Checkpoint, check_name, parse_path
 from tinsmith.encryption import read_recipients
 from tinsmith.errors import NotAuthenticatedError, UserError
 from tinsmith.models import Model
-from tinsmith.routes.call import Call, JsonObject, endpoint
-from tinsmith.routes.submission import submit_json_operation
+from tinsmith.routes.call import Call
+from tinsmith.routes.submission import Submission, submission, submit_json_operation
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields
 from tinsmith.wire.weights import (
@@ -28,7 +28,7 @@ from tinsmith.wire.weights import (
 )
 
 
-def save_weights(call: Call) -> JsonObject:
+def save_weights(call: Call) -> Submission:
     return submit_json_operation(call, "save_weights", _check_save)
 
 
@@ -56,7 +56,7 @@ def _refuse_recipients(asked: SaveWeights) -> None:
         )
 
 
-def save_weights_external(call: Call) -> JsonObject:
+def save_weights_external(call: Call) -> Submission:
     """An export in PEFT's format, to be downloaded."""
     return submit_json_operation(call, "save_weights_external", _check_export)
 
@@ -65,7 +65,7 @@ def _check_export(_model: Model, fields: Fields) -> None:
     read_recipients(_named(_read_save(fields)).recipients)
 
 
-def save_weights_for_sampler(call: Call) -> JsonObject:
+def save_weights_for_sampler(call: Call) -> Submission:
     """With a path: a checkpoint of that name. Without: a sampling session, and nothing is listed."""
     return submit_json_operation(call, "save_weights_for_sampler", _check_sampler_save)
 
@@ -82,7 +82,7 @@ def _check_sampler_save(_model: Model, fields: Fields) -> None:
     _refuse_recipients(asked)
 
 
-def load_into_model(call: Call, wrong_token: UserError | None) -> JsonObject:
+def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
     """A load as an operation of an existing model: the adapter's form must be the checkpoint's."""
 
     def check(model: Model, fields: Fields) -> None:
@@ -150,7 +150,7 @@ def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
 
 
 ROUTES = [
-    Route("/save_weights", endpoint(save_weights, JSON_TYPE), methods=["POST"]),
-    Route("/save_weights_for_sampler", endpoint(save_weights_for_sampler, JSON_TYPE), methods=["POST"]),
-    Route("/save_weights_external", endpoint(save_weights_external, JSON_TYPE), methods=["POST"]),
+    Route("/save_weights", submission(save_weights, JSON_TYPE), methods=["POST"]),
+    Route("/save_weights_for_sampler", submission(save_weights_for_sampler, JSON_TYPE), methods=["POST"]),
+    Route("/save_weights_external", submission(save_weights_external, JSON_TYPE), methods=["POST"]),
 ]
