@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray lint-deploy fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -36,6 +36,10 @@ test-harness: $(STAMP)
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_vllm_export.py tests/test_vllm_sampler.py
+
+# The benchmarks that are no part of `make bench`, each as small as it gets; what they find is not looked at.
+test-benchmarks: $(STAMP)
+	$(BIN)/python -m pytest -q tests/test_benchmarks_rare.py
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
@@ -78,9 +82,10 @@ test-examples: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-# Every benchmark, with its baselines, into build/bench: 20 minutes or less on two cores that do nothing else.
+# Every benchmark, with its baselines, into build/bench: 20 minutes or less on two cores that do nothing else. VLLM and
+# LLAMA are interpreters that have these engines, if any; with them it takes longer.
 bench: $(STAMP)
-	$(BIN)/python benchmarks/suite.py --out build/bench
+	$(BIN)/python benchmarks/suite.py --out build/bench $(if $(VLLM),--vllm $(VLLM)) $(if $(LLAMA),--llama $(LLAMA))
 
 # The same in three minutes or less, with fewer models and runs.
 bench-quick: $(STAMP)

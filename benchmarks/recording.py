@@ -21,6 +21,7 @@ import numpy as np
 
 from tinsmith.db import Database
 from tinsmith.engine.recording import Recorder, Records, SampleKeeper
+from tinsmith.fleet.ownership import Ownership
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel
 from tinsmith.ops import (
@@ -47,6 +48,7 @@ class Bench:
         self.db = Database(f"sqlite:///{directory / 'bench.db'}")
         self.db.migrate()
         self.futures = Futures(self.db)
+        self.ownership = Ownership(self.db, BASE, "engine")
         Models(self.db).create(NewModel(MODEL, SESSION, "alice", BASE, LoraSpec(8)))
         self.number = 0
 
@@ -55,8 +57,8 @@ class Bench:
         request_id = f"{MODEL}:{self.number}"
         new = NewFuture(request_id, "alice", SESSION, BASE, kind, b"{}", 0, MODEL, None, self.number)
         self.futures.submit(new)
-        found = self.futures.arrived([request_id])
-        return found[0]
+        (found,) = self.ownership.named([request_id])
+        return found.request
 
     def settle(self, request: Pending, effects: Callable[[], Sequence[object]]) -> float:
         """Microseconds of settling one request with what it leaves behind."""
