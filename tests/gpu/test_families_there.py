@@ -1,0 +1,40 @@
+"""Every family of docs/models.md on the device: trained and sampled as on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from families import FAMILIES, Family, make
+from gpu.device import capture, pair
+from local_sampling import assert_same, make_prompt, make_sample, run
+from test_families import GREEDY, batch, train
+from test_torch_backend import relative, weights
+from tinsmith.ops import LoraSpec, PassResult
+from tinsmith.samplers.local import LocalSampler, SamplerOptions
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, id=family.model_type) for family in FAMILIES])
+def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> None:
+    backends = pair(make(tmp_path / "base", family))
+    found = []
+    for backend in backends:
+        backend.create_model("m", LoraSpec(3, seed=1))
+        backend.create_model("n", LoraSpec(5, seed=2))
+        train(backend, "m", "n")
+        backend.publish("m", "v")
+        (scored,) = backend.run_passes([batch("m", 7, forward_only=True)])
+        assert isinstance(scored, PassResult)
+        sampler = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, capture=capture()))
+        samples = [
+            make_sample(f"s{n}", make_prompt(n), GREEDY, version_id="v", prompt_logprobs=True) for n in (1, 7, 30)
+        ]
+        found.append((scored, weights(backend, "m").cpu(), run(sampler, *samples)))
+    (expected, expected_P, answers), (ours, ours_P, theirs) = found
+    for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3)
+    assert relative(ours_P, expected_P.double()) < 1e-2  # an optimizer's first steps divide by what is nearly nothing
+    for name, answer in answers.items():
+        assert_same(theirs[name], answer, atol=2e-3)

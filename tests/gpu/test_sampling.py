@@ -1,0 +1,221 @@
+"""Sampling on the device against sampling on the CPU, and steps that are replayed against steps that are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models
+from gpu.device import DEVICE, ON_CUDA, adapter_on, capture
+from local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
+from test_local_sampler import _crowd
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.lora import Adapter
+from tinsmith.ops import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, Sample, SamplingParams
+from tinsmith.samplers.graphs import DecodeGraphs
+from tinsmith.samplers.local import LocalSampler, SamplerOptions
+
+SEEDS = {"a": (1, 4), "b": (2, 16), "c": (3, 5), "d": (4, 8)}
+"""Versions: seed and rank."""
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "gemma2", "gpt_oss"])
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
+
+
+def sampler_on(
+    shape: ModelShape, where: str = DEVICE, dtype: str = "float32", *, graphs: bool = True
+) -> tuple[LocalSampler, dict[str, Adapter]]:
+    base = BaseModel.load(shape, device=where, dtype=dtype)
+    versions = {name: adapter_on(base, seed, rank=rank) for name, (seed, rank) in SEEDS.items()}
+    options = SamplerOptions(graphs=graphs, capture=capture() if where == DEVICE else None)
+    return LocalSampler(base, versions, options=options), versions
+
+
+def graphs_of(sampler: LocalSampler) -> DecodeGraphs:
+    assert sampler._graphs is not None
+    return sampler._graphs
+
+
+def test_answers_of_all_kinds_are_the_cpus(shape: ModelShape) -> None:
+    samples = _crowd(np.random.default_rng(2), 30, [None, *SEEDS])
+    expected = run(sampler_on(shape, "cpu")[0], *samples)
+    found = run(sampler_on(shape)[0], *samples)
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+
+
+def test_scores_of_prompts_are_the_cpus(shape: ModelShape) -> None:
+    prompt = make_prompt(60)
+    targets = np.stack([prompt[1:], prompt[:-1]], 1).astype(np.int64)
+    params = replace(HOT, max_tokens=3)
+    asked: dict[str, dict[str, object]] = {
+        "all": {"prompt_logprobs": True, "topk_prompt_logprobs": 5, "topk_sample_logprobs": 4},
+        "targets": {"target_prompt_logprobs": targets},
+        "others": {"prompt_alt_tokens_k": 3},
+    }
+    samples = [make_sample(name, prompt, params, version_id="a", **options) for name, options in asked.items()]
+    expected, found = (run(sampler_on(shape, where)[0], *samples) for where in ("cpu", DEVICE))
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+
+
+ADJUSTED = {
+    "min_p": Adjustments(min_p=0.02),
+    "penalties": Adjustments(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2),
+    "bias": Adjustments(logit_bias=((5, 4.0), (17, -100.0))),
+}
+
+
+def test_adjusted_draws_are_the_cpus(llama: ModelShape) -> None:
+    samples = [
+        make_sample(name, make_prompt(20), replace(HOT, top_p=0.9, adjustments=adjustments), num_samples=2)
+        for name, adjustments in ADJUSTED.items()
+    ]
+    expected, found = (run(sampler_on(llama, where)[0], *samples) for where in ("cpu", DEVICE))
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+
+
+def test_a_cached_prompt_and_a_stop_are_what_they_are_on_the_cpu(llama: ModelShape) -> None:
+    params = SamplingParams(max_tokens=30, temperature=0.0, stop_eos=False)
+    free = run(sampler_on(llama, "cpu")[0], make_sample("free", make_prompt(40), params))["free"]
+    stop = tiny_models.tokenizer().decode(free.sequences[0].tokens_T[5:8].tolist())
+    stopping = replace(params, stop_strings=(stop,))
+    found = []
+    for where in ("cpu", DEVICE):
+        sampler, _ = sampler_on(llama, where)
+        first = run(sampler, make_sample("first", make_prompt(40), params))["first"]
+        second = run(sampler, make_sample("second", make_prompt(40), stopping))["second"]
+        found.append((first, second))
+    for expected, ours in zip(*found, strict=True):
+        assert_same(ours, expected, atol=3e-4)
+        assert ours.prompt_cache_hit_tokens == expected.prompt_cache_hit_tokens
+    assert found[1][1].prompt_cache_hit_tokens and found[1][1].sequences[0].stop_reason == "stop"
+
+
+def long_crowd(seed: int, num: int) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    samples = []
+    for i in range(num):
+        prompt = make_prompt(int(rng.integers(1, 150)), seed=seed + i)
+        temperature = float(rng.choice([0.0, 0.8, 1.0]))
+        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), temperature=temperature, stop_eos=False, seed=i)
+        version = [None, *SEEDS][int(rng.integers(len(SEEDS) + 1))]
+        samples.append(make_sample(f"s{i}", prompt, params, version_id=version, num_samples=int(rng.integers(1, 3))))
+    return samples
+
+
+def test_replayed_answers_are_those_of_steps_that_are_not(llama: ModelShape) -> None:
+    samples = long_crowd(3, 40)
+    replayed, _ = sampler_on(llama)
+    found = run(replayed, *samples)
+    expected = run(sampler_on(llama, graphs=False)[0], *samples)
+    for sample in samples:
+        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert graphs_of(replayed).num_captures > 1
+    assert not graphs_of(replayed)._failed
+
+
+def test_in_bfloat16_a_trainer_finds_what_was_replayed(llama: ModelShape) -> None:
+    backend = TorchBackend(llama, device=DEVICE, dtype="bfloat16")
+    backend._sampler = sampler = LocalSampler(
+        backend.base, backend._versions, options=SamplerOptions(capture=capture())
+    )
+    for number, rank in enumerate((8, 8, 16)):
+        backend.create_model(f"m{number}", LoraSpec(rank, seed=number))
+        backend._models[f"m{number}"].adapter.flat_P.copy_(adapter_on(backend.base, number, rank=rank).flat_P)
+        backend._models[f"m{number}"].adapter.refresh()
+        backend.publish(f"m{number}", f"v{number}")
+    params = SamplingParams(max_tokens=40, temperature=1.0, stop_eos=False, seed=5)
+    samples = [make_sample(f"s{i}", make_prompt(20 + i, i), params, version_id=f"v{i % 3}") for i in range(12)]
+    answers = run(sampler, *samples)
+    errors = []
+    for number, sample in enumerate(samples):
+        answer = answers[sample.request_id].sequences[0]
+        tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
+        inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
+        datum = Datum(tokens[:-1], inputs)
+        (result,) = backend.run_passes([Pass("r", f"m{number % 3}", (datum,), "cross_entropy", {}, True)])
+        assert isinstance(result, PassResult)
+        errors.append(np.abs(result.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))
+    assert float(np.mean(np.concatenate(errors))) < 0.05
+    assert graphs_of(sampler).num_captures and not graphs_of(sampler)._failed
+
+
+def test_a_publish_needs_no_recording(llama: ModelShape) -> None:
+    sampler, versions = sampler_on(llama)
+    params = replace(HOT, max_tokens=20)
+    samples = [make_sample(f"s{i}", make_prompt(20, i), params, version_id="ad"[i % 2]) for i in range(4)]
+    run(sampler, *samples)
+    before = graphs_of(sampler).num_captures
+    for number in range(12):
+        versions["ad"[number % 2]] = adapter_on(sampler._base, 10 + number)
+        found = run(sampler, *samples)
+        plain, own = sampler_on(llama, graphs=False)
+        own.update(versions)
+        expected = run(plain, *samples)
+        for sample in samples:
+            assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+    assert graphs_of(sampler).num_captures == before
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: ModelShape, dtype: str) -> None:
+    params = SamplingParams(max_tokens=25, temperature=0.0, stop_eos=False)
+    samples = [
+        make_sample(
+            f"s{i}", (make_prompt(20 + i, i) % 255 + 1).astype(np.int32), params, version_id=[None, "a", "d"][i % 3]
+        )
+        for i in range(9)
+    ]
+    sampler, versions = sampler_on(llama, dtype=dtype)
+    expected = run(sampler, *samples)
+    sampler, versions = sampler_on(llama, dtype=dtype)
+    for sample in samples:
+        sampler.submit(sample)
+    for _ in range(5):
+        sampler.step()
+    versions["d"].flat_P.fill_(float("nan"))
+    versions["d"].refresh()
+    with torch.no_grad():  # the token of rows that pad
+        sampler._base.model.get_input_embeddings().weight[0] = float("nan")
+    found = finish(sampler)
+    for i, sample in enumerate(samples):
+        if i % 3 == 2:
+            assert "not finite" in str(found[sample.request_id])
+        elif 0 not in expected[sample.request_id].sequences[0].tokens_T:
+            assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
+    for store in sampler._cache._stores.values():
+        assert not store[:, 0].any(), "the null block is zero"
+
+
+@pytest.mark.skipif(not ON_CUDA, reason="memory of a GPU")
+def test_recordings_share_one_pool(llama: ModelShape) -> None:
+    sampler, _ = sampler_on(llama)
+    run(sampler, *long_crowd(4, 30))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    run(sampler, *long_crowd(5, 30))
+    assert torch.cuda.memory_reserved() - before < 256 * 2**20
+
+
+def test_files_of_a_version_made_on_the_device_are_read_on_the_cpu(llama: ModelShape, tmp_path: Path) -> None:
+    there = TorchBackend(llama, device=DEVICE, dtype="float32")
+    there.create_model("m", LoraSpec(4, seed=1))
+    there.publish("m", "v")
+    there.save_version("v", tmp_path / "v")
+    host = TorchBackend(llama, device="cpu", dtype="float32")
+    host.load_version("v", tmp_path / "v")
+    assert torch.equal(host._versions["v"].flat_P, there._versions["v"].flat_P.cpu())

@@ -1,0 +1,164 @@
+"""Training on the device against training on the CPU: every loss, optimizer and kind of model, alone and in company."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_models
+from float64_reference import Reference
+from gpu.device import DEVICE, create, pair
+from test_torch_backend import OUR_LOSSES, SPECS, fb, mixed_passes, relative, rl, run, sft, weights
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.errors import NonFiniteGradientError
+from tinsmith.ops import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
+
+ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+def gradient_of(backend: TorchBackend, model_id: str) -> torch.Tensor:
+    found = backend._models[model_id].gradient_P
+    assert found is not None
+    return found.cpu()
+
+
+def test_every_loss_has_the_values_and_gradients_of_the_cpu(shape: ModelShape) -> None:
+    rng = np.random.default_rng(1)
+    host, there = pair(shape)
+    oracle = Reference(str(shape.path)) if shape.name != "tiny/gpt_oss" else None
+    for number, loss_fn in enumerate(OUR_LOSSES):
+        if oracle is None and loss_fn != "cross_entropy":
+            continue  # what its reference cannot merge, the families' test trains
+        model_id = f"m{number}"
+        data = [sft(rng, n) if loss_fn == "cross_entropy" or oracle is None else rl(rng, n, oracle) for n in (9, 1, 33)]
+        found = []
+        for backend in (host, there):
+            create(backend, model_id, LoraSpec(4, seed=number))
+            found.append((run(backend, fb(model_id, data, loss_fn))[0], gradient_of(backend, model_id)))
+        (expected, expected_P), (ours, ours_P) = found
+        for a, b in zip(ours.logprobs, expected.logprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-4, err_msg=loss_fn)
+        assert ours.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-3, abs=1e-3)
+        assert relative(ours_P, expected_P.double()) < 1e-3, loss_fn
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "dimuon"])
+@pytest.mark.parametrize("recompute", ["off", "on"])
+def test_steps_of_many_tenants_move_weights_as_on_the_cpu(qwen: ModelShape, optimizer: str, recompute: str) -> None:
+    passes = mixed_passes(np.random.default_rng(5), Reference(str(qwen.path)))
+    results = []
+    for backend in pair(qwen, recompute=recompute, max_tokens_per_microbatch=64, logits_chunk=32):
+        for number, spec in enumerate(SPECS):
+            backend.create_model(f"m{number}", spec, optimizer)
+        for _ in range(3):
+            run(backend, *passes)
+            outcomes = backend.optim_step([OptimStep("o", pass_.model_id, _params(optimizer)) for pass_ in passes])
+            assert not any(isinstance(outcome, Exception) for outcome in outcomes), outcomes
+        results.append([weights(backend, f"m{i}").cpu() for i in range(len(SPECS))])
+    for expected, ours in zip(*results, strict=True):
+        assert relative(ours, expected.double()) < 1e-3
+
+
+def _params(optimizer: str) -> AdamParams:
+    if optimizer == "dimuon":
+        from tinsmith.ops import DimuonParams
+
+        return DimuonParams(1e-3)  # pyright: ignore[reportReturnType]
+    return AdamParams(1e-3, eps=1e-8, weight_decay=0.01, grad_clip_norm=0.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_is_as_alone(shape: ModelShape, dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    backend = TorchBackend(shape, device=DEVICE, dtype=dtype)
+    passes: list[Pass] = []
+    for number in range(5):
+        create(backend, f"m{number}", LoraSpec(8 if number < 4 else 5, seed=number))
+        passes.append(fb(f"m{number}", [sft(rng, int(n)) for n in rng.integers(1, 90, 4)]))
+    found = []
+    for groups in ([passes], [[one] for one in passes]):
+        results = [result for group in groups for result in run(backend, *group)]
+        found.append((results, [gradient_of(backend, one.model_id) for one in passes]))
+        for one in passes:
+            backend._models[one.model_id].gradient_P = None
+    (packed, packed_P), (alone, alone_P) = found
+    logprobs, gradients = (1e-4, 1e-4) if dtype == "float32" else (0.2, 0.05)
+    for a, b in zip(packed, alone, strict=True):
+        for ours, theirs in zip(a.logprobs, b.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=logprobs)
+    for ours_P, theirs_P in zip(packed_P, alone_P, strict=True):
+        assert relative(ours_P, theirs_P.double()) < gradients
+
+
+def test_in_bfloat16_it_stays_near_the_cpus_float32(qwen: ModelShape) -> None:
+    rng = np.random.default_rng(4)
+    data = [sft(rng, int(n)) for n in rng.integers(1, 90, 6)]
+    found = []
+    for where, dtype in (("cpu", "float32"), (DEVICE, "bfloat16")):
+        backend = TorchBackend(qwen, device=where, dtype=dtype)
+        create(backend, "m", LoraSpec(8, seed=1))
+        found.append((run(backend, fb("m", data))[0], gradient_of(backend, "m")))
+    (expected, expected_P), (ours, ours_P) = found
+    errors = [np.abs(a - b) for a, b in zip(ours.logprobs, expected.logprobs, strict=True)]
+    assert float(np.mean(np.concatenate([error.ravel() for error in errors]))) < 0.05
+    assert relative(ours_P, expected_P.double()) < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tenant_that_is_not_finite_does_not_reach_its_neighbours(shape: ModelShape, dtype: str, value: float) -> None:
+    rng = np.random.default_rng(7)
+    backend = TorchBackend(shape, device=DEVICE, dtype=dtype)
+    passes = []
+    for number in range(3):
+        create(backend, f"m{number}", LoraSpec(8, seed=number))
+        passes.append(fb(f"m{number}", [sft(rng, n) for n in (12, 12, 5, 40, 5)]))
+    healthy = run(backend, *passes)
+    expected = [gradient_of(backend, f"m{i}") for i in (0, 2)]
+    for number in range(3):
+        backend._models[f"m{number}"].gradient_P = None
+    weights(backend, "m1").fill_(value)
+    backend._models["m1"].adapter.refresh()
+    sick = run(backend, *passes)
+    assert not np.isfinite(sick[1].logprobs[0]).all()
+    for i in (0, 2):
+        for a, b in zip(healthy[i].logprobs, sick[i].logprobs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    for i, before_P in zip((0, 2), expected, strict=True):
+        assert relative(gradient_of(backend, f"m{i}"), before_P.double()) < 1e-3  # sums in another order at most
+    outcomes = backend.optim_step([OptimStep("o", f"m{i}", AdamParams(1e-2)) for i in range(3)])
+    assert isinstance(outcomes[1], NonFiniteGradientError) and isinstance(outcomes[0], dict)
+
+
+def test_what_is_saved_comes_back_bit_for_bit(qwen: ModelShape, tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    backend = TorchBackend(qwen, device=DEVICE, dtype="float32")
+    spec = LoraSpec(6, seed=1)
+    create(backend, "m", spec)
+    run(backend, fb("m", [sft(rng, 30)]))
+    backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+    run(backend, fb("m", [sft(rng, 20)]))
+    backend.capture("m", optimizer=True, gradient=True).write(tmp_path / "snapshot")
+    backend.load("again", spec, tmp_path / "snapshot", optimizer=True)
+    for model_id in ("m", "again"):
+        backend.optim_step([OptimStep("o", model_id, AdamParams(1e-2))])
+    assert torch.equal(weights(backend, "m"), weights(backend, "again"))
+
+
+def test_a_device_that_is_full_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError), memory_errors(torch.device(DEVICE)):
+        torch.empty(1 << 50, device=DEVICE)
