@@ -15,9 +15,9 @@ from contextlib import nullcontext
 from torch import Tensor
 
 from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.full.weights import FullWeights
+from tinsmith.backends.full.weights import FullGradients, FullWeights
 from tinsmith.backends.torch.head import Head, Objective
-from tinsmith.backends.torch.lora import Run
+from tinsmith.backends.torch.lora import Adapter, Run
 from tinsmith.backends.torch.packing import Example, MicroBatch, pack
 from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.backends.torch.trainer import Trainer
@@ -49,6 +49,10 @@ class FullTrainer(Trainer):
         for example in examples:
             own.setdefault(id(example.adapter), []).append(example)
         return [batch for group in own.values() for batch in pack(group, self._limit)]
+
+    def _gradients(self, adapter: Adapter) -> FullGradients:
+        assert isinstance(adapter, FullWeights)
+        return FullGradients(adapter)
 
     def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
         weights = batch.examples[0].adapter

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora import ALIGN, Adapter
 from tinsmith.ops import LoraSpec
 
@@ -74,3 +75,12 @@ class FullWeights(Adapter):
 
     def clone(self) -> FullWeights:
         return FullWeights(self.layout, self.flat_P.clone())  # pyright: ignore[reportArgumentType]
+
+
+class FullGradients(Gradients):
+    """name -> a view. They begin as zeros: autograd adds to every parameter's."""
+
+    def __init__(self, weights: FullWeights) -> None:
+        self.flat_P = torch.zeros_like(weights.flat_P)
+        self._views = weights.layout.views(self.flat_P)
+        self._unwritten = {}

@@ -79,6 +79,10 @@ class Layout:
     numel: int
     offsets: tuple[tuple[int, int], ...]
 
+    @property
+    def has_gaps(self) -> bool:
+        return any(math.prod(shape) % ALIGN for target in self.targets for shape in target.shapes(self.rank))
+
     @classmethod
     def of(cls, rank: int, targets: Iterable[Target]) -> Layout:
         return _layout(rank, tuple(targets))

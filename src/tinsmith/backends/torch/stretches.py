@@ -121,7 +121,7 @@ def _add_gradients(
     found_OR = column_product(grad_nO, u_nR)
     for name, columns, ranks, _ in members:
         adapter.gradients[name][1].add_(found_OR[columns, ranks])
-    for name, ranks, a_RI in blocks:
-        own_rI = adapter.gradients[name][0]
+    for names, ranks, a_RI in blocks:
+        own_rI, *_ = (adapter.gradients[name][0] for name in names)
         own_RI = own_rI.as_strided((len(a_RI), own_rI.shape[1]), (own_rI.shape[1], 1))
         add_product_(own_RI, grad_nR[:, ranks].t(), x_nI, 1.0)

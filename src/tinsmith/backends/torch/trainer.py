@@ -28,7 +28,9 @@ from tinsmith import losses
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.custom_loss import CustomRun
+from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.head import Head, Objective
+from tinsmith.backends.torch.lora import Adapter
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.metrics import measure
 from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
@@ -180,12 +182,14 @@ class Trainer:
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
         # What is to blame if the budget has no room for it.
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
-        with self._claimed(batches, sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+        # Of several adapters, matrices may stand beside each other for as long as a micro-batch takes (`sites`).
+        beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
+        with self._claimed(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches make no room for gradients
-            buffers = {key: torch.zeros_like(adapter.flat_P) for key, adapter in adapters.items()}
+            gathered = {key: self._gradients(adapter) for key, adapter in adapters.items()}
             try:
                 for key, adapter in adapters.items():
-                    adapter.gradients = adapter.layout.views(buffers[key])
+                    adapter.gradients = gathered[key]
                 for number, (batch, train) in enumerate(batches):
                     if number and between is not None:
                         between()
@@ -195,7 +199,10 @@ class Trainer:
             finally:
                 for adapter in adapters.values():
                     adapter.gradients = None
-        return buffers
+            return {key: gradients.finish() for key, gradients in gathered.items()}
+
+    def _gradients(self, adapter: Adapter) -> Gradients:
+        return Gradients(adapter.layout, self._base.device)
 
     def _claimed(self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int) -> AbstractContextManager[None]:
         return (
