@@ -27,7 +27,7 @@ from tinsmith.futures import Futures, NewFuture, Outcome
 from tinsmith.models import Models, NewModel
 from tinsmith.notify import Mailbox
 from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
 from tinsmith.settings import Settings
 from tinsmith.storage import Directories
 from tinsmith.tables import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
@@ -332,6 +332,24 @@ def test_a_flood_of_one_tenant_holds_up_another_for_two_steps_at_most(bench: Ben
         assert len(bench.backend.steps) - before <= 2
     waiting = sa.select(sa.func.count()).select_from(FUTURES).where(FUTURES.c.state == "pending")
     assert bench.scalar(waiting) > 400, "the flood was far from over"  # type: ignore[operator]
+
+
+def test_samples_that_begin_together_look_their_session_up_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.model()
+    sessions = [bench.publish("s:train:0", seq_id, seq_id) for seq_id in (1, 2)]
+    bench.turns()
+    looked_up: list[str] = []
+    find = SamplingSessions.find
+
+    def found(self: SamplingSessions, name: str) -> SamplingSession | None:
+        looked_up.append(name)
+        return find(self, name)
+
+    monkeypatch.setattr(SamplingSessions, "find", found)
+    ids = [bench.sample(session, number) for number in range(5) for session in sessions]
+    bench.turns()
+    assert sorted(looked_up) == sorted(sessions)
+    assert [outcome.error for request_id in ids if (outcome := bench.outcome(request_id))] == [None] * 10
 
 
 def test_a_flood_of_samples_does_not_hold_up_another_tenants(bench: Bench) -> None:

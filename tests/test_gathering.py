@@ -17,6 +17,7 @@ from tinsmith.engine.queues import Lane
 from tinsmith.ops import Pending
 
 SECONDS = st.floats(0.0, 1.0, allow_nan=False)
+DUES = st.lists(SECONDS)
 
 
 def pending(seq_id: int, kind: str, created_at: float = 0.0) -> Pending:
@@ -45,21 +46,21 @@ def quick(pause_s: float, answered_at: float = 0.0) -> Rhythm:
     return rhythm
 
 
-@given(st.lists(SECONDS, min_size=1), st.lists(st.tuples(SECONDS, st.lists(SECONDS)), max_size=40))
+@given(st.lists(SECONDS, min_size=1), st.lists(st.tuples(SECONDS, DUES, DUES), max_size=40))
 def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
-    steps_s: list[float], turns: list[tuple[float, list[float]]]
+    steps_s: list[float], turns: list[tuple[float, list[float], list[float]]]
 ) -> None:
     gathering = Gathering()
     for seconds in steps_s:
         gathering.ran(seconds)
     most_s = min(MOST_S, SHARE * min(steps_s[-9:]))
     moment, began = 0.0, None
-    for elapsed_s, due_in_s in turns:
+    for elapsed_s, beside_s, quick_s in turns:
         moment += elapsed_s
         began = moment if began is None else began
-        wait_s = gathering.wait_s(due_in_s, moment)
+        wait_s = gathering.wait_s(beside_s, quick_s, moment)
         assert moment + wait_s <= began + most_s + 1e-9 or not wait_s
-        assert wait_s in (0.0, *due_in_s)
+        assert wait_s in (0.0, *beside_s, *quick_s)
         if not wait_s:
             gathering.ran(steps_s[0])  # what was held runs now
             most_s, began = gathering.most_s(), None
@@ -67,10 +68,18 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
 
 def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_expected() -> None:
     gathering = Gathering()
-    assert gathering.wait_s([0.0001], 0.0) == 0.0
+    assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0
     gathering.ran(1.0)
-    assert gathering.wait_s([], 0.0) == 0.0
-    assert gathering.wait_s([0.001, 0.002, 7.0], 0.0) == 0.002
+    assert gathering.wait_s([], [], 0.0) == 0.0
+    assert gathering.wait_s([], [0.001, 0.002, 7.0], 0.0) == 0.002
+
+
+def test_of_those_who_came_together_before_all_are_waited_for_or_none() -> None:
+    gathering = Gathering()
+    gathering.ran(1.0)
+    assert gathering.wait_s([0.003, 7.0], [], 0.0) == 0.0
+    assert gathering.wait_s([0.003, 7.0], [0.001], 0.0) == 0.001
+    assert gathering.wait_s([0.003, 0.004], [0.001], 0.0) == 0.004
 
 
 @given(st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.floats(0.0, 30.0))
@@ -102,6 +111,43 @@ def test_who_came_late_once_is_expected_again_after_two_quick_passes() -> None:
     assert pauses == [5.0, 5.0, 0.01]
 
 
+def came(*moments: float) -> Rhythm:
+    rhythm = Rhythm()
+    for moment in moments:
+        rhythm.came(moment)
+    return rhythm
+
+
+@given(
+    st.lists(st.floats(0.0, MOST_S), min_size=2, max_size=2),
+    st.lists(st.floats(0.0, MOST_S), min_size=2, max_size=2),
+    st.floats(1.0, 1000.0),
+    st.floats(0.0, 0.2),
+)
+def test_who_came_with_another_twice_is_expected_as_long_after_it_again(
+    others: list[float], mine: list[float], pause_s: float, waited_s: float
+) -> None:
+    first = came(*(turn * pause_s + lag for turn, lag in enumerate(others)), again := 2 * pause_s)
+    second = came(*(turn * pause_s + lag for turn, lag in enumerate(mine)))
+    lag_s = max(0.0, *(own - other for own, other in zip(mine, others, strict=True)))
+    left = 1.5 * lag_s + LATE_S - waited_s
+    due_s = second.due_beside_s(first, again + waited_s)
+    if abs(left) > 1e-9:
+        assert due_s == (pytest.approx(left, abs=1e-9) if left > 0 else None)
+    second.came(again)  # and then nobody is waited for
+    third = came(*(moment + 3 * MOST_S for moment in (0.0, pause_s)))
+    assert third.due_beside_s(first, again) is None
+    assert came(pause_s).due_beside_s(first, again) is None
+    assert second.due_beside_s(came(0.0, again), again) is None
+
+
+def test_a_client_that_has_gone_is_waited_for_once_only() -> None:
+    first, gone = came(0.0, 10.0, 20.0), came(0.01, 10.01)
+    assert gone.due_beside_s(first, 20.0) is not None
+    first.came(30.0)
+    assert gone.due_beside_s(first, 30.0) is None
+
+
 def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step() -> None:
     lane = Lane("m", "t", 1)
     lane.rhythm = quick(0.01, answered_at=100.0)
@@ -118,6 +164,29 @@ def test_a_lane_expects_a_pass_when_it_is_empty_or_ready_for_an_optimizer_step()
     assert lane.pass_due_in_s(0.0) == pytest.approx(0.01)
     lane.waiting[3] = pending(3, "save_weights")
     assert lane.pass_due_in_s(0.0) is None
+
+
+def test_a_lane_is_expected_beside_another_when_it_is_empty_or_has_only_an_optimizer_step_left() -> None:
+    first, lane = Lane("first", "t", 1), Lane("m", "t", 1)
+    first.rhythm, lane.rhythm = came(0.0, 10.0, 20.0), came(0.0, 10.0)
+    assert lane.pass_due_beside_s(first, 20.0) == pytest.approx(LATE_S)
+    lane.add(pending(1, "optim_step"))
+    assert lane.pass_due_beside_s(first, 20.0) == pytest.approx(LATE_S)
+    lane.add(pending(2, "forward"))
+    assert lane.pass_due_beside_s(first, 20.0) is None
+    assert lane.pass_due_in_s(20.0) == LATE_S
+    lane.done(1)
+    assert lane.pass_due_beside_s(first, 20.0) is None and lane.pass_due_in_s(20.0) is None
+
+
+def test_a_lane_notes_a_pass_that_could_run_at_once_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(Rhythm, "came", lambda self, moment: seen.append(moment))
+    lane = Lane("m", "t", 1)
+    lane.add(pending(2, "optim_step"))
+    lane.add(pending(1, "forward_backward", created_at=7.0))
+    lane.add(pending(3, "forward_backward", created_at=8.0))
+    assert seen == [7.0]
 
 
 def test_a_lane_that_never_repeated_itself_is_not_waited_for() -> None:
@@ -148,6 +217,24 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
     second = bench.train(bob, 1, tenant="bob")
     bench.turns()
     assert [sorted(step) for step in bench.backend.steps] == [sorted([first, second])]
+
+
+def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
+    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr("tinsmith.engine.gathering.MOST_S", 1000.0)  # however slow this machine is
+    monkeypatch.setattr("tinsmith.engine.gathering.LATE_S", 1000.0)
+    monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
+    for seq_id in (1, 2):
+        bench.train(alice, seq_id)
+        bench.train(bob, seq_id, tenant="bob")
+        bench.turns()
+    bench.train(alice, 3)
+    bench.turns()
+    assert [len(step) for step in bench.backend.steps] == [2, 2]
+    bench.train(bob, 3, tenant="bob")
+    bench.turns()
+    assert [len(step) for step in bench.backend.steps] == [2, 2, 2]
 
 
 def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(

@@ -240,7 +240,7 @@ class Engine:
         self._hold_s = 0.0
         tokens = sum(request.num_tokens for request in step.passes)
         if step.passes and not step.singles and not self._suspects and 2 * tokens <= self._settings.step_token_budget:
-            self._hold_s = self._gathering.wait_s(self._queues.passes_due_in_s(), time.monotonic())
+            self._hold_s = self._gathering.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
         return self._hold_s > 0.0
 
     def _unload(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from tinsmith.engine.gathering import LATE_S, Rhythm
 from tinsmith.ops import Pending
@@ -34,7 +34,7 @@ class Lane:
             if request.seq_id >= self.next_seq_id:
                 self._refused.add(request.seq_id)
         else:
-            if not self.waiting and request.kind in PASS_KINDS:
+            if request.seq_id == self.next_seq_id and request.kind in PASS_KINDS:
                 self.rhythm.came(request.created_at)
             self.waiting[request.seq_id] = request
         self._skip_refused()
@@ -58,16 +58,26 @@ class Lane:
         return self.held_until > 0.0 and time.monotonic() < self.held_until
 
     def pass_due_in_s(self, moment: float) -> float | None:
-        """Until when its next pass is expected, if none could run now; None if it is not."""
+        """Until when its next pass is expected right after its last answer; None if it is not, or is there."""
         if not self.waiting:
             return self.rhythm.due_in_s(moment)
-        head = self.waiting.get(self.next_seq_id)
-        if head is None or head.kind != "optim_step":
+        if not self._ends_with_step:
             return None
-        behind = self.waiting.get(self.next_seq_id + 1)
-        if behind is None:
-            return self.rhythm.pause_s if len(self.waiting) == 1 else None
-        return LATE_S if behind.kind in PASS_KINDS else None
+        return LATE_S if self.next_seq_id + 1 in self.waiting else self.rhythm.pause_s
+
+    def pass_due_beside_s(self, first: Lane, moment: float) -> float | None:
+        """Until when its next pass is expected because that of `first` is there; None likewise."""
+        if self.waiting and not (self._ends_with_step and len(self.waiting) == 1):
+            return None
+        return self.rhythm.due_beside_s(first.rhythm, moment)
+
+    @property
+    def _ends_with_step(self) -> bool:
+        """An optimizer step could run, and then a pass, or nothing else is waiting."""
+        head, behind = (self.waiting.get(self.next_seq_id + ahead) for ahead in (0, 1))
+        if head is None or head.kind != "optim_step":
+            return False
+        return behind.kind in PASS_KINDS if behind else len(self.waiting) == 1
 
     @property
     def has_gap(self) -> bool:
@@ -133,11 +143,16 @@ class Queues:
             if lane.waiting and not lane.is_held
         ]
 
-    def passes_due_in_s(self) -> list[float]:
-        """Until when passes of models that have none ready are expected, by model."""
+    def passes_due(self, ready: Sequence[Pending]) -> tuple[list[float], list[float]]:
+        """Until when passes of other models are expected: of those that came with the first of these before, and of
+        those that come right after their answers.
+        """
         moment = time.time()
-        dues = (lane.pass_due_in_s(moment) for lane in self.lanes.values() if not lane.is_held)
-        return [due_s for due_s in dues if due_s is not None]
+        first = self.lanes[min(ready, key=lambda request: request.created_at).model_id or ""]
+        lanes = [lane for lane in self.lanes.values() if lane is not first and not lane.is_held]
+        beside = (lane.pass_due_beside_s(first, moment) for lane in lanes)
+        quick = (lane.pass_due_in_s(moment) for lane in lanes)
+        return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]
 
     def passes_wait(self) -> bool:
         """Whether a pass could be in the next step."""

@@ -145,11 +145,12 @@ class Sampling:
         taken = self._next(queues, room)
         queues.take_samples(taken)
         bodies = self._nouns.futures.bodies([request.request_id for request in taken])
+        seen: dict[str, SamplingSession | None] = {}
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
                 raise LeaseLostError(f"{request.request_id} was settled by another process")
-            self._submit(request, body)
+            self._submit(request, body, seen)
 
     def _next(self, queues: Queues, room: int) -> list[Pending]:
         if self._suspects:
@@ -162,14 +163,17 @@ class Sampling:
         taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
         return taken
 
-    def _submit(self, request: Pending, body: bytes) -> None:
+    def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
+        """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn."""
         self._inside[request.request_id] = _Inside(0, None)
         self._worklog.began([request])
         try:
             if verdict := self._suspects.verdict(request.request_id):
                 raise verdict
-            sampler = self._nouns.samplers.find(request.sampling_session_id or "")
-            if sampler is None:
+            name = request.sampling_session_id or ""
+            if name not in seen:
+                seen[name] = self._nouns.samplers.find(name)
+            if (sampler := seen[name]) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._suspects.running([request.request_id]):
                 version_id = self._prepare_version(sampler, request)
