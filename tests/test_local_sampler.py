@@ -274,6 +274,7 @@ def test_prompt_logprobs_and_likeliest_tokens_are_exact_and_computed_in_pieces(
         return logits(hidden_TD, routing)
 
     monkeypatch.setattr(base, "logits", counting)
+    monkeypatch.setattr(base, "next_logits", counting)
     prompt = make_prompt(50)
     sampler = LocalSampler(base, {}, options=SamplerOptions(max_tokens_per_step=23))
     sample = make_sample("a", prompt, replace(HOT, max_tokens=1), prompt_logprobs=True, topk_prompt_logprobs=4)

@@ -180,6 +180,7 @@ class _Rows:
 
         monkeypatch.setattr(base, "hidden", counted_hidden)
         monkeypatch.setattr(base, "logits", counted_logits)
+        monkeypatch.setattr(base, "next_logits", counted_logits)
 
 
 def test_the_end_of_a_known_prompt_costs_what_its_end_costs(base: BaseModel, monkeypatch: pytest.MonkeyPatch):

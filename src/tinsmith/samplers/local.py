@@ -267,7 +267,7 @@ class LocalSampler:
         computed = [*spans, *[last] * repeated]
         rows = torch.tensor([row for _, row in computed], device=hidden_TD.device)
         routing = Routing.of([span.sequence.request.weights.adapter for span, _ in computed], [1] * len(computed))
-        logits_BV = self._base.logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
+        logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
         if len(sequences) > len(spans):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.lora import Adapter, Routing
-from tinsmith.backends.torch.products import add_product_, product
+from tinsmith.backends.torch.products import add_linear, add_product_, linear_product, product, suits_linear
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.decoder import Fused, FusedLinear
@@ -40,6 +40,11 @@ MOST_BYTES = 2**28
 
 MOST_WASTE = 2.0
 """Rows that a batched product computes, as a multiple of those that are wanted."""
+
+DENSE_ROWS = 3
+"""Of an adapter, up to which every row goes through all adapters' A's: in bfloat16, 8 adapters of 2 rows on queries,
+keys and values of m50, 58 us against 83 in a batched product; with 8 rows 143 against 85.
+"""
 
 
 def _lasting(method: Callable[P, R]) -> Callable[P, R]:
@@ -162,33 +167,56 @@ class Work:
         bounds = [0, *(bound for start, stop, _ in self._segments for bound in (start, stop)), self._num_rows]
         self._without = [slice(*gap) for gap in zip(bounds[::2], bounds[1::2], strict=True) if gap[0] < gap[1]]
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
         if self._bank is None:
-            self._add_apart_(y_TO, x_TI, linear)
-            return
-        a_SIR, *bs = (matrices[self._slice].mT for matrices in self._bank.stacks[linear.name])
-        pieces = zip(linear.pieces(self._bank.rank), bs, strict=True)
+            return self._add_apart_(y_TO, x_TI, linear)
+        a_SRI, *bs = (matrices[self._slice] for matrices in self._bank.stacks[linear.name])
+        pieces = zip(linear.pieces(self._bank.rank), (b_SOR.mT for b_SOR in bs), strict=True)
         if self._rows is None:
-            inner_SnR, y_SnO = torch.bmm(x_TI.view(*self._shape, -1), a_SIR), y_TO.view(*self._shape, -1)
+            inner_SnR, y_SnO = self._inner(x_TI, a_SRI), y_TO.view(*self._shape, -1)
             for (outputs, inner), b_SRO in pieces:
-                y_SnO[..., outputs].baddbmm_(inner_SnR[..., inner], b_SRO)
-            return
-        inner_SnR = torch.bmm(x_TI.index_select(0, self._rows).view(*self._shape, -1), a_SIR)
+                if y_TO.dtype == x_TI.dtype:
+                    y_SnO[..., outputs].baddbmm_(inner_SnR[..., inner], b_SRO)
+                else:
+                    y_SnO[..., outputs].add_(torch.bmm(inner_SnR[..., inner], b_SRO))
+            return y_TO
+        inner_SnR = self._inner(x_TI.index_select(0, self._rows), a_SRI)
         for (outputs, inner), b_SRO in pieces:
             added_TO = torch.bmm(inner_SnR[..., inner], b_SRO).flatten(0, 1).index_select(0, self._cells)
             for gap in self._without:
                 added_TO[gap] = 0.0
             y_TO[:, outputs] += added_TO
+        return y_TO
 
-    def _add_apart_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
+    def _inner(self, x_TI: Tensor, a_SRI: Tensor) -> Tensor:
+        """[S, n, R]"""
+        num_slots, num_rows = self._shape
+        if num_rows > DENSE_ROWS or not suits_linear(x_TI):
+            return torch.bmm(x_TI.view(num_slots, num_rows, -1), a_SRI.mT)
+        # All rows with all slots, of which each row has its own: a tile of rows is hardly slower than one of two.
+        every_SnSR = linear_product(x_TI, a_SRI.flatten(0, 1)).view(num_slots, num_rows, num_slots, -1)
+        return every_SnSR.diagonal(0, 0, 2).permute(2, 0, 1)
+
+    def _add_apart_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
         """Segment by segment."""
         for start, stop, adapter in self._segments:
             if adapter is None or (fused := linear.fused(adapter)) is None:
                 continue
             a_RI, *bs = fused
+            if suits_linear(x_TI) and len(bs) == 1 and y_TO.dtype == x_TI.dtype:
+                if stop - start == len(x_TI):
+                    return add_linear(y_TO, linear_product(x_TI, a_RI), bs[0])
+                inner_nR = linear_product(x_TI[start:stop], a_RI)
+                y_TO[start:stop] = add_linear(y_TO[start:stop], inner_nR, bs[0])
+                continue
+            if suits_linear(x_TI) and len(bs) == 1:
+                y_TO[start:stop].add_(linear_product(linear_product(x_TI[start:stop], a_RI), bs[0]))
+                continue
             inner_nR = product(x_TI[start:stop], a_RI.t(), x_TI.dtype)
-            for (outputs, inner), b_OR in zip(linear.pieces(adapter.layout.rank), bs, strict=True):
+            pieces = linear.pieces(adapter.layout.rank, of_one=True)
+            for (outputs, inner), b_OR in zip(pieces, bs, strict=True):
                 add_product_(y_TO[start:stop, outputs], inner_nR[:, inner], b_OR.t(), 1.0)
+        return y_TO
 
 
 def _rank_class(adapter: Adapter) -> int:

@@ -80,10 +80,10 @@ class BaseModel:
         self.experts = _swap_experts(model, self._switchboard)
         self.recompute = Recompute(recompute, self._switchboard)
         self.recompute.wrap(self._decoder)
-        self._written_out = Decoder.of(self._decoder)
         self._differentiable = DifferentiableDecoder.of(self._decoder)
         self._threads = Threads(num_parameters, model.device)
         self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
+        self._written_out = Decoder.of(self._decoder, self.unembedding)
         self.vocab_size = self.unembedding.out_features
         self.max_context_length = shape.max_context_length
         self.eos_token_ids = _eos_token_ids(model, tokenizer)
@@ -148,7 +148,7 @@ class BaseModel:
         codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
         packed = 0
         if self._written_out is not None and self._written_out.packs:
-            packed = sum(linear.weight.nbytes for linear in self.targets.values() if linear.group != "unembed")
+            packed = sum(linear.weight.nbytes for linear in self.targets.values())
         return sum(stores.values()) + codes + packed
 
     @property
@@ -184,6 +184,13 @@ class BaseModel:
         assert routing.num_rows == len(hidden_TD)
         work = self.unembedding.work(routing)
         return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
+
+    def next_logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        """The same for rows whose next tokens are drawn: over weights that are laid out for few different numbers of
+        rows.
+        """
+        raw_TV = None if self._written_out is None else self._written_out.logits(hidden_TD, routing)
+        return self.logits(hidden_TD, routing) if raw_TV is None else self.finish_logits_(raw_TV)
 
     def finish_logits_(self, raw_TV: Tensor) -> Tensor:
         """What some families do to the unembedding's output, in place: scale it, then cap it."""

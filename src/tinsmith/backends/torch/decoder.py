@@ -29,7 +29,7 @@ from transformers.activations import SiLUActivation
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
 from tinsmith.backends.torch.banks import Bank, Work
 from tinsmith.backends.torch.lora import Adapter, MultiLoRALinear, Routing
-from tinsmith.backends.torch.products import HAS_ONEDNN
+from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, suits_linear
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
@@ -45,9 +45,14 @@ FEWEST_POSITIONS = 1024
 """Of the tables of rotations."""
 
 
-LARGE_B = {torch.float32: 1 << 15, torch.bfloat16: 1 << 18}
-"""Numbers of the B's of linears side by side, zeros included, from which on a product for each is faster: 8 adapters on
-gate and up of m50, 2 rows each, 423 us against 125 in bfloat16; smaller ones take twice as long apart.
+LARGE_B = {torch.float32: 1 << 15, torch.bfloat16: 0}
+"""Numbers of the B's of linears side by side, zeros included, from which on a product for each is faster. 8 adapters in
+bfloat16, 8 rows each, of m50: 139 us against 186 on queries, keys and values, 281 against 468 on gate and up.
+"""
+
+LARGE_ALONE = 1 << 20
+"""The same of one adapter in bfloat16: 16 rows on queries, keys and values take 30 us whole and 59 apart, on gate and
+up 62 and 64.
 """
 
 
@@ -61,7 +66,9 @@ class Piece(NamedTuple):
 class Adding(Protocol):
     """What the adapters of one step add to a fused linear's outputs."""
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None: ...
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
+        """The outputs with it, in place or not."""
+        ...
 
 
 Fused = tuple[Tensor, ...]
@@ -79,35 +86,39 @@ class FusedLinear:
         self._weight_OI = self._laid_out(linears)
         biases = [linear.bias for linear in linears]
         self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
-        self._pieces: dict[int, tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[int, bool], tuple[Piece, ...]] = {}
 
-    def __call__(self, x_TI: Tensor, work: Adding) -> Tensor:
-        """[T, O]: every linear's outputs, one after the other."""
-        y_TO = self._product(x_TI)
-        work.add_(y_TO, x_TI, self)
-        return y_TO
+    def __call__(self, x_TI: Tensor, work: Adding, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, O]: every linear's outputs, one after the other; in `dtype`, to which adapters' are added."""
+        return work.add_(self._product(x_TI).to(dtype or x_TI.dtype), x_TI, self)
 
     def _laid_out(self, linears: Sequence[MultiLoRALinear]) -> Tensor:
         """Packed for oneDNN: a copy."""
-        return torch.ops.mkldnn._reorder_linear_weight(torch.cat([linear.weight for linear in linears]), None)
+        return packed(torch.cat([linear.weight for linear in linears]))
 
     def _product(self, x_TI: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x_TI, self._weight_OI, self._bias_O, "none", [], "")
+        return linear_product(x_TI, self._weight_OI, self._bias_O)
 
     def fused(self, adapter: Adapter) -> Fused | None:
-        """The fused matrices of an adapter that has any of these linears, kept with it."""
+        """The fused matrices of an adapter that has any of these linears, kept with it. A B that is one matrix is
+        packed the second time that it is asked for: the first token of new weights does not wait for it.
+        """
         if self.name not in adapter.fused:
             carried = any(linear.name in adapter.compute for linear in self._linears)
-            adapter.fused[self.name] = fused = self.empty(adapter.layout.rank) if carried else None
+            adapter.fused[self.name] = fused = self.empty(adapter.layout.rank, of_one=True) if carried else None
             if fused is not None:
                 self.fuse_into(adapter, fused)
-        return adapter.fused[self.name]
+            return fused
+        fused = adapter.fused[self.name]
+        if fused is not None and len(fused) == 2 and suits_linear(fused[0]) and not fused[1].is_mkldnn:
+            fused = adapter.fused[self.name] = fused[0], packed(fused[1])
+        return fused
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, rank: int, *, of_one: bool = False) -> tuple[Piece, ...]:
         """One of everything, where each B stands in rows and columns of its own among zeros; one of each linear where
-        the zeros would cost more than another product.
+        the zeros would cost more than another product. `of_one`: of an adapter alone, not of one in a stack.
         """
-        if rank not in self._pieces:
+        if (rank, of_one) not in self._pieces:
             count, weight = len(self._linears), self._linears[0].weight
             whole = Piece(slice(0, self.out_features), slice(0, rank * count))
             ends = list(accumulate((linear.out_features for linear in self._linears), initial=0))
@@ -115,15 +126,16 @@ class FusedLinear:
                 Piece(slice(*span), slice(place * rank, (place + 1) * rank))
                 for place, span in enumerate(pairwise(ends))
             ]
-            large = self.out_features * rank * count >= LARGE_B.get(weight.dtype, math.inf)
-            self._pieces[rank] = tuple(apart) if large else (whole,)
-        return self._pieces[rank]
+            large = LARGE_ALONE if of_one and suits_linear(weight) else LARGE_B.get(weight.dtype, math.inf)
+            is_large = self.out_features * rank * count >= large
+            self._pieces[rank, of_one] = tuple(apart) if is_large else (whole,)
+        return self._pieces[rank, of_one]
 
-    def empty(self, rank: int) -> Fused:
+    def empty(self, rank: int, *, of_one: bool = False) -> Fused:
         """Zeros for the matrices of an adapter of this rank."""
         weight = self._linears[0].weight
         sizes = [(piece.outputs.stop - piece.outputs.start, piece.inner.stop - piece.inner.start)
-                 for piece in self.pieces(rank)]  # fmt: skip
+                 for piece in self.pieces(rank, of_one=of_one)]  # fmt: skip
         a_RI = weight.new_zeros(rank * len(self._linears), self.in_features)
         return a_RI, *(weight.new_zeros(size) for size in sizes)
 
@@ -191,10 +203,13 @@ class _Layer:
 class Decoder:
     """Use `of`, then `prepare` once rows come."""
 
-    def __init__(self, modules: nn.Module) -> None:
+    def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear) -> None:
         self._modules = modules
+        self._unembedding = unembedding
         self._layers: list[_Layer] = []
         self._linears: list[FusedLinear] = []
+        self._head: FusedLinear | None = None
+        self._banked: list[FusedLinear] = []
         self._banks: dict[int, Bank] = {}
         self._final = _norm(modules, "norm")
         self._rotary = (torch.empty(0), torch.empty(0))
@@ -202,12 +217,12 @@ class Decoder:
         """Whether the weights are laid out anew, for oneDNN."""
 
     @classmethod
-    def of(cls, modules: nn.Module) -> Decoder | None:
+    def of(cls, modules: nn.Module, unembedding: MultiLoRALinear) -> Decoder | None:
         """None where the modules do anything that is not written out here, or a CPU lacks oneDNN for them."""
         if not are_known(modules):
             return None
         weight = next(modules.parameters())
-        return cls(modules) if weight.device.type != "cpu" or _has_onednn(weight) else None
+        return cls(modules, unembedding) if weight.device.type != "cpu" or _has_onednn(weight) else None
 
     @property
     def ready(self) -> bool:
@@ -216,6 +231,7 @@ class Decoder:
     def prepare(self) -> bool:
         """Pack the weights; False if there is no memory for them."""
         linears = [module for module in self._modules.modules() if isinstance(module, MultiLoRALinear)]
+        linears.append(self._unembedding)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if self.packs and sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
             return False
@@ -224,6 +240,10 @@ class Decoder:
         fuse = FusedLinear if self.packs else PlainFusedLinear
         self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
         self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
+        self._banked = list(self._linears)
+        if self.packs:
+            self._head = FusedLinear([self._unembedding])
+            self._banked.append(self._head)
         return True
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
@@ -233,7 +253,7 @@ class Decoder:
         if padding:
             # More of the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
-        work = Work(routing, num_rows + padding, self._banks, self._linears)
+        work = Work(routing, num_rows + padding, self._banks, self._banked)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
         return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
@@ -242,6 +262,15 @@ class Decoder:
         """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         return self._through(x_TD, self._rotation_of(x_TD, positions_T), plan, work, len(tokens_T))
+
+    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
+        """[T, V] float32; None if the unembedding is not laid out anew. What adapters add is rounded apart, as it is in
+        the unembedding's own module.
+        """
+        if self._head is None:
+            return None
+        work = Work(routing, len(hidden_TD), self._banks, self._banked)
+        return self._head(hidden_TD, work, torch.float32)
 
     @property
     def linears(self) -> Sequence[FusedLinear]:

@@ -63,6 +63,28 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         out.add_(a @ b, alpha=scale)
 
 
+def suits_linear(x: Tensor) -> bool:
+    """Whether rows go through `linear_product` and `add_linear`: bfloat16 on a CPU, where narrow products take two
+    thirds of the time of torch's own way.
+    """
+    return HAS_ONEDNN and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Laid out for oneDNN, for `linear_product` and `add_linear` alone: a copy."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
+
+
+def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T + bias; the weight may be packed."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """y + x @ weight^T, rounded once; the weight may be packed."""
+    return torch.ops.mkldnn._linear_pointwise.binary(x, y, weight, None, "add")
+
+
 def _suits_onednn(a: Tensor, b: Tensor) -> bool:
     if not HAS_ONEDNN or a.dtype != torch.float32 or len(a) < ONEDNN_ROWS or a.device.type != "cpu":
         return False
@@ -73,4 +95,4 @@ def _suits_onednn(a: Tensor, b: Tensor) -> bool:
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return linear_product(a, b.t())

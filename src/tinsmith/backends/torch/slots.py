@@ -112,11 +112,12 @@ class SlotWork:
         self._slot_T = slot_T
         self._ends_S = ends_S
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
         a_SRI, *bs = self._slots.stacks[linear.name]
         inner_TR = self._product(x_TI, a_SRI)
         for (outputs, inner), b_SOR in zip(linear.pieces(self._slots.rank), bs, strict=True):
             y_TO[:, outputs] += self._product(inner_TR[:, inner], b_SOR)
+        return y_TO
 
     def _product(self, x_TI: Tensor, matrices_SOI: Tensor) -> Tensor:
         """[T, O]: each row with the transpose of its slot's matrix."""
@@ -128,8 +129,8 @@ class SlotWork:
 class NoWork:
     """Of rows that all are the base model's."""
 
-    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> None:
-        pass
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
+        return y_TO
 
 
 def is_grouped_on(device: torch.device) -> bool:
