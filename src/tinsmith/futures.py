@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import sqlalchemy as sa
@@ -29,6 +29,7 @@ from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, Waker, engine_mailbox
 from tinsmith.observing.tracing import CURRENT
 from tinsmith.ops import Pending
+from tinsmith.prepared import Prepared
 from tinsmith.tables import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
@@ -144,9 +145,9 @@ class Settlement:
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
-_ADD_BODY = BODIES.insert()
-_ADD_RESULT = RESULTS.insert()
-_OUTCOME = (
+_ADD_BODY = Prepared(BODIES.insert())
+_ADD_RESULT = Prepared(RESULTS.insert())
+_OUTCOME = Prepared(
     sa.select(
         FUTURES.c.state,
         FUTURES.c.result_type,
@@ -159,8 +160,8 @@ _OUTCOME = (
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
-_BODY = sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id"))
-_FREE = BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id"))
+_BODY = Prepared(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
+_FREE = Prepared(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
@@ -172,7 +173,7 @@ _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
 _NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
-_SETTLE = (
+_SETTLE = Prepared(
     FUTURES.update()
     .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
     .values({name: sa.bindparam(name) for name in _SETTLED_COLUMNS})
@@ -193,7 +194,7 @@ _LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESS
 _SETTLED_AMONG = sa.select(FUTURES.c.request_id).where(
     FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
 )
-_ADVANCE = (
+_ADVANCE = Prepared(
     MODELS.update()
     .where(MODELS.c.model_id == sa.bindparam("advanced_id"), MODELS.c.applied_seq_id < sa.bindparam("to_seq_id"))
     .values(applied_seq_id=sa.bindparam("to_seq_id"), last_request_at=sa.bindparam("at"))
@@ -233,14 +234,13 @@ class Futures:
         self._wake = wake
         self._count = count
         self._give = give
-        self._add = db.insert_once(FUTURES)
+        self._add = Prepared(db.insert_once(FUTURES))
 
     # The server's side.
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
         """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
-        stored = self._submitted(new, refusal, self._db.write())
-        assert stored
+        self._submitted(new, refusal, self._db.write())
         return new.request_id
 
     def submit_at_once(self, new: NewFuture, refusal: UserError | None = None) -> bool:
@@ -262,10 +262,10 @@ class Futures:
                 return False
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
-            if connection.execute(self._add, row).rowcount == 0:
+            if self._add.count(connection, row) == 0:
                 return True  # it was there
             if packed is not None:
-                connection.execute(_ADD_BODY, {"request_id": new.request_id, "body": packed})
+                _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])
             if refusal:
                 self._db.notify(connection, SERVER, [new.request_id])
@@ -281,9 +281,9 @@ class Futures:
         with self._db.write() as connection:
             if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
                 return new.request_id
-            if connection.execute(self._add, _row(new, "done")).rowcount == 0:
+            if self._add.count(connection, _row(new, "done")) == 0:
                 return new.request_id
-            connection.execute(_ADD_RESULT, {"request_id": new.request_id, "body": answer})
+            _ADD_RESULT.count(connection, {"request_id": new.request_id, "body": answer})
             for effect in effects:
                 connection.execute(effect)
         return new.request_id
@@ -301,14 +301,15 @@ class Futures:
         """
         asked = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
         with self._db.read() as connection:
-            row = connection.execute(_OUTCOME, asked).one_or_none()
+            row = _OUTCOME.one_or_none(connection, asked)
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
-        if row.state == "pending":
+        state, result_type, error, category, body_bytes, body = row
+        if state == "pending":
             return None
-        if row.state == "done" and row.body_bytes is None:
+        if state == "done" and body_bytes is None:
             raise GoneError(f"the result of {request_id!r} was acknowledged as retrieved, and deleted")
-        return Outcome(row.result_type, row.body, row.error, row.category, row.body_bytes)
+        return Outcome(result_type, body, error, category, body_bytes)
 
     def settled_among(self, request_ids: Sequence[str]) -> list[str]:
         """Which of these have ended."""
@@ -432,9 +433,9 @@ class Futures:
             for start in range(0, len(request_ids), _CHUNK):
                 some = request_ids[start : start + _CHUNK]
                 one = len(some) == 1  # as it mostly is; a list is written out each time
-                asked = (_BODY, {"request_id": some[0]}) if one else (_BODIES, {"request_ids": some})
-                for row in connection.execute(*asked):
-                    found[row.request_id] = unpack(row.body)
+                rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
+                for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
+                    found[request_id] = unpack(body)
         return found
 
     def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
@@ -446,8 +447,8 @@ class Futures:
                 connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
             for settlement in settlements:
                 error = settlement.error
-                changed = connection.execute(
-                    _SETTLE,
+                changed = _SETTLE.count(
+                    connection,
                     {
                         "settled_id": settlement.request_id,
                         "state": "failed" if error else "done",
@@ -455,20 +456,20 @@ class Futures:
                         "category": error.category if error else None,
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,
-                        **(asdict(settlement.cost) if settlement.cost else _NO_COST),
-                        **(asdict(settlement.work) if settlement.work else _NO_WORK),
+                        **({name: getattr(settlement.cost, name) for name in _COST} if settlement.cost else _NO_COST),
+                        **({name: getattr(settlement.work, name) for name in _WORK} if settlement.work else _NO_WORK),
                     },
                 )
-                if changed.rowcount != 1:
+                if changed != 1:
                     continue  # settled by a predecessor that we did not see
                 if settlement.body is not None and error is None:
-                    connection.execute(_ADD_RESULT, {"request_id": settlement.request_id, "body": settlement.body})
+                    _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
                     connection.execute(effect)
-            if freed:
-                connection.execute(_FREE, [{"freed_id": request_id} for request_id in freed])
+            for request_id in freed:
+                _FREE.count(connection, {"freed_id": request_id})
             for model_id, seq_id in applied.items():
-                connection.execute(_ADVANCE, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
+                _ADVANCE.count(connection, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
             self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
             reach("settle.uncommitted")
 

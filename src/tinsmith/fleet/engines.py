@@ -31,6 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.db import Database, Fence, now
 from tinsmith.fleet.executors import pass_on
 from tinsmith.notify import EVERYTHING, engine_mailbox
+from tinsmith.prepared import Prepared
 from tinsmith.tables import ENGINES, FUTURES, MODELS
 
 EXIT_UNUSABLE_MODEL = 3
@@ -218,10 +219,10 @@ def holder_of(data_dir: Path) -> str:
 def fence(lease: Lease) -> Fence:
     """What an engine's database does first in every writing transaction. Raises LeaseLostError."""
     # The row stays locked against a next epoch until the transaction ends, and not against a renewal.
-    query = sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True)
+    query = Prepared(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
 
     def check(connection: Connection) -> None:
-        if connection.scalar(query) is None:
+        if query.one_or_none(connection, {}) is None:
             raise LeaseLostError(f"{lease.engine_id} was taken for dead after epoch {lease.epoch}")
 
     return check

@@ -22,6 +22,7 @@ from tinsmith.db import Database, now
 from tinsmith.fleet.engines import vacate
 from tinsmith.notify import EVERYTHING, engine_mailbox
 from tinsmith.ops import Pending
+from tinsmith.prepared import Prepared
 from tinsmith.tables import ENGINES, FUTURES, MODELS, SAMPLERS
 
 UNEVEN = 2
@@ -50,7 +51,7 @@ _ME = sa.bindparam("engine_id", type_=sa.String)
 _MINE = _OWNER.is_(None) | (_ME == _OWNER)
 _ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_MINE)
 # The statements of every request, built once.
-_INCOMING = (
+_INCOMING = Prepared(
     _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
     .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
     .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > MODELS.c.applied_seq_id))
@@ -110,8 +111,8 @@ class Ownership:
     def incoming(self, after_arrival: int) -> list[Arrival]:
         """What arrived after `after_arrival`, is not another's, and is to be worked on or, if refused, skipped."""
         with self._db.read() as connection:
-            found = connection.execute(_INCOMING, {**self._me, "after_arrival": after_arrival})
-            return [_arrival(row._asdict()) for row in found]
+            found = _INCOMING.rows(connection, {**self._me, "after_arrival": after_arrival})
+        return [Arrival(Pending(*values), owner is None, run_id) for *values, owner, run_id in found]
 
     def named(self, request_ids: Sequence[str]) -> list[Arrival]:
         """The same for requests that a wake-up named: they may have been committed after later arrivals."""
