@@ -32,10 +32,13 @@ from measured import API_KEY, summary, wait_for
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.db import Database, now
+from tinsmith.files import Files
+from tinsmith.fleet.engines import Engines
 from tinsmith.futures import Futures
 from tinsmith.janitor import Janitor, SweptParts
 from tinsmith.models import Models
 from tinsmith.records.audit import Audit
+from tinsmith.records.kept_samples import KeptSamples
 from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.sequences import Sequences
 from tinsmith.sessions import Sessions
@@ -154,8 +157,10 @@ def sweeps(database: Database, directory: str) -> list[float]:
     """Milliseconds of sweeps that find nothing to do."""
     checkpoints = Checkpoints(database, Directories(Path(directory) / "checkpoints"))
     nouns = (Sessions(database), Models(database), SamplingSessions(database), Futures(database), checkpoints)
-    files = (Directories(Path(directory) / name) for name in ("versions", "snapshots"))
-    parts = SweptParts(*nouns, *files, Audit(database), CustomLosses(database), Sequences(database))
+    files = (Directories(Path(directory) / "versions"), Directories(Path(directory) / "snapshots"))
+    texts = Files(database, str(Path(directory) / "files"))
+    records = (Audit(database), CustomLosses(database), Sequences(database), texts, KeptSamples(database))
+    parts = SweptParts(*nouns, *files, *records, Engines(database, "benchmark"))
     janitor = Janitor(Settings(data_dir=Path(directory), session_timeout_s=600), parts)
     times = []
     for _ in range(SWEEPS):

@@ -159,8 +159,8 @@ def answers(sampler: LocalSampler, samples: Sequence[Sample]) -> dict[str, tuple
     return found
 
 
-def fresh_sampler(backend: TorchBackend, **options: int) -> LocalSampler:
-    return type(backend.sampler)(backend.base, backend._versions, options=SamplerOptions(**options))
+def fresh_sampler(backend: TorchBackend, options: SamplerOptions | None = None) -> LocalSampler:
+    return type(backend.sampler)(backend.base, backend._versions, options=options or SamplerOptions())
 
 
 def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict[str, object]]:
@@ -183,7 +183,7 @@ def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict
     answers(warm, longer)
     ways = {
         "in company": (fresh_sampler(backend), [*others[::2], *own, *others[1::2]]),
-        "in small pieces": (fresh_sampler(backend, max_tokens_per_step=9), own),
+        "in small pieces": (fresh_sampler(backend, SamplerOptions(max_tokens_per_step=9)), own),
         "behind a cached prefix": (warm, own),
     }
     rows: list[dict[str, object]] = []
@@ -286,6 +286,28 @@ def figures_of(shape: ModelShape, labels: dict[str, object], runs: int) -> dict[
     return {"training": training, "sampling": sampling, "prices": prices}
 
 
+def worst(figures: dict[str, list[dict[str, object]]], model: str, dtypes: Sequence[str]) -> list[dict[str, object]]:
+    """The largest difference of all ways, without `--deterministic`, as docs/numerics.md has them."""
+
+    def largest(part: str, column: str, dtype: str, *, against: bool = False) -> float:
+        labels = {"model": model, "dtype": dtype, "deterministic": "off"}
+        rows = [row for row in figures[part] if all(row[name] == label for name, label in labels.items())]
+        chosen = [row for row in rows if (row["way"] == "against training") == against]
+        return max(float(str(row[column])) for row in chosen)
+
+    rows: list[dict[str, object]] = []
+    for what, part, column, against in (
+        ("logprobs in training", "training", "logprobs", False),
+        ("gradient of the first step, relative", "training", "gradient", False),
+        ("weights after ten steps, relative", "training", "weights", False),
+        ("logprobs of samples", "sampling", "logprobs", False),
+        ("logprobs of samples against training, worst", "sampling", "logprobs", True),
+        ("the same, mean", "sampling", "mean", True),
+    ):
+        rows.append({"what": what, **{dtype: largest(part, column, dtype, against=against) for dtype in dtypes}})
+    return rows
+
+
 def seconds_of(run: Callable[[], None]) -> float:
     started = time.perf_counter()
     run()
@@ -322,6 +344,8 @@ def main() -> None:
                 found = figures_of(shape_of(model, Path(directory)), {"model": model, "dtype": dtype}, given.runs)
                 for name, rows in found.items():
                     figures[name] += rows
+    for model in given.models:
+        show(f"{model}, without --deterministic: the worst of all ways", worst(figures, model, given.dtypes))
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
 

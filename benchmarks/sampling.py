@@ -210,7 +210,13 @@ def alone_child(directory: Path, dtype: str, adapters: int, save_to: Path, stack
 def peers(
     table: Table, directory: Path, adapter: Path, given: argparse.Namespace, stack: ExitStack
 ) -> dict[str, Child]:
-    """Those that are there and could be started."""
+    """Those that are there and could be started; with an engine's environment, or as much of it as others understand:
+    threads that sleep while they wait suffer less from what else a machine does.
+    """
+    from tinsmith.settings import engine_environment
+
+    whole = engine_environment()
+    part = {**os.environ, "GOMP_SPINCOUNT": whole["GOMP_SPINCOUNT"]}
     wanted = {"directory": str(directory), "most": max(given.at_once), "rank": RANK}
     chosen: dict[str, tuple[str | None, str, Row]] = {}
     for dtype in given.dtypes:
@@ -227,7 +233,10 @@ def peers(
             continue
         arguments = (engine, json.dumps(wanted | options))
         try:
-            child = stack.enter_context(Child("peers.py", *arguments, python=python, patience_s=given.patience))
+            environment = whole if engine == "transformers" else part
+            child = stack.enter_context(
+                Child("peers.py", *arguments, python=python, environment=environment, patience_s=given.patience)
+            )
             child.ask()
         except ChildFailed as error:
             table.failed(name, str(error))

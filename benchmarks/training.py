@@ -120,11 +120,11 @@ class Contestant:
 
 
 def in_child(kind: str, directory: Path, dtype: str, stack: ExitStack) -> Contestant:
+    """With the environment of an engine, PEFT, too: threads that sleep while they wait suffer less from others."""
     from tinsmith.settings import engine_environment
 
-    # The step alone gets what an engine gets; PEFT what a process has that nobody prepared.
-    environment = engine_environment() if kind == "step" else None
-    child = stack.enter_context(Child("training.py", "--child", kind, str(directory), dtype, environment=environment))
+    arguments = ("--child", kind, str(directory), dtype)
+    child = stack.enter_context(Child("training.py", *arguments, environment=engine_environment()))
     child.ask(work=None)
 
     def run(index: int) -> float:

@@ -107,6 +107,9 @@ def test_the_script_prints_tables_and_writes_them(
     flags = ["--models", "nano", "--dtypes", "float32", "--runs", "1", "--json", str(path)]
     monkeypatch.setattr(sys, "argv", ["invariance.py", *flags])
     invariance.main()
-    assert capsys.readouterr().out.count("| nano | float32 |") == 15
+    printed = capsys.readouterr().out
+    assert printed.count("| nano | float32 |") == 15
+    for title in TITLES.values():
+        assert f"\n| {title} | " in printed
     figures = json.loads(path.read_text())
     assert {name: len(rows) for name, rows in figures.items()} == {"training": 6, "sampling": 8, "prices": 1}
