@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick clean
+.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
 	$(BIN)/tinsmith demo
@@ -39,7 +39,7 @@ test-vllm: $(STAMP)
 
 # The benchmarks that are no part of `make bench`, each as small as it gets; what they find is not looked at.
 test-benchmarks: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_benchmarks_rare.py
+	$(BIN)/python -m pytest -q tests/test_benchmarks_rare.py tests/test_gpu_benchmark.py
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
@@ -51,6 +51,10 @@ test-recipes: $(STAMP)
 # Base models on several ranks: four of them, every family on two, and ranks that die.
 test-ranks: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
+
+# On a machine with a GPU, with a torch that has CUDA in $(VENV); TINSMITH_TEST_DEVICE=cpu runs what does not need one.
+test-gpu: $(STAMP)
+	TINSMITH_TEST_DEVICE=$${TINSMITH_TEST_DEVICE:-cuda} $(BIN)/python -m pytest -q --timeout 1200 tests/gpu
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
@@ -90,6 +94,10 @@ bench: $(STAMP)
 # The same in three minutes or less, with fewer models and runs.
 bench-quick: $(STAMP)
 	$(BIN)/python benchmarks/suite.py --quick --out build/bench
+
+# On a machine with a GPU, beside transformers and PEFT: 10 minutes or less; writes docs/benchmarks/gpu.md.
+bench-gpu: $(STAMP)
+	$(BIN)/python benchmarks/gpu.py --write docs/benchmarks/gpu.md
 
 $(STAMP): pyproject.toml constraints.txt scripts/setup
 	PYTHON="$(PYTHON)" scripts/setup "$(VENV)"
