@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from starlette.testclient import TestClient
 from tinker.types import (
     ClientConfigResponse,
     ClientDynamicConfigResponse,
@@ -40,7 +41,6 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 
 def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     config = ClientConfigResponse.model_validate(harness.ok("client/config", {"sdk_version": "0.38.0"}))
-    assert config.proto_compress_fwdbwd
     assert config.parallel_fwdbwd_chunks
     assert config.pjwt_auth_enabled
     assert not config.sample_use_retrieve_futures
@@ -48,6 +48,28 @@ def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:
     assert config.custom_loss_server_side
     dynamic = ClientDynamicConfigResponse.model_validate(harness.ok("client/dynamic_config", {}))
     assert dynamic.sample_cancel_enabled
+
+
+@pytest.mark.parametrize(
+    ("peer", "headers", "tunnelled", "compressed"),
+    [
+        ("127.0.0.1", {}, False, False),
+        ("127.0.0.1", {}, True, True),
+        ("127.0.0.1", {"X-Forwarded-For": "192.0.2.1"}, False, True),
+        ("127.0.0.1", {"Via": "1.1 proxy"}, False, True),
+        ("::1", {}, False, False),
+        ("192.0.2.1", {}, False, True),
+        ("testclient", {}, False, True),
+    ],
+)
+def test_clients_of_elsewhere_compress_what_they_send(
+    tmp_path: Path, peer: str, headers: dict[str, str], tunnelled: bool, compressed: bool
+) -> None:
+    harness = make_harness(tmp_path, tunnelled=tunnelled)
+    client = TestClient(harness.app, base_url="http://127.0.0.1", client=(peer, 50_000))
+    answer = client.post("/api/v1/client/config", json={}, headers={"X-API-Key": ALICE, **headers})
+    assert ClientConfigResponse.model_validate(answer.json()).proto_compress_fwdbwd == compressed
+    close(harness)
 
 
 def test_capabilities_list_every_served_model(harness: Harness) -> None:

@@ -195,6 +195,11 @@ class Settings(BaseSettings):
     """Whether clients follow a sampling session with one poll, rather than poll for each sample. Fewer connections
     where thousands of samples wait at once; a single sample takes longer."""
 
+    tunnelled: bool = False
+    """Whether clients may come to a loopback address from elsewhere, through a tunnel or a proxy that does not say so
+    (`X-Forwarded-For`, `Forwarded`, `Via`). They are asked to compress what they send, as all from elsewhere are; those
+    on this machine are not, since that takes longer than the bytes would."""
+
     session_timeout_s: float = 300.0
     """A session without a heartbeat for this long expires and its models are unloaded; negative turns it off."""
 

@@ -65,6 +65,7 @@ OPENAI = ("/v1", "/oai/api/v1")
 ANTHROPIC = "/anthropic/api/v1"
 HUB = "/hub"
 """What clients of the Hugging Face hub are given as its address."""
+_OPENAI, _ANTHROPIC, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{ANTHROPIC}/", f"{HUB}/"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
@@ -128,6 +129,7 @@ class Call:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     scheme: str
+    peer: str = ""
     may_wait: bool = True
 
     def wait(self) -> None:
@@ -178,8 +180,10 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
 
 def call_of(request: Request, services: Services, tenant_id: str, body: bytes) -> Call:
     """An authenticated request as routes see it; `body` is decoded."""
+    scope = request.scope
+    peer = scope["client"][0] if scope.get("client") else ""
     return Call(
-        services, tenant_id, body, request.path_params, request.query_params, request.headers, request.scope["scheme"]
+        services, tenant_id, body, request.path_params, request.query_params, request.headers, scope["scheme"], peer
     )
 
 
@@ -202,17 +206,17 @@ async def authenticate(request: Request) -> tuple[Services, str]:
 
 def is_openai(request: Request) -> bool:
     """Whether a request is one of OpenAI's clients, by its path: they send their key, and read errors, in their way."""
-    return request.url.path.startswith(tuple(f"{prefix}/" for prefix in OPENAI))
+    return request.scope["path"].startswith(_OPENAI)
 
 
 def is_anthropic(request: Request) -> bool:
     """The same for Anthropic's."""
-    return request.url.path.startswith(f"{ANTHROPIC}/")
+    return request.scope["path"].startswith(_ANTHROPIC)
 
 
 def is_hub(request: Request) -> bool:
     """The same for those of the Hugging Face hub."""
-    return request.url.path.startswith(f"{HUB}/")
+    return request.scope["path"].startswith(_HUB)
 
 
 async def read_body(request: Request, takes: str, limit_bytes: int | None = None) -> bytes:
