@@ -26,6 +26,9 @@ BUCKET_SCHEMES = ("s3", "gs")
 RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
 """What Ray tells its own processes, and nobody that they start."""
 
+HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
+"""How an engine's C library keeps memory: blocks of up to 32 MiB, which is the most, come from what it keeps."""
+
 KEPT_PRODUCTS = 128
 """How many compiled matrix products an engine keeps."""
 
@@ -388,12 +391,13 @@ def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False)
     of all lengths fill that, and hardly any of it is used again.
 
     Large blocks come and go at each step, and their pages with them: 25,000 faults in a step of 8 x 32 tokens with m50,
-    a fifth of its time. In huge pages, for which glibc has to be told to ask, it is 50.
+    a fifth of its time. In huge pages, for which glibc has to be told to ask, it is 50; where it keeps up to 256 MiB
+    that nobody has just now, 2.
     """
     needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
     metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
-    own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP}
     # The ranks of an engine are on one machine, and what they tell each other is for nobody else.
     own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform == "linux" else {}
     opening = _bucket_variables() if bucket else {}
