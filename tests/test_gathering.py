@@ -72,6 +72,8 @@ def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_exp
     gathering.ran(1.0)
     assert gathering.wait_s([], [], 0.0) == 0.0
     assert gathering.wait_s([], [0.001, 0.002, 7.0], 0.0) == 0.002
+    assert gathering.wait_s([], [0.6 * MOST_S], 0.0) == 0.0
+    assert gathering.wait_s([0.6 * MOST_S], [], 0.0) == 0.6 * MOST_S
 
 
 def test_of_those_who_came_together_before_all_are_waited_for_or_none() -> None:

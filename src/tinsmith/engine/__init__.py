@@ -147,7 +147,7 @@ class Engine:
         sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
         busy = trained or sampled
         if self._hold_s:
-            patience_s = min(patience_s, self._hold_s)
+            patience_s = min(patience_s, self._hold_s, QUIET_S)  # what can wait for longer takes long
         if time.monotonic() >= self._next_check:
             # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
             self._next_check = time.monotonic() + SAFETY_POLL_S

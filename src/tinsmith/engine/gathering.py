@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-MOST_S = 0.05
+MOST_S = 0.1
 SHARE = 0.5
 """Passes are held for MOST_S, or this share of a short step's time, whichever is less."""
 
@@ -92,11 +92,12 @@ class Gathering:
     def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
         """For how long to hold what is ready, if nothing comes; 0 to run it. `beside_s` says until when others are
         expected who came with the first of those that are ready: all of them, or there are two steps all the same.
-        `quick_s` are those that come right after their answers.
+        `quick_s` are those that come right after their answers; they may have nothing to do with who is here, who waits
+        for them half as long.
         """
         since = moment if self._held_since is None else self._held_since
         left = self.most_s() - (moment - since)
-        worth = [due_s for due_s in quick_s if due_s <= left]
+        worth = [due_s for due_s in quick_s if 2 * due_s <= left]
         if beside_s and max(beside_s) <= left:
             worth += beside_s
         if not worth:
