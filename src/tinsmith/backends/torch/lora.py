@@ -230,10 +230,11 @@ class Run:
 class Routing:
     """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
 
-    `runs` are the same segments, but for those of the base model, beside the neighbours that could join them.
+    `runs` are the same segments, but for those of the base model, beside the neighbours that could join them. `work`
+    keeps what each site has found to do.
     """
 
-    __slots__ = ("_runs", "_stretches", "num_rows", "segments")
+    __slots__ = ("_runs", "_stretches", "num_rows", "segments", "work")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -244,6 +245,7 @@ class Routing:
         self.segments = tuple(segments)
         self._runs: list[Run] | None = None
         self._stretches: list[Run | Stretch] | None = None
+        self.work: dict[Site, list[Run | Stretch]] = {}
         self.num_rows = end
 
     @property

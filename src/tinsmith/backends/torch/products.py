@@ -86,12 +86,13 @@ def add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _suits_onednn(a: Tensor, b: Tensor) -> bool:
-    if not HAS_ONEDNN or a.dtype != torch.float32 or len(a) < ONEDNN_ROWS or a.device.type != "cpu":
+    if not HAS_ONEDNN or a.dtype != torch.float32 or not a.is_cpu:
         return False
-    if len(a) * b.numel() < ONEDNN_NUMBERS:
+    rows, (inner, columns) = a.shape[0], b.shape
+    if rows < ONEDNN_ROWS or rows * inner * columns < ONEDNN_NUMBERS:
         return False
     # Of a matrix with gaps oneDNN makes sense a thousand times slower.
-    return b.is_contiguous() or b.t().is_contiguous()
+    return b.is_contiguous() or b.stride() == (1, inner)
 
 
 def _onednn(a: Tensor, b: Tensor) -> Tensor:

@@ -72,7 +72,9 @@ class Site:
 
     def work(self, routing: Routing) -> list[Run | Stretch]:
         """The runs whose adapters have any of these linears; short ones together where that is faster."""
-        work: list[Run | Stretch] = []
+        if (known := routing.work.get(self)) is not None:
+            return known
+        work = routing.work[self] = []
         for run in routing.stretches:
             if run.adapters[0].compute.keys().isdisjoint(self._names):
                 continue
