@@ -23,6 +23,7 @@ from tinsmith.chat.completions import read_completion
 from tinsmith.chat.plans import Plan, read_target
 from tinsmith.chat.refusals import RequestError
 from tinsmith.chat.texts import Text
+from tinsmith.chat.thinking import Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError
 from tinsmith.ops import ModelShape, SamplingParams
@@ -209,6 +210,117 @@ def test_an_end_token_ends_the_text_and_what_follows_is_not_shown() -> None:
     piece = choice.piece()
     assert piece.text == "hi" and len(choice.token_ids) == len(ids)
     assert TEXT.end_token_ids == {0, 2}
+
+
+# Thinking.
+
+MARKS = ("<think>", "</think>")
+THINKING = Thinking(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
+Said = tuple[str, str, list[str], str | None]
+
+
+def said(plan: Plan, written: str, *, whole: bool) -> Said:
+    """What an answer says: its thought, its text, its calls and the stop that ended it."""
+    choice = Choice(plan, TEXT, 0)
+    thought = text = ""
+    for token in TEXT.encode(written, special=False):
+        choice.push(token, -0.5)
+        if not whole:
+            piece = choice.piece()
+            assert not (piece.reasoning and text), "a thought comes first"
+            thought, text = thought + piece.reasoning, text + piece.text
+            assert not piece.calls
+    choice.finish()
+    piece = choice.piece()
+    assert len(choice.token_ids) == len(TEXT.encode(written, special=False))
+    calls = [f"{call.name}({call.arguments})" for call in piece.calls]
+    return thought + piece.reasoning, text + piece.text, calls, choice.stopped_by
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("written", "thought", "text"),
+    [
+        ("<think>\nhm, so\nso\n</think>\n\nyes.\n", "hm, so\nso", "yes.\n"),
+        (" \n<think>hm</think>yes", "hm", "yes"),
+        ("<think>\n\n</think>\n\nyes", "", "yes"),
+        ("<think>hm, I am cut off ", "hm, I am cut off", ""),
+        ("<think>hm\n\n", "hm", ""),
+        ("<think>hm</think>", "hm", ""),
+        ("<think>hm</think>\n\n", "hm", ""),
+        ("<think>hm <think> hm</think>yes </think> no <think>", "hm <think> hm", "yes </think> no <think>"),
+        ("yes <think>hm</think>", "", "yes <think>hm</think>"),
+        ("yes</think>no", "", "yes</think>no"),
+        ("  yes", "", "  yes"),
+        ("\n", "", "\n"),
+        ("", "", ""),
+    ],
+)
+def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, whole: bool) -> None:
+    assert said(replace(plan_of(), thinking=THINKING), written, whole=whole) == (thought, text, [], None)
+    assert said(plan_of(), written, whole=whole)[:2] == ("", written), "as it is, where nothing is marked"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_thought_that_the_prompt_began(whole: bool) -> None:
+    begun = replace(plan_of(), thinking=replace(THINKING, begun=True))
+    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("hm", "yes")
+    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("hm, I am cut off", "")
+
+
+def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
+    face = TEXT.encode("\U0001f600", special=False)
+    choice = Choice(replace(plan_of(), thinking=THINKING), TEXT, 0)
+    for token in (THINKING.open_id, face[0], THINKING.close_id, *face):
+        choice.push(token, -0.5)
+    choice.finish()
+    piece = choice.piece()
+    assert (len(face) > 1, piece.reasoning, piece.text) == (True, "\ufffd", "\U0001f600")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
+    stopped = replace(plan_of("st", "ab"), thinking=THINKING)
+    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("hm", "", [], "st")
+    assert said(stopped, "<think>a</think>bc st", whole=whole) == ("a", "bc ", [], "st"), "none lies across the mark"
+    use = replace(plan_of(tools=HERMES), thinking=THINKING)
+    for thought in ("hm", f"hm\n{CALL}"):
+        found = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=whole)
+        assert found == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
+    assert said(use, f"<think>{CALL}", whole=whole) == (CALL, "", [], None)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "a", "st", " ", "\n", "<tool_call>", "<to", "\u00e9"]), max_size=14
+    ),
+    st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_a_stream_thinks_and_says_what_the_whole_does(written: list[str], stops: list[str], begun: bool) -> None:
+    plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
+    text = "".join(written)
+    assert said(plan, text, whole=False) == said(plan, text, whole=True)
+
+
+def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
+    grammar = {"type": "json_object"}
+    assert chat().thinking == chat(chat_template_kwargs={"enable_thinking": False}).thinking == THINKING
+    assert chat(response_format=grammar).thinking is None, "it cannot think"
+    assert chat(structured_outputs={"regex": "a"}).thinking is None
+    assert chat(separate_reasoning=False).thinking is None
+    plain = Text(shape_of(make_tool_model(tmp_path / "plain")))
+    assert plain.has_token("<think>") and thinking_of(plain) is None, "its template knows nothing of it"
+    begins = make_tool_model(tmp_path / "begins")
+    (begins / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}</think>{% endif %}{{ '<think>\\n' if not y }}"
+    )
+    text = Text(shape_of(begins))
+    for variables, expected in (({}, True), ({"y": True}, False), ({"x": True, "y": True}, False)):
+        body = {"model": "m", "messages": [{"role": "user", "content": "<think> is a mark"}]}
+        plan = read_chat(Fields({**body, "chat_template_kwargs": variables}), text)
+        assert plan.thinking is not None and plan.thinking.begun == expected
 
 
 # Requests.

@@ -95,12 +95,13 @@ def test_an_adapter_answers_as_it_does_through_the_sdk(place: Place) -> None:
     prompt = types.ModelInput.from_ints(tokenizer.encode(PROMPT))
     params = types.SamplingParams(max_tokens=12, seed=3, temperature=0.8, top_p=0.95)
     theirs = place.sampler.sample(prompt, num_samples=2, sampling_params=params, topk_sample_logprobs=2).result()
-    ours = ask(place, place.path, n=2, temperature=0.8, top_p=0.95, logprobs=True, top_logprobs=2)
+    as_it_is = {"separate_reasoning": False}
+    ours = ask(place, place.path, n=2, temperature=0.8, top_p=0.95, logprobs=True, top_logprobs=2, extra_body=as_it_is)
     raw = place.client.completions.create(
         model=f"{NANO};{place.path}", prompt=tokenizer.encode(PROMPT), max_tokens=12, seed=3, n=2, temperature=0.8,
         top_p=0.95, logprobs=2,
     )  # fmt: skip
-    base = ask(place, n=2, temperature=0.8, top_p=0.95)
+    base = ask(place, n=2, temperature=0.8, top_p=0.95, extra_body=as_it_is)
     for index, sequence in enumerate(theirs.sequences):
         ended = sequence.stop_reason == "stop"
         tokens = sequence.tokens[:-1] if ended else sequence.tokens
@@ -300,11 +301,98 @@ def test_a_client_that_goes_away_cancels_its_sample(place: Place, stream: bool) 
     assert place.server.count("futures WHERE state = 'pending'") == 0
 
 
+# Thinking.
+
+THOUGHT, ANSWER = "a greeting,\nso be it", "hello"
+
+
+@pytest.fixture(scope="module")
+def thinker(place: Place) -> str:
+    """A checkpoint that thinks before it says hello."""
+    tokens = TOKENIZER.encode(f"{PROMPT}<think>\n{THOUGHT}\n</think>\n\n{ANSWER}<|im_end|>")
+    weights = np.zeros(len(tokens) - 1, np.float32)
+    weights[len(TOKENIZER.encode(PROMPT)) - 1 :] = 1.0
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": weights},
+    )
+    with tinker.ServiceClient(base_url=place.server.url, api_key=API_KEY) as service:
+        model = service.create_lora_training_client(NANO, rank=16).result()
+        for _ in range(150):
+            if model.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"] < 0.1:
+                break  # no token of it is in doubt
+            model.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+        else:
+            raise AssertionError("it does not learn to think")
+        return model.save_weights_for_sampler("thinker").result().path
+
+
+def test_openais_client_gets_thoughts_apart(place: Place, thinker: str) -> None:
+    asked = {"temperature": 0, "max_tokens": 60, "logprobs": True}
+    whole = ask(place, thinker, **asked)
+    message = whole.choices[0].message
+    assert (message.reasoning_content, message.content) == (THOUGHT, ANSWER)
+    chunks = list(ask(place, thinker, stream=True, stream_options={"include_usage": True}, **asked))
+    deltas = [one.delta for chunk in chunks for one in chunk.choices]
+    thought = [found for delta in deltas if (found := getattr(delta, "reasoning_content", None))]
+    assert "".join(thought) == THOUGHT
+    assert "".join(delta.content or "" for delta in deltas) == ANSWER
+    together = ask(place, thinker, extra_body={"separate_reasoning": False}, **asked)
+    assert together.choices[0].message.content == f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+    assert not hasattr(together.choices[0].message, "reasoning_content")
+    spelled = [token.token for token in together.choices[0].logprobs.content]
+    assert [token.token for token in whole.choices[0].logprobs.content] == spelled, "tokens are what they were"
+    told = [token.token for c in chunks for one in c.choices if one.logprobs for token in one.logprobs.content]
+    assert told == spelled and "<think>" in spelled
+    assert whole.usage == together.usage == chunks[-1].usage
+    cut = ask(place, thinker, temperature=0, max_tokens=4).choices[0]
+    assert THOUGHT.startswith(cut.message.reasoning_content) and (cut.message.content, cut.finish_reason) == (
+        "",
+        "length",
+    )
+    turns = [*SAY, {"role": "assistant", "content": ANSWER, "reasoning_content": THOUGHT}, *SAY]
+    assert ask(place, thinker, messages=turns, max_tokens=1).usage.completion_tokens == 1
+    strict = ask(place, thinker, response_format={"type": "json_object"}, max_tokens=40).choices[0].message
+    assert strict.content.startswith("{") and not hasattr(strict, "reasoning_content")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_client_gets_thoughts_if_it_asks(place: Place, thinker: str, stream: bool) -> None:
+    def said(thinking: dict[str, object] | None, **more: object) -> list[dict[str, object]]:
+        asked: Any = {"model": thinker, "max_tokens": 1100, "messages": SAY, "extra_body": {"temperature": 0}} | more
+        if thinking:
+            asked["thinking"] = thinking
+        if not stream:
+            return [block.model_dump(exclude_none=True) for block in place.claude.messages.create(**asked).content]
+        with place.claude.messages.stream(**asked) as pieces:
+            return [block.model_dump(exclude_none=True) for block in pieces.get_final_message().content]
+
+    apart = [{"type": "thinking", "thinking": THOUGHT, "signature": ""}, {"type": "text", "text": ANSWER}]
+    enabled: dict[str, object] = {"type": "enabled", "budget_tokens": 1024}
+    together = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+    found = said(enabled)
+    assert [{name: block[name] for name in one} for block, one in zip(found, apart, strict=True)] == apart
+    assert [block["type"] for block in said({"type": "adaptive"})] == ["thinking", "text"]
+    (text,) = said(None)
+    assert text["text"] == together, "as it is, since nobody asked"
+    off = said({"type": "disabled"}, max_tokens=8)
+    assert [block["type"] for block in off] == ["text"] and off[0]["text"] != together
+    turns = [*SAY, {"role": "assistant", "content": found}, *SAY]
+    said({"type": "adaptive"}, messages=turns, max_tokens=4)  # a thought may be sent back
+    if not stream:
+        with pytest.raises(anthropic.BadRequestError, match="budget_tokens must be at least 1024"):
+            said(enabled | {"budget_tokens": 10})
+        with pytest.raises(anthropic.BadRequestError, match=r"together with output_config\.format"):
+            said(enabled, output_config={"format": {"type": "json_schema", "schema": ROW}})
+        with pytest.raises(anthropic.BadRequestError, match="'sometimes'; known are enabled"):
+            said({"type": "sometimes"})
+
+
 # Anthropic's.
 
 
 def test_a_message_is_the_chat_in_other_words(place: Place) -> None:
-    expected = ask(place, place.path, temperature=0)
+    expected = ask(place, place.path, temperature=0, extra_body={"separate_reasoning": False})
     asked: Any = {"model": place.path, "max_tokens": 12, "messages": SAY, "extra_body": {"temperature": 0}}
     message = place.claude.messages.create(**asked)
     assert message.content[0].text == expected.choices[0].message.content
@@ -365,9 +453,9 @@ def test_a_message_calls_tools(place: Place, stream: bool) -> None:
 def test_errors_have_anthropics_form(place: Place) -> None:
     with pytest.raises(anthropic.NotFoundError, match="not served here"):
         place.claude.messages.create(model="nobody", max_tokens=2, messages=SAY)
-    with pytest.raises(anthropic.BadRequestError, match="thinking is not supported"):
+    with pytest.raises(anthropic.BadRequestError, match="mark no thoughts"):
         place.claude.messages.create(
-            model=NANO, max_tokens=2000, messages=SAY, thinking={"type": "enabled", "budget_tokens": 1024}
+            model=TOOLS, max_tokens=2000, messages=SAY, thinking={"type": "enabled", "budget_tokens": 1024}
         )
     with pytest.raises(anthropic.BadRequestError, match="begun already"):
         turns: Any = [*SAY, {"role": "assistant", "content": "he"}]

@@ -204,6 +204,16 @@ def test_several_choices_are_kept_apart(harness: Harness) -> None:
     assert (text_of(news), text_of(news, 1)) == ("one two", "six ten")
 
 
+def test_what_a_model_thinks_is_told_as_it_comes(harness: Harness) -> None:
+    written = "<think>\nso it is\n</think>\n\nhello there"
+    news = stream(harness, lambda name: partials_of(name, written), result(written))
+    pieces = [one.piece for one in news if one.piece]
+    assert "".join(piece.reasoning for piece in pieces) == "so it is" and text_of(news) == "hello there"
+    assert sum(bool(piece.reasoning) for piece in pieces) > 1, "not all of it at its end"
+    together = stream(harness, lambda name: partials_of(name, written), result(written), separate_reasoning=False)
+    assert text_of(together) == written
+
+
 def test_a_result_that_contradicts_what_was_shown_is_an_error(harness: Harness) -> None:
     with pytest.raises(EngineFailedError, match="drew another one"):
         stream(harness, lambda name: partials_of(name, "hello"), result("goodbye"))

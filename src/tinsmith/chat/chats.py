@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tinsmith.chat.plans import (
     BEYOND,
@@ -20,8 +20,9 @@ from tinsmith.chat.plans import (
 )
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.texts import Text
+from tinsmith.chat.thinking import Thinking, thinking_of
 from tinsmith.chat.tools import OPEN, ToolUse, read_tools
-from tinsmith.ops import Grammar
+from tinsmith.ops import Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show
 
 KNOWN = (
@@ -41,6 +42,7 @@ KNOWN = (
             "tool_choice",
             "parallel_tool_calls",
             "chat_template_kwargs",
+            "separate_reasoning",
         ]
     )
 )
@@ -69,16 +71,27 @@ def read_chat(fields: Fields, text: Text) -> Plan:
     grammar = one_grammar(read_response_format(fields), tools)
     stream, include_usage = read_stream(fields)
     shown = [tool.definition for tool in tools.tools] if tools else None
+    prompt = text.chat(messages, shown, variables)
+    params = read_params(fields, _max_tokens(fields), grammar, tools.stops if tools else ())
     return Plan(
         name=fields.text("model"),
-        prompts=(text.chat(messages, shown, variables),),
+        prompts=(prompt,),
         num_choices=read_count(fields, "n", 1, MAX_CHOICES, 1),
-        params=read_params(fields, _max_tokens(fields), grammar, tools.stops if tools else ()),
+        params=params,
         top_logprobs=_top_logprobs(fields),
         stream=stream,
         include_usage=include_usage,
         tools=tools,
+        thinking=_thinking(fields, text, prompt, params, tools),
     )
+
+
+def _thinking(
+    fields: Fields, text: Text, prompt: Sequence[int], params: SamplingParams, tools: ToolUse | None
+) -> Thinking | None:
+    """An answer that is held to a grammar from its first token does not think; `separate_reasoning` is SGLang's."""
+    free = params.adjustments is None or params.adjustments.grammar is None or (tools and tools.choice == "auto")
+    return thinking_of(text, prompt) if free and fields.flag_or("separate_reasoning", True) else None
 
 
 def without_text_modality(fields: Fields) -> Fields:

@@ -1,8 +1,9 @@
-"""One answer, token by token: its text, what of it may be shown already, its calls and its logprobs.
+"""One answer, token by token: its thought, its text, what of them may be shown already, its calls and its logprobs.
 
 A `Choice` is fed the tokens of one sequence, all at once or as they come, and gives out pieces; the pieces of a stream
 put together are the whole answer. Text is held back as long as it may turn out to be something else: an unfinished
-character, the beginning of a stop string, a tool call.
+character, the beginning of a stop string, a tool call. A thought ends at its mark and comes without it, and without the
+white space around it; calls are looked for in what follows.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ class ShownToken:
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of an answer."""
+    """What is new of an answer; what it thinks comes before its text."""
 
+    reasoning: str = ""
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.text or self.calls)
+        return bool(self.reasoning or self.text or self.calls)
 
 
 class Decoder:
@@ -77,10 +79,13 @@ class Choice:
         self._plan = plan
         self._text = text
         self._decoder = Decoder(text)
+        self._thinking = plan.thinking  # until the thought is over
+        self._thinks = plan.thinking is not None and plan.thinking.begun
+        self._answers_at = 0  # where in `_whole` what came after the last mark begins
         ends = text.end_token_ids if plan.params.stop_eos else frozenset()
         self._ends = ends | frozenset(plan.params.stop_tokens)
         self._whole = ""
-        self._shown = 0  # characters that were given out
+        self._shown = 0  # characters that were given out, thought and white space included
         self._tokens: list[ShownToken] = []
         self._tokens_shown = 0
         self._ended = False  # whatever comes is not of the answer
@@ -95,22 +100,26 @@ class Choice:
             self._ended = True
             return
         self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
-        self._add(self._decoder.push(token_id))
+        if not self._is_mark(token_id):
+            self._add(self._decoder.push(token_id))
 
     def finish(self) -> None:
         """No token follows."""
         if not self._ended:
             self._add(self._decoder.rest())
         self._ended = self._finished = True
+        if self._thinks:
+            self._answers_at = len(self._whole)
         if self._plan.tools:
-            self._whole, self._calls = self._plan.tools.found(self._whole)
+            text, self._calls = self._plan.tools.found(self._whole[self._answers_at :])
+            self._whole = self._whole[: self._answers_at] + text
 
     def piece(self) -> Piece:
         """What was not given out before and may be now."""
         end = len(self._whole) if self._finished else self._certain()
-        piece = Piece(self._whole[self._shown : end])
-        self._shown = max(end, self._shown)
-        while self._tokens_shown < len(self._tokens):
+        piece = Piece(self._thought(end), self._answer(end))
+        # A mark's token comes with the text after it: a piece without text is not shown.
+        while (piece or self._finished) and self._tokens_shown < len(self._tokens):
             token = self._tokens[self._tokens_shown]
             if not self._finished and token.offset >= end:
                 break
@@ -119,12 +128,55 @@ class Choice:
         piece.calls, self._calls = self._calls, []
         return piece
 
+    def _is_mark(self, token_id: int) -> bool:
+        """Whether a token begins the thought or ends it."""
+        marks = self._thinking
+        if marks is None:
+            return False
+        if self._thinks and token_id == marks.close_id:
+            self._thinks, self._thinking = False, None
+        elif not self._thinks and token_id == marks.open_id and not self._whole.strip():
+            self._thinks = True
+        else:
+            return False
+        self._add(self._decoder.rest())
+        self._decoder = Decoder(self._text)
+        self._answers_at = len(self._whole)
+        return True
+
+    def _thought(self, end: int) -> str:
+        """What is new of the thought, up to `end`."""
+        if self._plan.thinking is None:
+            return ""
+        end = min(end, len(self._whole) if self._thinks else self._answers_at)
+        return self._stripped(0, len(self._whole[:end].rstrip()))
+
+    def _answer(self, end: int) -> str:
+        """The same of what follows."""
+        if self._thinks:
+            return ""
+        if self._plan.thinking is not None and self._thinking is None:
+            return self._stripped(self._answers_at, end)
+        new = self._whole[self._shown : end]
+        self._shown = max(end, self._shown)
+        return new
+
+    def _stripped(self, start: int, end: int) -> str:
+        """What is new between two places, without the white space at its beginning."""
+        region = self._whole[start:end]
+        first = max(self._shown, start + len(region) - len(region.lstrip()))
+        if first >= end:
+            return ""
+        self._shown = end
+        return self._whole[first:end]
+
     def _add(self, new: str) -> None:
         if not new:
             return
         stops = self._plan.stops
         longest = max((len(stop) for stop in stops), default=0)
-        searched = max(len(self._whole) - longest + 1, 0)
+        # A stop does not lie across the mark.
+        searched = max(len(self._whole) - longest + 1, self._answers_at)
         self._whole += new
         found = [(at, stop) for stop in stops if (at := self._whole.find(stop, searched)) >= 0]
         if found:
@@ -141,4 +193,10 @@ class Choice:
                 if text.endswith(stop[:length]):
                     end = min(end, len(text) - length)
                     break
-        return min(end, self._plan.tools.held(text[:end])) if self._plan.tools else end
+        if self._thinks:
+            return end
+        if self._thinking is not None and not text.strip():
+            return 0  # it may still begin to think
+        if not self._plan.tools:
+            return end
+        return self._answers_at + self._plan.tools.held(text[self._answers_at : max(end, self._answers_at)])

@@ -15,6 +15,7 @@ from tinsmith.chat.plans import Plan
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.results import read_sequence
 from tinsmith.chat.texts import Text
+from tinsmith.chat.thinking import SWITCH, thinking_of
 from tinsmith.chat.tools import ToolCall
 from tinsmith.ops import SampleResult
 from tinsmith.wire.fields import Fields, show
@@ -41,6 +42,12 @@ BLOCK_FIELDS = {
     "tool_result": frozenset(["type", "tool_use_id", "content", "is_error", "cache_control"]),
     "thinking": frozenset(["type", "thinking", "signature"]),
 }
+THINKING_FIELDS = {
+    "enabled": frozenset(["type", "budget_tokens"]),
+    "adaptive": frozenset(["type"]),
+    "disabled": frozenset(["type"]),
+}
+MIN_BUDGET = 1024  # Anthropic's
 MAX_TEXT = 2**31
 
 
@@ -51,25 +58,25 @@ def read_message(fields: Fields, text: Text) -> Plan:
         raise RequestError("max_tokens", "max_tokens is missing")
     if fields.text_or("service_tier", "auto") not in ("auto", "standard_only"):
         raise not_supported("service_tier", "there is one tier, 'standard_only'")
-    body = _chat(fields) | {"max_tokens": fields.integer("max_tokens"), "stream": fields.flag_or("stream", False)}
+    body = _chat(fields, text) | {"max_tokens": fields.integer("max_tokens"), "stream": fields.flag_or("stream", False)}
     for name in ("temperature", "top_p", "top_k"):
         if fields.has(name):
             body[name] = fields.values[name]
     if fields.has("stop_sequences"):
         body["stop"] = fields.values["stop_sequences"]
-    return read_chat(Fields(body), text)
+    plan = read_chat(Fields(body), text)
+    if body["separate_reasoning"] and plan.thinking is None:
+        raise not_supported("thinking", "together with output_config.format or a tool that must be called")
+    return plan
 
 
 def read_counted(fields: Fields, text: Text) -> Plan:
     """A request whose prompt is only to be counted."""
     refuse_unknown(fields, COUNTED, REASONS)
-    return read_chat(Fields(_chat(fields)), text)
+    return read_chat(Fields(_chat(fields, text)), text)
 
 
-def _chat(fields: Fields) -> JsonObject:
-    thinking = fields.fields_or("thinking", None)
-    if thinking is not None and thinking.text("type") != "disabled":
-        raise not_supported("thinking", "a model thinks as its chat template has it; leave it out")
+def _chat(fields: Fields, text: Text) -> JsonObject:
     messages: list[object] = []
     if fields.has("system"):
         messages.append({"role": "system", "content": _text(fields.values["system"], "system")})
@@ -81,7 +88,26 @@ def _chat(fields: Fields) -> JsonObject:
     if isinstance(items[-1], dict) and items[-1].get("role") == "assistant":
         raise not_supported("messages", "an answer that is begun already; the last message must be the user's")
     body: JsonObject = {"model": fields.text("model"), "messages": messages}
-    return body | _tools(fields) | _format(fields)
+    return body | _tools(fields) | _format(fields) | _thinking(fields, text)
+
+
+def _thinking(fields: Fields, text: Text) -> JsonObject:
+    """Thoughts come as blocks of their own if they are asked for; otherwise a model writes what its template has."""
+    wanted = fields.fields_or("thinking", None)
+    if wanted is None:
+        return {"separate_reasoning": False}
+    kind = wanted.text("type")
+    if kind not in THINKING_FIELDS:
+        raise not_supported("thinking.type", f"{show(kind)}; known are {', '.join(THINKING_FIELDS)}")
+    refuse_unknown(wanted, THINKING_FIELDS[kind], {})
+    thinks = kind != "disabled"
+    if thinks and thinking_of(text) is None:
+        raise not_supported("thinking", "this model's chat template and tokenizer mark no thoughts; leave it out")
+    most = fields.integer_or("max_tokens", None) or MAX_TEXT
+    if kind == "enabled" and not MIN_BUDGET <= wanted.integer("budget_tokens") < most:
+        raise RequestError("thinking", f"thinking.budget_tokens must be at least {MIN_BUDGET} and less than max_tokens")
+    body: JsonObject = {"separate_reasoning": thinks}
+    return body | ({"chat_template_kwargs": {SWITCH: thinks}} if SWITCH in text.template.source else {})
 
 
 def _message(item: object, where: str) -> Iterator[JsonObject]:
@@ -224,7 +250,9 @@ def whole_message(message_id: str, plan: Plan, text: Text, result: SampleResult)
     choice = Choice(plan, text, 0)
     read_sequence(choice, sequence)
     piece = choice.piece()
-    content: list[JsonObject] = [{"type": "text", "text": piece.text}] if piece.text else []
+    content: list[JsonObject] = [_thought(piece.reasoning)] if piece.reasoning else []
+    if piece.text:
+        content.append({"type": "text", "text": piece.text})
     content += [_call(call) for call in piece.calls]
     used = usage(plan, result, len(sequence.tokens_T))
     return message(message_id, plan, content, used) | stop(choice, piece.calls, sequence.stop_reason)
@@ -238,6 +266,11 @@ def stop(choice: Choice, calls: Sequence[ToolCall], stop_reason: str) -> JsonObj
     return {"stop_reason": "max_tokens" if stop_reason == "length" else "end_turn", "stop_sequence": None}
 
 
+def _thought(reasoning: str) -> JsonObject:
+    """Unsigned: whoever sends it back need not prove where it is from."""
+    return {"type": "thinking", "thinking": reasoning, "signature": ""}
+
+
 def _call(call: ToolCall) -> JsonObject:
     call_id = "toolu_" + call.call_id.removeprefix("call_")
     return {"type": "tool_use", "id": call_id, "name": call.name, "input": json.loads(call.arguments)}
@@ -248,13 +281,14 @@ class Blocks:
 
     def __init__(self) -> None:
         self._next = 0
-        self._text_open = False
+        self._open: str | None = None
 
     def events(self, piece: Piece) -> Iterator[Event]:
+        if piece.reasoning:
+            yield from self._opened(_thought(""))
+            yield self._delta({"type": "thinking_delta", "thinking": piece.reasoning})
         if piece.text:
-            if not self._text_open:
-                yield self._start({"type": "text", "text": ""})
-                self._text_open = True
+            yield from self._opened({"type": "text", "text": ""})
             yield self._delta({"type": "text_delta", "text": piece.text})
         for call in piece.calls:
             yield from self.close()
@@ -263,9 +297,15 @@ class Blocks:
             yield self._stop()
 
     def close(self) -> Iterator[Event]:
-        if self._text_open:
-            self._text_open = False
+        if self._open is not None:
+            self._open = None
             yield self._stop()
+
+    def _opened(self, block: JsonObject) -> Iterator[Event]:
+        if self._open != block["type"]:
+            yield from self.close()
+            self._open = str(block["type"])
+            yield self._start(block)
 
     def _start(self, block: JsonObject) -> Event:
         return "content_block_start", {"type": "content_block_start", "index": self._next, "content_block": block}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith.chat.refusals import RequestError, not_supported
+from tinsmith.chat.thinking import Thinking
 from tinsmith.chat.tools import ToolUse
 from tinsmith.ops import Adjustments, Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show
@@ -62,7 +63,9 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`top_logprobs` None: the answer shows no logprobs. `echo` has completions begin with their prompt."""
+    """`top_logprobs` None: the answer shows no logprobs. `echo` has completions begin with their prompt. Without
+    `thinking`, what a model thinks is part of its text.
+    """
 
     name: str
     prompts: tuple[Sequence[int], ...]
@@ -74,6 +77,7 @@ class Plan:
     stream: bool = False
     include_usage: bool = False
     tools: ToolUse | None = None
+    thinking: Thinking | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

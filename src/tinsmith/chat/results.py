@@ -88,6 +88,8 @@ def _chat_choice(plan: Plan, text: Text, index: int, piece: Piece, reason: str) 
     message: JsonObject = {"role": "assistant", "content": piece.text, "refusal": None}
     if piece.calls:
         message |= {"content": piece.text or None, "tool_calls": [call_json(call) for call in piece.calls]}
+    if piece.reasoning:
+        message["reasoning_content"] = piece.reasoning
     logprobs = None if plan.top_logprobs is None else {"content": chat_logprobs(text, piece.tokens), "refusal": None}
     return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
@@ -183,7 +185,9 @@ def piece_chunk(plan: Plan, text: Text, head: Head, index: int, piece: Piece, re
             logprobs = completion_logprobs(plan, text, piece.tokens, 0)
         choice = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
         return _chunk(plan, head, choice)
-    delta: JsonObject = {"content": piece.text} if piece.text else {}
+    delta: JsonObject = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+    if piece.text:
+        delta["content"] = piece.text
     if piece.calls:
         delta["tool_calls"] = [{"index": number} | call_json(call) for number, call in enumerate(piece.calls)]
     logprobs = None

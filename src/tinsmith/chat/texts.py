@@ -83,8 +83,12 @@ class Text:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def token_id(self, text: str) -> int | None:
+        """Of a text that is a token of its own."""
+        return self.tokenizer.token_to_id(text)
+
     def has_token(self, text: str) -> bool:
-        return self.tokenizer.token_to_id(text) is not None
+        return self.token_id(text) is not None
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token stands for; a part of a character, for some."""

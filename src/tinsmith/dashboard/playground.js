@@ -77,7 +77,7 @@ async function sample(one, body, chat, signal) {
   one.answer.replaceChildren(h("p", { class: "quiet" }, "Sampling"));
   one.answer.setAttribute("aria-busy", "true");
   try {
-    const asked = { model, ...body, ...(chat ? { logprobs: true, top_logprobs: TOP } : { logprobs: TOP }) };
+    const asked = { model, ...body, ...(chat ? { logprobs: true, top_logprobs: TOP, separate_reasoning: false } : { logprobs: TOP }) };
     const found = await ask("POST", chat ? "/oai/api/v1/chat/completions" : "/oai/api/v1/completions", asked, signal);
     const [choice] = found.choices;
     const took = (performance.now() - started) / 1000;
