@@ -286,3 +286,28 @@ def test_rotations_reach_as_far_as_positions_go(tmp_path: Path, monkeypatch: pyt
     for length in (5, 9, 70):
         modules, ours = stepped(base, [None], [length])
         torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "pinned", "small"), [(4, False, 1), (65, False, 3), (4, True, 3)])
+def test_in_a_decode_step_only_large_kernels_have_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pinned: bool, small: int
+) -> None:
+    base = loaded(tmp_path, "qwen3")
+    one = [adapter(base, 1, 8)]
+    stepped(base, [*one], [2])
+    threads, now = base._threads, [3]
+    threads._most, threads._active, threads._pinned, threads._flops_per_token = 3, True, pinned, 1e12
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
+    used: dict[str, set[int]] = {}
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (banks_module, "product")):
+        own = getattr(module, name)
+
+        def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
+            used.setdefault(name, set()).add(now[0])
+            return own(*given)
+
+        monkeypatch.setattr(module, name, noted)
+    stepped(base, [*one], [rows])
+    assert used == {"linear_product": {3}, "rms_norm": {small}, "product": {small}}
+    assert now == [3], "as before"

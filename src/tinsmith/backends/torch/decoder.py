@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol, cast
@@ -30,6 +30,7 @@ from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, Attent
 from tinsmith.backends.torch.banks import Bank, Work
 from tinsmith.backends.torch.lora import Adapter, MultiLoRALinear, Routing
 from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, suits_linear
+from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
 
@@ -71,6 +72,8 @@ class Adding(Protocol):
         ...
 
 
+Fuse = Callable[[Sequence[MultiLoRALinear]], "FusedLinear"]
+
 Fused = tuple[Tensor, ...]
 """An adapter's matrices at a fused linear: the A's below each other [R, I], then the B of each piece."""
 
@@ -78,8 +81,9 @@ Fused = tuple[Tensor, ...]
 class FusedLinear:
     """Linears that read the same rows, as one: their weights below each other, their adapters beside each other."""
 
-    def __init__(self, linears: Sequence[MultiLoRALinear]) -> None:
+    def __init__(self, linears: Sequence[MultiLoRALinear], threads: Threads) -> None:
         self._linears = linears
+        self._threads = threads
         self.name = linears[0].name
         self.in_features = linears[0].in_features
         self.out_features = sum(linear.out_features for linear in linears)
@@ -97,7 +101,10 @@ class FusedLinear:
         return packed(torch.cat([linear.weight for linear in linears]))
 
     def _product(self, x_TI: Tensor) -> Tensor:
-        return linear_product(x_TI, self._weight_OI, self._bias_O)
+        self._threads.wide()
+        y_TO = linear_product(x_TI, self._weight_OI, self._bias_O)
+        self._threads.narrow()
+        return y_TO
 
     def fused(self, adapter: Adapter) -> Fused | None:
         """The fused matrices of an adapter that has any of these linears, kept with it. A B that is one matrix is
@@ -203,8 +210,9 @@ class _Layer:
 class Decoder:
     """Use `of`, then `prepare` once rows come."""
 
-    def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear) -> None:
+    def __init__(self, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> None:
         self._modules = modules
+        self._threads = threads
         self._unembedding = unembedding
         self._layers: list[_Layer] = []
         self._linears: list[FusedLinear] = []
@@ -217,12 +225,12 @@ class Decoder:
         """Whether the weights are laid out anew, for oneDNN."""
 
     @classmethod
-    def of(cls, modules: nn.Module, unembedding: MultiLoRALinear) -> Decoder | None:
+    def of(cls, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> Decoder | None:
         """None where the modules do anything that is not written out here, or a CPU lacks oneDNN for them."""
         if not are_known(modules):
             return None
         weight = next(modules.parameters())
-        return cls(modules, unembedding) if weight.device.type != "cpu" or _has_onednn(weight) else None
+        return cls(modules, unembedding, threads) if weight.device.type != "cpu" or _has_onednn(weight) else None
 
     @property
     def ready(self) -> bool:
@@ -237,12 +245,16 @@ class Decoder:
             return False
         asked = asked_of_attention(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        fuse = FusedLinear if self.packs else PlainFusedLinear
+        kind = FusedLinear if self.packs else PlainFusedLinear
+
+        def fuse(linears: Sequence[MultiLoRALinear]) -> FusedLinear:
+            return kind(linears, self._threads)
+
         self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
         self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
         self._banked = list(self._linears)
         if self.packs:
-            self._head = FusedLinear([self._unembedding])
+            self._head = FusedLinear([self._unembedding], self._threads)
             self._banked.append(self._head)
         return True
 
@@ -256,7 +268,8 @@ class Decoder:
         work = Work(routing, num_rows + padding, self._banks, self._banked)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
-        return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+        with self._threads.mixed(num_rows):
+            return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
 
     def through(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, work: Adding) -> Tensor:
         """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""
@@ -270,7 +283,8 @@ class Decoder:
         if self._head is None:
             return None
         work = Work(routing, len(hidden_TD), self._banks, self._banked)
-        return self._head(hidden_TD, work, torch.float32)
+        with self._threads.mixed(len(hidden_TD)):
+            return self._head(hidden_TD, work, torch.float32)
 
     @property
     def linears(self) -> Sequence[FusedLinear]:
@@ -280,11 +294,38 @@ class Decoder:
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan, work: Adding, num_rows: int
     ) -> Tensor:
         for layer in self._layers:
-            x_TD = x_TD + _attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
+            x_TD = x_TD + self._attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
             gate_up = layer.gate_up(layer.before_mlp(x_TD), work)
             gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
             x_TD += layer.down(silu(gate).mul_(up), work)
         return self._final(x_TD)
+
+    def _attend(
+        self,
+        layer: _Layer,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        work: Adding,
+        num_rows: int,
+    ) -> Tensor:
+        heads, keys = layer.num_heads, layer.num_keys
+        qkv = layer.qkv(x_TD, work).view(len(x_TD), heads + 2 * keys, layer.head_dim)
+        turned = qkv[:, : heads + keys]
+        if layer.head_norms is not None:
+            weight, eps = layer.head_norms
+            turned = rms_norm(turned, turned.shape[-1:], None, eps) * weight
+        # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
+        cos_T1E, signed_T1E = rotation
+        turned = torch.addcmul(turned * cos_T1E, turned.roll(layer.head_dim // 2, -1), signed_T1E)[:num_rows]
+        values = qkv[:num_rows, heads + keys :]
+        if num_rows >= WIDE_ATTENTION:
+            self._threads.wide()
+        out_TO = plan.attend(layer.index, turned[:, :heads], turned[:, heads:], values, **layer.attention).flatten(1)
+        self._threads.narrow()
+        if len(x_TD) > num_rows:
+            out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
+        return layer.out(out_TO, work)
 
     def _rotation_of(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """As `_rotation`, without tables: to know how long these must be costs a look at the device."""
@@ -312,30 +353,6 @@ def round_up(num_rows: int) -> int:
     power = 1 << max(num_rows - 1, 0).bit_length()
     step = max(power // (4 if num_rows <= 32 else 8), 1)
     return -(-num_rows // step) * step
-
-
-def _attend(
-    layer: _Layer,
-    x_TD: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    plan: AttentionPlan,
-    work: Adding,
-    num_rows: int,
-) -> Tensor:
-    heads, keys = layer.num_heads, layer.num_keys
-    qkv = layer.qkv(x_TD, work).view(len(x_TD), heads + 2 * keys, layer.head_dim)
-    turned = qkv[:, : heads + keys]
-    if layer.head_norms is not None:
-        weight, eps = layer.head_norms
-        turned = rms_norm(turned, turned.shape[-1:], None, eps) * weight
-    # x cos + (-x2, x1) sin, with the halves exchanged and the sign in the sine.
-    cos_T1E, signed_T1E = rotation
-    turned = torch.addcmul(turned * cos_T1E, turned.roll(layer.head_dim // 2, -1), signed_T1E)[:num_rows]
-    values = qkv[:num_rows, heads + keys :]
-    out_TO = plan.attend(layer.index, turned[:, :heads], turned[:, heads:], values, **layer.attention).flatten(1)
-    if len(x_TD) > num_rows:
-        out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
-    return layer.out(out_TO, work)
 
 
 def _has_onednn(weight: Tensor) -> bool:
@@ -370,7 +387,7 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: type[FusedLinear]) -> _Layer:
+def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
     qkv = _linears(layer, QKV)
