@@ -7,7 +7,7 @@
 All is in bfloat16, adapters in float32, rank 32 on every linear. What is compared takes turns, run by run; medians and
 their spread are shown. Training: forward, backward and an optimizer step, of one adapter and of many; PEFT does one
 tenant after the other, padded. Sampling: as many prompts of 64 tokens as there are at once, 64 new tokens each;
-`replayed` has decode steps recorded as CUDA graphs, `eager` has not, and transformers' `generate` has no adapter. Peak
+`graphs` has decode steps captured as CUDA graphs, `eager` has not, and transformers' `generate` has no adapter. Peak
 memory is what a run takes of the device beside what lay there before it (weights, caches, adapters). How far sampled
 logprobs are from those that training computes for the same tokens is shown, too: a figure that is fast and wrong is
 none.
@@ -170,7 +170,7 @@ def with_peft(directory: Path, device: Device) -> torch.nn.Module:
 
 @contextmanager
 def sampler_of(backend: TorchBackend, *, graphs: bool) -> Iterator[LocalSampler]:
-    # Where there is nothing to record with, recorded steps are run again: slower, and the same.
+    # Where there is nothing to capture with, captured steps are run again: slower, and the same.
     capture = (capture_for(backend.base.device) or plain) if graphs else None
     yield LocalSampler(backend.base, backend._versions, options=SamplerOptions(graphs=graphs, capture=capture))
     gc.collect()
@@ -266,12 +266,12 @@ def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dic
     for index in range(max(ADAPTERS)):
         backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
         backend.publish(f"m{index}", f"v{index}")
-    with sampler_of(backend, graphs=True) as replayed, sampler_of(backend, graphs=False) as eager:
+    with sampler_of(backend, graphs=True) as graphed, sampler_of(backend, graphs=False) as eager:
         for at_once in (2,) if quick else AT_ONCE:
             for adapters in ADAPTERS:
                 tokens = at_once * NEW
                 contestants = [
-                    Contestant("replayed", our_samples(replayed, at_once, adapters), tokens),
+                    Contestant("graphs", our_samples(graphed, at_once, adapters), tokens),
                     Contestant("eager", our_samples(eager, at_once, adapters), tokens),
                 ]
                 if not adapters:
@@ -279,9 +279,9 @@ def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dic
                 device.in_turns(contestants, runs)
                 name = f"sampling, {at_once} at once, {adapters} adapters"
                 figures[name] = {each.name: each.figures() for each in contestants}
-        figures["publish and first token, ms"] = statistics.median(publish_ms(backend, replayed, device, max(runs, 3)))
-        figures["sampled logprobs from trained ones, mean"] = agreement(backend, replayed)
-        figures["recordings"] = replayed._graphs.num_captures if replayed._graphs else 0
+        figures["publish and first token, ms"] = statistics.median(publish_ms(backend, graphed, device, max(runs, 3)))
+        figures["sampled logprobs from trained ones, mean"] = agreement(backend, graphed)
+        figures["captures"] = graphed._graphs.num_captures if graphed._graphs else 0
     return figures
 
 

@@ -1,4 +1,4 @@
-"""Decode steps that are replayed give what the layers give row by row, whoever comes, goes or is published, and rows
+"""Decode steps that are captured give what the layers give row by row, whoever comes, goes or is published, and rows
 that pad do nothing to anybody.
 """
 
@@ -74,7 +74,7 @@ def crowd(seed: int, num: int, versions: list[str | None]) -> list[Sample]:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral"])
-def test_replayed_answers_are_those_of_each_alone(bases: dict[str, BaseModel], arch: str) -> None:
+def test_answers_of_graphs_are_those_of_each_alone(bases: dict[str, BaseModel], arch: str) -> None:
     base = bases[arch]
     versions = {
         "a": make_adapter(base, 1, rank=4),
@@ -111,7 +111,7 @@ def test_whoever_comes_and_goes(arrivals: list[tuple[int, int, int]], seed: int,
         assert_same(answers[sample.request_id], alone(base, sample, versions))
 
 
-def test_a_version_that_is_published_needs_no_recording(base: BaseModel) -> None:
+def test_a_version_that_is_published_needs_no_capture(base: BaseModel) -> None:
     versions = {"a": make_adapter(base, 1), "b": make_adapter(base, 2)}
     sampler, recordings = recorded(base, versions)
     samples = [make_sample(f"s{i}", make_prompt(20, i), LONG, version_id="ab"[i % 2]) for i in range(4)]
@@ -232,7 +232,7 @@ def test_weights_that_are_not_finite_stay_with_their_rows(base: BaseModel) -> No
     assert recordings.replays > 10
 
 
-def test_when_the_cache_moves_steps_are_recorded_again(base: BaseModel) -> None:
+def test_when_the_cache_moves_steps_are_captured_again(base: BaseModel) -> None:
     sampler, recordings = recorded(base)
     first = make_sample("first", make_prompt(20), LONG)
     assert_same(run(sampler, first)["first"], alone(base, first))
@@ -264,7 +264,7 @@ def test_a_capture_that_fails_is_told_once_and_answers_are_as_ever(base: BaseMod
     assert [log["log_level"] for log in logs] == ["warning"]
 
 
-def test_what_looks_at_the_device_cannot_be_recorded(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_at_the_device_cannot_be_captured(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = _decoder(base)
     monkeypatch.setattr(type(decoder), "_rotation_of", decoder.__class__._rotation)  # asks how long its tables must be
     sampler, recordings = recorded(base)
@@ -291,7 +291,7 @@ def test_it_can_be_turned_off_and_is_not_there_for_other_layers(base: BaseModel,
     assert LocalSampler(gemma, {}, options=SamplerOptions(capture=plain))._graphs is None
 
 
-def test_recordings_are_bounded_and_can_be_given_up(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_bounded_and_can_be_given_up(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs_module, "MOST_KEPT", 2)
     sampler, recordings = recorded(base, {"a": make_adapter(base, 1)})
     for num in (1, 2, 4, 8, 1):

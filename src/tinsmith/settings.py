@@ -119,8 +119,8 @@ class Settings(BaseSettings):
     `tinsmith[quantize]`. Adapters are not quantised."""
 
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are recorded, once for each size of batch and of context, and replayed; without,
-    each step starts its kernels one by one. For `cuda` only, and for models whose layers are written out
+    """Whether decode steps on a GPU are captured, once for each size of batch and of context, and launched whole;
+    without, each step starts its kernels one by one. For `cuda` only, and for models whose layers are written out
     (docs/howto/gpu.md)."""
 
     data_parallel: int = Field(default=1, ge=1)

@@ -98,10 +98,10 @@ def test_a_capture_reads_and_writes_where_it_did() -> None:
         written.copy_(given * 3)
         return given.cumsum(0) + 1
 
-    replay = (capture_for(device()) or plain)(run)
+    launch = (capture_for(device()) or plain)(run)
     for value in (1.0, -2.0, 5.0):
         given.fill_(value)
-        result = replay()
+        result = launch()
         assert result.tolist() == [value * (i + 1) + 1 for i in range(8)]
         assert written.tolist() == [3 * value] * 8
 

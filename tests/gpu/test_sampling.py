@@ -1,4 +1,4 @@
-"""Sampling on the device against sampling on the CPU, and steps that are replayed against steps that are not."""
+"""Sampling on the device against sampling on the CPU, and captured steps against steps that are not."""
 
 from __future__ import annotations
 
@@ -117,18 +117,18 @@ def long_crowd(seed: int, num: int) -> list[Sample]:
     return samples
 
 
-def test_replayed_answers_are_those_of_steps_that_are_not(llama: ModelShape) -> None:
+def test_answers_of_graphs_are_those_of_steps_that_are_not(llama: ModelShape) -> None:
     samples = long_crowd(3, 40)
-    replayed, _ = sampler_on(llama)
-    found = run(replayed, *samples)
+    graphed, _ = sampler_on(llama)
+    found = run(graphed, *samples)
     expected = run(sampler_on(llama, graphs=False)[0], *samples)
     for sample in samples:
         assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
-    assert graphs_of(replayed).num_captures > 1
-    assert not graphs_of(replayed)._failed
+    assert graphs_of(graphed).num_captures > 1
+    assert not graphs_of(graphed)._failed
 
 
-def test_in_bfloat16_a_trainer_finds_what_was_replayed(llama: ModelShape) -> None:
+def test_in_bfloat16_a_trainer_finds_what_a_graph_drew(llama: ModelShape) -> None:
     backend = TorchBackend(llama, device=DEVICE, dtype="bfloat16")
     backend._sampler = sampler = LocalSampler(
         backend.base, backend._versions, options=SamplerOptions(capture=capture())
@@ -154,7 +154,7 @@ def test_in_bfloat16_a_trainer_finds_what_was_replayed(llama: ModelShape) -> Non
     assert graphs_of(sampler).num_captures and not graphs_of(sampler)._failed
 
 
-def test_a_publish_needs_no_recording(llama: ModelShape) -> None:
+def test_a_publish_needs_no_capture(llama: ModelShape) -> None:
     sampler, versions = sampler_on(llama)
     params = replace(HOT, max_tokens=20)
     samples = [make_sample(f"s{i}", make_prompt(20, i), params, version_id="ad"[i % 2]) for i in range(4)]
@@ -202,7 +202,7 @@ def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: Model
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="memory of a GPU")
-def test_recordings_share_one_pool(llama: ModelShape) -> None:
+def test_graphs_share_one_pool(llama: ModelShape) -> None:
     sampler, _ = sampler_on(llama)
     run(sampler, *long_crowd(4, 30))
     torch.cuda.synchronize()

@@ -1,13 +1,13 @@
-"""Decode steps of fixed shapes: recorded once for each bucket of rows and of context, then replayed.
+"""Decode steps of fixed shapes: captured once for each size of rows and of context, then launched.
 
 On a GPU a decode step of a small batch is a thousand kernels of a few microseconds, and Python is slower than they are.
-So a step's rows are padded to a bucket, all that differs from step to step goes into one tensor of numbers at a fixed
+So a step's rows are padded to a size, all that differs from step to step goes into one tensor of numbers at a fixed
 address (tokens, positions, where keys go, block tables, slots of adapters), and the layers that are written out run
-over it. What was recorded for a bucket serves every later step of it: sequences come and go, versions are published,
-without another recording. When the cache's tensors or the adapters' slots move, recordings are forgotten.
+over it. What was captured for a size serves every later step of it: sequences come and go, versions are published,
+without another graph. When the cache's tensors or the adapters' slots move, graphs are forgotten.
 
-Attention gathers each row's blocks, as many as the bucket of context has, and masks what is not there. That reads and
-writes keys and values once more than a kernel that follows the tables would, and of the whole bucket, which is at most
+Attention gathers each row's blocks, as many as the size of context has, and masks what is not there. That reads and
+writes keys and values once more than a kernel that follows the tables would, and of the whole size, which is at most
 half as long again as the longest context; steps whose contexts are too unlike are left to others (`MOST_WASTE`).
 
 Rows that pad are nobody's: they read the null block, and what they would write is made zero and lands there, so that it
@@ -15,7 +15,7 @@ stays zero whatever they compute. No row meets another's keys or adapter.
 
 A capture that fails is logged once, and nothing is tried again. Called by the sampler, in one thread.
 
-Letters: T rows of a bucket, C blocks of a table, K = C * block size positions, S slots, D hidden size; n rows, H query
+Letters: T rows of a size, C blocks of a table, K = C * block size positions, S slots, D hidden size; n rows, H query
 heads, G key heads, R = H / G.
 """
 
@@ -43,18 +43,18 @@ from tinsmith.samplers.kvcache import KVCache
 log = structlog.get_logger()
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Buckets of rows. Steps of more go another way."""
+"""Sizes of rows. Steps of more go another way."""
 
 LEAST_CONTEXT = 128
-"""Positions of the smallest bucket of context; the others are 1.5, 2, 3, 4, 6, ... times as long."""
+"""Positions of the smallest size of context; the others are 1.5, 2, 3, 4, 6, ... times as long."""
 
 MOST_WASTE = 4
-"""A bucket may have so many positions for each that is somebody's, or SMALL positions in all."""
+"""A size may have so many positions for each that is somebody's, or SMALL positions in all."""
 
 SMALL = 1 << 15
 
 MOST_KEPT = 48
-"""Recordings. The one that was used longest ago goes first."""
+"""Graphs. The one that was used longest ago goes first."""
 
 SLOTS_BYTES = 1 << 30
 """Of the adapters' slots of one rank, at most."""
@@ -66,20 +66,20 @@ NUMBERS = 4
 """Of a row, beside its table: token, position, where its keys go, slot."""
 
 
-class _Bucket(NamedTuple):
+class _Size(NamedTuple):
     rows: int
     blocks: int
     rank: int  # of the slots; 0: no row has an adapter
 
 
 @dataclass(slots=True)
-class _Recording:
+class _Graph:
     """`numbers` and `ends_S` are what its run reads; it holds as long as `generations` are what they were."""
 
     numbers: Tensor
     ends_S: Tensor
     generations: tuple[int, int]
-    replay: Run
+    launch: Run
 
 
 class DecodeGraphs:
@@ -95,7 +95,7 @@ class DecodeGraphs:
         self._slots_bytes = slots_bytes
         self._grouped = is_grouped_on(device)
         self._slots: dict[int, AdapterSlots] = {}
-        self._kept: OrderedDict[_Bucket, _Recording] = OrderedDict()
+        self._kept: OrderedDict[_Size, _Graph] = OrderedDict()
         self._failed = False
         self.num_captures = 0
 
@@ -111,7 +111,7 @@ class DecodeGraphs:
 
     @property
     def num_bytes(self) -> int:
-        """Of slots and numbers. The intermediate results of all recordings share one place, which is a step's."""
+        """Of slots and numbers. The intermediate results of all graphs share one place, which is a step's."""
         numbers = sum(kept.numbers.nbytes + kept.ends_S.nbytes for kept in self._kept.values())
         return numbers + sum(slots.num_bytes for slots in self._slots.values())
 
@@ -149,44 +149,44 @@ class DecodeGraphs:
         slots = [slot_of.get(id(span.sequence.request.weights.adapter), last) for span in spans]
         order = np.argsort(slots, kind="stable")
         spans = [spans[at] for at in order]
-        bucket = _Bucket(rows, blocks, rank)
-        numbers = _numbers_of(spans, np.array(slots)[order], bucket, last, self._cache.block_size)
-        return self._run(bucket, spans, numbers, last)
+        size = _Size(rows, blocks, rank)
+        numbers = _numbers_of(spans, np.array(slots)[order], size, last, self._cache.block_size)
+        return self._run(size, spans, numbers, last)
 
-    def _run(self, bucket: _Bucket, spans: list[Span], numbers: I64, last: int) -> tuple[list[Span], Tensor] | None:
-        generations = (self._cache.generation, self._slots[bucket.rank].generation if bucket.rank else 0)
-        recording = self._kept.get(bucket)
-        if recording is None or recording.generations != generations:
+    def _run(self, size: _Size, spans: list[Span], numbers: I64, last: int) -> tuple[list[Span], Tensor] | None:
+        generations = (self._cache.generation, self._slots[size.rank].generation if size.rank else 0)
+        graph = self._kept.get(size)
+        if graph is None or graph.generations != generations:
             self._forget_stale()
-            recording = self._new(bucket, last, generations)
-        _fill(recording, numbers, bucket, last)
-        if recording.replay is _nothing:
+            graph = self._new(size, last, generations)
+        _fill(graph, numbers, size, last)
+        if graph.launch is _nothing:
             try:
-                recording.replay = self._capture(self._run_of(bucket, recording))
+                graph.launch = self._capture(self._run_of(size, graph))
             except RuntimeError as error:
-                log.warning("decode steps cannot be recorded and are run one kernel at a time", error=str(error)[:300])
+                log.warning("decode steps cannot be captured and are run one kernel at a time", error=str(error)[:300])
                 self._failed = True
                 self.drop()
                 return None
             self.num_captures += 1
-        self._kept.move_to_end(bucket)
-        return spans, recording.replay()[: len(spans)]
+        self._kept.move_to_end(size)
+        return spans, graph.launch()[: len(spans)]
 
-    def _new(self, bucket: _Bucket, last: int, generations: tuple[int, int]) -> _Recording:
-        numbers = torch.zeros(bucket.rows * (NUMBERS + bucket.blocks), dtype=torch.int64, device=self._device)
+    def _new(self, size: _Size, last: int, generations: tuple[int, int]) -> _Graph:
+        numbers = torch.zeros(size.rows * (NUMBERS + size.blocks), dtype=torch.int64, device=self._device)
         ends_S = torch.zeros(last + 1, dtype=torch.int32, device=self._device)
-        self._kept[bucket] = recording = _Recording(numbers, ends_S, generations, _nothing)
+        self._kept[size] = graph = _Graph(numbers, ends_S, generations, _nothing)
         while len(self._kept) > MOST_KEPT:
             self._kept.popitem(last=False)
-        return recording
+        return graph
 
-    def _run_of(self, bucket: _Bucket, recording: _Recording) -> Run:
-        token_T, position_T, at_T, slot_T = recording.numbers[: NUMBERS * bucket.rows].view(NUMBERS, -1)
-        table_TC = recording.numbers[NUMBERS * bucket.rows :].view(bucket.rows, -1)
+    def _run_of(self, size: _Size, graph: _Graph) -> Run:
+        token_T, position_T, at_T, slot_T = graph.numbers[: NUMBERS * size.rows].view(NUMBERS, -1)
+        table_TC = graph.numbers[NUMBERS * size.rows :].view(size.rows, -1)
         decoder, cache = self._decoder, self._cache
         work: Adding = NoWork()
-        if bucket.rank:
-            work = SlotWork(self._slots[bucket.rank], slot_T, recording.ends_S if self._grouped else None)
+        if size.rank:
+            work = SlotWork(self._slots[size.rank], slot_T, graph.ends_S if self._grouped else None)
 
         def run() -> Tensor:
             with torch.inference_mode():
@@ -195,15 +195,15 @@ class DecodeGraphs:
         return run
 
     def _forget_stale(self) -> None:
-        """Recordings of what has moved."""
-        for bucket, kept in list(self._kept.items()):
-            slots = self._slots[bucket.rank].generation if bucket.rank else 0
+        """Graphs of what has moved."""
+        for size, kept in list(self._kept.items()):
+            slots = self._slots[size.rank].generation if size.rank else 0
             if kept.generations != (self._cache.generation, slots):
-                del self._kept[bucket]
+                del self._kept[size]
 
 
 def _nothing() -> Tensor:
-    """Of a recording that is still to be made."""
+    """Of a graph that is still to be made."""
     raise AssertionError("never captured")
 
 
@@ -216,11 +216,11 @@ def _context_for(num_keys: int) -> int:
         power *= 2
 
 
-def _numbers_of(spans: Seq[Span], slots: I64, bucket: _Bucket, last: int, block_size: int) -> I64:
-    """What a step's rows are, as a recording reads it; rows that pad are all zeros but for their slot."""
-    numbers = np.zeros(bucket.rows * (NUMBERS + bucket.blocks), np.int64)
-    token_T, position_T, at_T, slot_T = numbers[: NUMBERS * bucket.rows].reshape(NUMBERS, -1)
-    table_TC = numbers[NUMBERS * bucket.rows :].reshape(bucket.rows, -1)
+def _numbers_of(spans: Seq[Span], slots: I64, size: _Size, last: int, block_size: int) -> I64:
+    """What a step's rows are, as a graph reads it; rows that pad are all zeros but for their slot."""
+    numbers = np.zeros(size.rows * (NUMBERS + size.blocks), np.int64)
+    token_T, position_T, at_T, slot_T = numbers[: NUMBERS * size.rows].reshape(NUMBERS, -1)
+    table_TC = numbers[NUMBERS * size.rows :].reshape(size.rows, -1)
     num = len(spans)
     slot_T[:num], slot_T[num:] = slots, last
     position_T[:num] = [span.start for span in spans]
@@ -232,12 +232,12 @@ def _numbers_of(spans: Seq[Span], slots: I64, bucket: _Bucket, last: int, block_
     return numbers
 
 
-def _fill(recording: _Recording, numbers: I64, bucket: _Bucket, last: int) -> None:
-    recording.numbers.copy_(torch.from_numpy(numbers))
-    if bucket.rank:
-        slot_T = numbers[3 * bucket.rows : NUMBERS * bucket.rows]
+def _fill(graph: _Graph, numbers: I64, size: _Size, last: int) -> None:
+    graph.numbers.copy_(torch.from_numpy(numbers))
+    if size.rank:
+        slot_T = numbers[3 * size.rows : NUMBERS * size.rows]
         ends_S = np.bincount(slot_T, minlength=last + 1).cumsum().astype(np.int32)
-        recording.ends_S.copy_(torch.from_numpy(ends_S))
+        graph.ends_S.copy_(torch.from_numpy(ends_S))
 
 
 class BlocksPlan:

@@ -63,10 +63,10 @@ class SamplerOptions:
     """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
 
     graphs: bool = True
-    """Whether decode steps are recorded and replayed, on devices where that pays."""
+    """Whether decode steps are captured as graphs, on devices where that pays."""
 
     capture: Capture | None = None
-    """How they are recorded. None: as suits the device."""
+    """How they are captured. None: as suits the device."""
 
 
 class LocalSampler:
@@ -225,13 +225,13 @@ class LocalSampler:
         if self._graphs is None:
             return self._through_layers(spans)
         decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        replayed = self._graphs.compute(decoding)
-        if replayed is None:
+        launched = self._graphs.compute(decoding)
+        if launched is None:
             return self._through_layers(spans)
         if len(decoding) == len(spans):
-            return replayed
+            return launched
         rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
-        return [*replayed[0], *rest], torch.cat([replayed[1], rest_TD])
+        return [*launched[0], *rest], torch.cat([launched[1], rest_TD])
 
     def _through_layers(self, spans: Seq[Span]) -> tuple[Seq[Span], Tensor]:
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.

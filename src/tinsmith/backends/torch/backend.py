@@ -57,7 +57,7 @@ class TorchBackend:
     `deterministic` ('on', 'off') makes every bit of a result independent of what is computed beside it. `quantize`
     ('off', 'int8', 'nf4') keeps the base in fewer bits. `memory_budget` is how many bytes of the device all of it may
     take together; 0 leaves everyone to bounds of their own. `cuda_graphs` ('on', 'off') has decode steps on a GPU
-    recorded and replayed.
+    captured as graphs.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter an option

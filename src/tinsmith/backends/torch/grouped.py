@@ -26,7 +26,7 @@ MOST_GROUPS = 1023
 
 GRAPHED_CAPABILITY = (9, 0)
 """From here on the kernel reads the offsets on the device; before, they may be copied to the host, which no graph can
-record.
+capture.
 """
 
 log = structlog.get_logger()

@@ -1,4 +1,4 @@
-"""Adapters at addresses that stay: what decode steps that are recorded multiply with.
+"""Adapters at addresses that stay: what decode steps that are captured multiply with.
 
 `AdapterSlots` holds the fused matrices of adapters, padded with zeros to one rank, in slots of one tensor for each
 fused linear; a step's rows say which slot is theirs. So a step with other adapters, or with a version that was
