@@ -13,6 +13,7 @@ import pytest
 from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.errors import NotFoundError, UserError
+from tinsmith.prepared import execute
 from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
 from tinsmith.records.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.records.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
@@ -30,7 +31,7 @@ def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
 
 def record(db: Database, run: str, step: int, **metrics: float) -> None:
     with db.write() as connection:
-        connection.execute(Curves(db).recording(run, step, metrics))
+        execute(connection, Curves(db).recording(run, step, metrics))
 
 
 def logged(db: Database, run: str = RUN) -> dict[int, dict[str, float | None]]:
@@ -135,7 +136,7 @@ def keep(
     sample = replace(new_sample(f"{tenant}:sample:0:{number}", tenant, "s", "base", None), prompt_tokens=len(prompt))
     with db.write() as connection:
         for statement in keeping(sample, content, most):
-            connection.execute(statement)
+            execute(connection, statement)
     return sample.request_id
 
 

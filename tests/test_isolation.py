@@ -19,6 +19,7 @@ from starlette.routing import Route
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
 from tinsmith.checkpoints import parse_path
 from tinsmith.exchange.hub import repository_of
+from tinsmith.prepared import execute
 from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.call import ANTHROPIC, HUB, OPENAI
@@ -233,7 +234,7 @@ def keep_sample(harness: Harness, tenant_id: str, session_id: str, request_id: s
     content = SampleContent([1, 2], 0, {}, [KeptSequence([3], [-0.5], "stop")])
     with harness.services.models._db.write() as connection:
         for statement in keeping(new_sample(request_id, tenant_id, session_id, BASE, None), content, 10):
-            connection.execute(statement)
+            execute(connection, statement)
 
 
 def uploaded(harness: Harness, key: str) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_
 from tinsmith import dashboard
 from tinsmith.fleet.engines import Engines, Seat
 from tinsmith.futures import Futures, NewFuture
+from tinsmith.prepared import execute
 from tinsmith.quotas import Limits
 from tinsmith.records.curves import Curves
 from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
@@ -37,7 +38,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 def test_metrics_of_a_client_are_read_back_with_the_servers(harness: Harness) -> None:
     model_id = harness.model()
     with harness.services.models._db.write() as connection:
-        connection.execute(Curves(harness.services.models._db).recording(model_id, 1, {"loss_per_token": 2.5}))
+        execute(connection, Curves(harness.services.models._db).recording(model_id, 1, {"loss_per_token": 2.5}))
     assert harness.ok("log_metrics", {"model_id": model_id, "metrics": {"reward": 1}}) == {
         "model_id": model_id,
         "step": 1,
@@ -136,7 +137,7 @@ def test_a_run_is_shown_with_its_last_metrics(harness: Harness) -> None:
     db = harness.services.models._db
     with db.write() as connection:
         for step in (1, 2):
-            connection.execute(Curves(db).recording(model_id, step, {"loss_per_token": 1 / step}))
+            execute(connection, Curves(db).recording(model_id, step, {"loss_per_token": 1 / step}))
     harness.ok("log_metrics", {"model_id": model_id, "step": 9, "metrics": {"reward": 1}})
     run = harness.get(f"dashboard/runs/{model_id}").json()
     assert (run["step"], run["metrics"]) == (2, {"loss_per_token": 0.5})
@@ -266,7 +267,7 @@ def test_a_sample_without_a_tokenizer_is_shown_as_ids(harness: Harness) -> None:
     content = SampleContent([1, 2], 0, {"temperature": 0.5}, [KeptSequence([3], [-0.25], "stop")])
     with harness.services.models._db.write() as connection:
         for statement in keeping(new_sample("s:sample:0:0", "alice", "s", BASE, None), content, 10):
-            connection.execute(statement)
+            execute(connection, statement)
     (listed,) = harness.get("dashboard/samples").json()["samples"]
     assert listed["request_id"] == "s:sample:0:0" and listed["answer_begins"] is None
     found = harness.get("dashboard/samples/s:sample:0:0").json()

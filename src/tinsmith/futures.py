@@ -29,7 +29,7 @@ from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
 from tinsmith.notify import SERVER, Waker, engine_mailbox
 from tinsmith.observing.tracing import CURRENT
 from tinsmith.ops import Pending
-from tinsmith.prepared import Prepared
+from tinsmith.prepared import Effect, Prepared, execute
 from tinsmith.tables import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
@@ -104,7 +104,7 @@ class Work:
     step: int | None
 
 
-Effects = Sequence[sa.Executable]
+Effects = Sequence[Effect]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class Settlement:
     result_type: str = "json"
     error: TinsmithError | None = None
     keep_body: bool = False
-    effects: Sequence[sa.Executable] = field(default=())
+    effects: Effects = field(default=())
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
     work: Work | None = None
@@ -276,7 +276,7 @@ class Futures:
             self._wake(new.base_model, named)
         return True
 
-    def record(self, new: NewFuture, answer: bytes, effects: Sequence[sa.Executable] = ()) -> str:
+    def record(self, new: NewFuture, answer: bytes, effects: Effects = ()) -> str:
         """The same for a request that needs no engine: done at birth, in one transaction with what it makes."""
         with self._db.write() as connection:
             if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
@@ -285,7 +285,7 @@ class Futures:
                 return new.request_id
             _ADD_RESULT.count(connection, {"request_id": new.request_id, "body": answer})
             for effect in effects:
-                connection.execute(effect)
+                execute(connection, effect)
         return new.request_id
 
     def _next_order(self, connection: sa.Connection, sampling_session_id: str) -> int:
@@ -413,7 +413,7 @@ class Futures:
             for table in (RESULTS, BODIES):
                 connection.execute(table.delete().where(table.c.request_id.in_(ids)))
             for effect in keep(spent):
-                connection.execute(effect)
+                execute(connection, effect)
         return len(spent)
 
     # The engine's side.
@@ -465,7 +465,7 @@ class Futures:
                 if settlement.body is not None and error is None:
                     _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:
-                    connection.execute(effect)
+                    execute(connection, effect)
             for request_id in freed:
                 _FREE.count(connection, {"freed_id": request_id})
             for model_id, seq_id in applied.items():

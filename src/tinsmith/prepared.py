@@ -95,6 +95,25 @@ class Prepared:
         return cursor
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A prepared statement with its values, to be executed in a transaction of somebody else's."""
+
+    statement: Prepared
+    values: Mapping[str, object]
+
+
+Effect = sa.Executable | Bound
+"""What goes into a transaction beside what it is for."""
+
+
+def execute(connection: Connection, effect: Effect) -> None:
+    if isinstance(effect, Bound):
+        effect.statement.count(connection, effect.values)
+    else:
+        connection.execute(effect)
+
+
 def _written_out(statement: sa.Executable, dialect: Dialect, values: Mapping[str, object]) -> _Form:
     compiled = statement.compile(dialect=dialect, column_keys=list(values))  # type: ignore[attr-defined]
     assert isinstance(compiled, SQLCompiler)

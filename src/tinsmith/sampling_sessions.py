@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.prepared import Bound, Prepared
 from tinsmith.tables import FUTURES, RESULTS, SAMPLERS, SESSIONS
 
 CLONE_SIZE = 1_000_000_000
@@ -73,6 +74,12 @@ class Completion:
     body_bytes: int | None
 
 
+_ADD = Prepared(SAMPLERS.insert())
+_BY_ID = Prepared(
+    sa.select(*(SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__)).where(
+        SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")
+    )
+)
 # Built once: every poll asks.
 _COMPLETIONS = (
     sa.select(
@@ -117,10 +124,9 @@ class SamplingSessions:
 
     def find(self, sampling_session_id: str) -> SamplingSession | None:
         """A sampling session whoever owns it; for the engine."""
-        query = sa.select(SAMPLERS).where(SAMPLERS.c.sampling_session_id == sampling_session_id)
         with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
-        return None if row is None else SamplingSession(**row._mapping)
+            row = _BY_ID.one_or_none(connection, {"sampling_session_id": sampling_session_id})
+        return None if row is None else SamplingSession(*row)
 
     def join(self, tenant_id: str, sampling_session_id: str) -> int:
         """The number of one more client; its first one, who created the session, has 0. Raises NotFoundError."""
@@ -215,6 +221,6 @@ class SamplingSessions:
             return list(connection.scalars(query))
 
 
-def insertion(new: NewSamplingSession) -> sa.Executable:
+def insertion(new: NewSamplingSession) -> Bound:
     """A statement for the transaction that settles an ephemeral publish."""
-    return SAMPLERS.insert().values(**asdict(new), created_at=now())
+    return Bound(_ADD, asdict(new) | {"created_at": now()})

@@ -16,6 +16,7 @@ import sqlalchemy as sa
 from tinsmith.clocks import TOLERANCE_S
 from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError
+from tinsmith.prepared import Prepared
 from tinsmith.tables import FUTURES, SESSIONS
 
 FINISH_TYPES = ("success", "errored", "interrupted")
@@ -75,8 +76,10 @@ class Search:
 
 
 # Built once: every request asks.
-_BY_ID = sa.select(SESSIONS).where(
-    SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
+_BY_ID = Prepared(
+    sa.select(*(SESSIONS.c[name] for name in Session.__dataclass_fields__)).where(
+        SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
+    )
 )
 
 
@@ -106,10 +109,10 @@ class Sessions:
 
     def get(self, tenant_id: str, session_id: str) -> Session:
         with self._db.read() as connection:
-            row = connection.execute(_BY_ID, {"session_id": session_id, "tenant_id": tenant_id}).one_or_none()
+            row = _BY_ID.one_or_none(connection, {"session_id": session_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"session_id {session_id!r} is unknown; create a new ServiceClient")
-        return Session(**row._mapping)
+        return Session(*row)
 
     def require_active(self, tenant_id: str, session_id: str) -> Session:
         """The session, if it may still be used. Raises GoneError with the reason why it ended."""

@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import sqlalchemy as sa
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db import Database, now
 from tinsmith.ops import OptimStep, PassResult, Pending, Sample, SampledSequence, SampleResult
+from tinsmith.prepared import Bound, Effect
 from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, SERVER, Curves, thinning
 from tinsmith.records.kept_samples import (
     MOST_PROMPT_TOKENS,
@@ -134,7 +134,7 @@ class Recorder:
             gathered = run.forwards if request.kind == "forward" else run.passes
             gathered.add(result.metrics, len(result.logprobs))
 
-    def stepped(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[sa.Executable]:
+    def stepped(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
         """Statements for the transaction that settles an optimizer step."""
         run = self._run(request.model_id)
         if run is None or request.model_id is None or self._records is None:
@@ -151,7 +151,7 @@ class Recorder:
         run.steps += 1
         run.points += 1
         point = dict(list(point.items())[:MOST_NAMES])
-        statements = [self._records.curves.recording(request.model_id, run.steps, point)]
+        statements: list[Effect] = [self._records.curves.recording(request.model_id, run.steps, point)]
         if run.points > MOST_POINTS:
             statements.append(thinning(request.model_id, SERVER, 0, run.steps))
             run.points = KEPT_POINTS
@@ -221,7 +221,7 @@ class SampleKeeper:
         sample = new_sample(request.request_id, request.tenant_id, request.session_id, sampler.base_model, weights)
         return BegunSample(sample, asked)
 
-    def kept(self, begun: BegunSample, result: SampleResult) -> list[sa.Executable]:
+    def kept(self, begun: BegunSample, result: SampleResult) -> list[Bound]:
         """Statements for the transaction that settles the sample."""
         asked, sequences = begun.asked, result.sequences
         content = SampleContent(

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import sqlalchemy as sa
 import structlog
 
 from tinsmith import sequences
@@ -26,6 +25,7 @@ from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.fleet.engines import LeaseLostError
 from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.ops import Partial, Pending, SampleResult
+from tinsmith.prepared import Effect
 from tinsmith.samplers import VersionHolder
 from tinsmith.sampling_sessions import SamplingSession
 from tinsmith.scheduler import take_in_turns
@@ -202,7 +202,7 @@ class Sampling:
         inside = self._inside[request_id]
         lengths = [len(sequence.tokens_T) for sequence in outcome.sequences]
         cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
-        effects: list[sa.Executable] = []
+        effects: list[Effect] = []
         if inside.recorded_for is not None:
             effects.append(sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
         if inside.begun is not None:

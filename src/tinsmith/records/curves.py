@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from tinsmith.db import Database, now
 from tinsmith.errors import UserError
+from tinsmith.prepared import Bound, Prepared
 from tinsmith.tables import CURVE_POINTS, FUTURES
 
 MOST_POINTS = 2048
@@ -40,7 +41,7 @@ class Point:
 class Curves:
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._add = db.insert_once(CURVE_POINTS)
+        self._add = Prepared(db.insert_once(CURVE_POINTS))
 
     # The engine's side.
 
@@ -52,9 +53,9 @@ class Curves:
         with self._db.read() as connection:
             return connection.scalar(steps) or 0, connection.scalar(_count(model_id, SERVER)) or 0
 
-    def recording(self, model_id: str, step: int, metrics: Mapping[str, float]) -> sa.Executable:
+    def recording(self, model_id: str, step: int, metrics: Mapping[str, float]) -> Bound:
         """A statement for the transaction that settles an optimizer step."""
-        return self._add.values(_row(model_id, SERVER, step, metrics))
+        return Bound(self._add, _row(model_id, SERVER, step, metrics))
 
     # The server's side.
 
@@ -67,7 +68,7 @@ class Curves:
             newest = sa.select(sa.func.max(CURVE_POINTS.c.step)).where(_of(model_id, SERVER))
             step = int(connection.scalar(newest) or 0) if step is None else step
             mine = _of(model_id, CLIENT) & (CURVE_POINTS.c.step == step)
-            connection.execute(self._add, _row(model_id, CLIENT, step, {}))
+            self._add.count(connection, _row(model_id, CLIENT, step, {}))
             found = connection.scalar(sa.select(CURVE_POINTS.c.metrics).where(mine).with_for_update())
             merged = {**(found or {}), **metrics}
             if len(merged) > MOST_NAMES:

@@ -16,6 +16,7 @@ import zstandard
 
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.prepared import Bound, Prepared
 from tinsmith.tables import KEPT_SAMPLES
 
 KEPT_S = 86400.0
@@ -59,6 +60,20 @@ class KeptSample:
 
 
 _OTHERS = KEPT_SAMPLES.alias("others")
+_OLDEST_KEPT = (
+    sa.select(_OTHERS.c.position)
+    .where(_OTHERS.c.tenant_id == sa.bindparam("tenant_id"))
+    .order_by(_OTHERS.c.position.desc())
+    .offset(sa.bindparam("newer", type_=sa.Integer))
+    .limit(1)
+)
+_ADD = Prepared(KEPT_SAMPLES.insert())
+_THIN = Prepared(
+    KEPT_SAMPLES.delete().where(
+        KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"),
+        KEPT_SAMPLES.c.position < _OLDEST_KEPT.scalar_subquery(),
+    )
+)
 _COLUMNS = [KEPT_SAMPLES.c[name] for name in KeptSample.__dataclass_fields__]
 
 
@@ -110,20 +125,12 @@ class KeptSamples:
             return connection.execute(KEPT_SAMPLES.delete().where(KEPT_SAMPLES.c.created_at < before)).rowcount
 
 
-def keeping(sample: KeptSample, content: SampleContent, most: int) -> list[sa.Executable]:
+def keeping(sample: KeptSample, content: SampleContent, most: int) -> list[Bound]:
     """Statements for the transaction that settles the sample; the tenant has at most `most` afterwards."""
     packed = zstandard.ZstdCompressor(level=1).compress(orjson.dumps(content))
-    oldest_kept = (
-        sa.select(_OTHERS.c.position)
-        .where(_OTHERS.c.tenant_id == sample.tenant_id)
-        .order_by(_OTHERS.c.position.desc())
-        .offset(most - 1)
-        .limit(1)
-    ).scalar_subquery()
-    theirs = KEPT_SAMPLES.c.tenant_id == sample.tenant_id
     return [
-        KEPT_SAMPLES.insert().values(**asdict(sample), content=packed),
-        KEPT_SAMPLES.delete().where(theirs, KEPT_SAMPLES.c.position < oldest_kept),
+        Bound(_ADD, {**asdict(sample), "content": packed}),
+        Bound(_THIN, {"tenant_id": sample.tenant_id, "newer": most - 1}),
     ]
 
 
