@@ -120,10 +120,15 @@ def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
 
 
 class Table:
-    """Prints figures as they come and keeps them."""
+    """Prints figures as they come and keeps them, in a file if there is one: whoever is ended early has some."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None) -> None:
         self.figures: list[Row] = []
+        self._path = path
+
+    def keep(self, row: Row) -> None:
+        self.figures.append(row)
+        write_json(self._path, self.figures)
 
     def add(self, size: str, at_once: int, found: dict[str, list[float]]) -> None:
         """What ran in turns: rates, and how each of ours compares with all others of the same work."""
@@ -140,16 +145,16 @@ class Table:
             ratios = ", ".join(f"{other} {in_words(ratio, '.2f')}" for other, ratio in row.get("of", {}).items())
             rate = f"{size:5s} {at_once:4d} at once  {what:26s} {in_words(rates):26s} tokens/s"
             print(f"{rate}{'; times ' if ratios else ''}{ratios}", flush=True)
-            self.figures.append(row)
+            self.keep(row)
 
     def add_times(self, size: str, what: str, seconds: Iterable[float]) -> None:
         times = spread([1000 * second for second in seconds])
         print(f"{size:5s} {what:48s} {in_words(times, ',.1f')} ms", flush=True)
-        self.figures.append({"size": size, "what": what, "ms": times})
+        self.keep({"size": size, "what": what, "ms": times})
 
     def failed(self, name: str, why: str) -> None:
         print(f"{name}: none: {why}", flush=True)
-        self.figures.append({"what": name, "failed": why})
+        self.keep({"what": name, "failed": why})
 
 
 def adapter_words(count: int) -> str:
@@ -285,14 +290,13 @@ def main() -> None:
         alone(directory, dtype, int(adapters), save_to)
         return
     print(f"prompts of {PROMPT}, {NEW} new tokens, rank {RANK}; {machine()}", flush=True)
-    table = Table()
+    table = Table(given.json)
     if given.url:
         of_address(table, given)
     else:
         for size in given.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
                 compared(table, size, make(size, Path(directory) / size), given)
-    write_json(given.json, table.figures)
 
 
 if __name__ == "__main__":

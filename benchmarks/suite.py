@@ -43,7 +43,7 @@ class Part:
     title: str
     whole: str
     quick: str | None
-    limit_s: int = 600
+    limit_s: int = 900
     beside_others: bool = False
 
     @property

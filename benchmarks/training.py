@@ -224,9 +224,8 @@ def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
     return {"size": size, "work": work.name, "what": what, "tokens_per_s": rates, "seconds": seconds}
 
 
-def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> list[Row]:
+def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> Iterator[list[Row]]:
     """Every shape of work: PEFT, and the step alone and the service with each dtype of the base, in turns."""
-    figures = []
     with ExitStack() as stack:
         opened = stack.enter_context(ExitStack())
         contestants = {PEFT: in_child("peft", directory, "float32", stack)}
@@ -243,9 +242,8 @@ def compared(size: str, directory: Path, works: list[int], dtypes: list[str], ru
                 figure["peak_mib"] = contestants[name].peak_mib()
                 compare(figure, rows)
                 show(figure)
-            figures += rows.values()
+            yield [*rows.values()]
             opened.close()
-    return figures
 
 
 def compare(figure: Row, rows: dict[str, Row]) -> None:
@@ -294,13 +292,15 @@ def main() -> None:
             with of_service(given.url, given.model, WORKS[index]) as run:
                 seconds = in_turns({"service": run}, given.runs, lambda name, why: None)["service"]
             figures.append(row(given.model, WORKS[index], "service", seconds))
+            write_json(given.json, figures)
             show(figures[-1])
     else:
         for size in given.sizes:
             with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
                 made = make(size, Path(directory) / size)
-                figures += compared(size, made, [*given.works], given.dtypes, given.runs)
-    write_json(given.json, figures)
+                for rows in compared(size, made, [*given.works], given.dtypes, given.runs):
+                    figures += rows
+                    write_json(given.json, figures)  # after each: whoever is ended early has some
 
 
 if __name__ == "__main__":
