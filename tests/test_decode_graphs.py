@@ -4,7 +4,7 @@ that pad do nothing to anybody.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,11 +19,14 @@ from transformers import MistralConfig
 import tiny_models
 from local_sampling import HOT, alone, assert_same, finish, make_adapter, make_prompt, make_sample, run
 from recorded_kernels import Recordings
+from test_decoder import adapter as any_adapter
 from test_decoder import other
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, grouped
+from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.ledger import BASE, DECODING, Ledger
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.slots import AdapterSlots, SegmentWork
 from tinsmith.engine.__main__ import _options
 from tinsmith.errors import SettingsError
 from tinsmith.ops import Sample, SamplingParams
@@ -148,7 +151,7 @@ def test_slots_grow_when_more_adapters_meet_and_answers_stay(base: BaseModel) ->
     answers = run(sampler, *many)
     for sample in many:
         assert_same(answers[sample.request_id], alone(base, sample, versions))
-    assert sampler._graphs is not None and sampler._graphs._slots[8].num_slots == 32
+    assert sampler._graphs is not None and sampler._graphs._slots.of(8).num_slots == 32
     assert recordings.captures == len({_rows(3), _rows(20)})
 
 
@@ -158,7 +161,8 @@ def _rows(num: int) -> int:
 
 def test_more_adapters_than_slots_go_another_way(base: BaseModel, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = {str(i): make_adapter(base, i) for i in range(6)}
-    slot_bytes = graphs_module.AdapterSlots(_decoder(base).linears, 8, 2**30).slot_bytes
+    slot_bytes = AdapterSlots(_decoder(base).linears, 8, 2**30).slot_bytes
+    _decoder(base).slots.drop()
     monkeypatch.setattr(graphs_module, "SLOTS_BYTES", 4 * slot_bytes)
     sampler, recordings = recorded(base, versions)
     samples = [make_sample(f"s{i}", make_prompt(6, i), LONG, version_id=str(i)) for i in range(6)]
@@ -338,3 +342,36 @@ def test_a_budget_counts_what_decoding_holds_and_takes_it_back(base: BaseModel) 
         run(sampler, make_sample("s", make_prompt(5), HOT, version_id="a"))["s"],
         alone(base, make_sample("s", make_prompt(5), HOT, version_id="a"), sampler._versions),
     )
+
+
+def test_off_a_cpu_weights_are_the_models_own_and_segments_share_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
+    assert base._written_out is not None
+    base._written_out.packs = False  # as on a GPU
+    monkeypatch.setattr(grouped, "is_used_on", lambda device: True)
+    works = []
+    monkeypatch.setattr(SegmentWork, "add_", _noting(SegmentWork.add_, works))
+    lengths = [30, 1, 12, 5, 40]
+    adapters = [any_adapter(base, 1, 8), None, any_adapter(base, 2, 16), any_adapter(base, 3, 3, mlp=False), None]
+    tokens_T = torch.randint(0, 300, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(length) for length in lengths])
+    given = (tokens_T, positions_T, PackedCausal(lengths), Routing.of(adapters, lengths))
+    with torch.inference_mode():
+        ours, modules = base.hidden(*given), base._through_modules(*given)
+        plain = base._through_modules(*given[:3], Routing.of([None], [sum(lengths)]))
+    assert base.written_out is not None and len(works) == len(base.written_out.linears)
+    error = float((ours - modules).float().norm() / modules.float().norm())
+    assert error < 0.03 < float((plain - modules).float().norm() / modules.float().norm())
+    kept = {parameter.untyped_storage().data_ptr() for parameter in base.model.parameters()}
+    for linear in base.written_out.linears:
+        assert linear._weight_OI.untyped_storage().data_ptr() in kept, "a copy of the weights"
+
+
+def _noting(method: Callable[..., torch.Tensor], calls: list[object]) -> Callable[..., torch.Tensor]:
+    def call(*args: object) -> torch.Tensor:
+        calls.append(args)
+        return method(*args)
+
+    return call

@@ -34,7 +34,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.decoder import Adding, Decoder
-from tinsmith.backends.torch.slots import AdapterSlots, NoWork, SlotWork, is_grouped_on, rank_class
+from tinsmith.backends.torch.slots import SLOTS_BYTES, NoWork, SlotWork, is_grouped_on, rank_class
 from tinsmith.ops import I64
 from tinsmith.samplers.batching import Span
 from tinsmith.samplers.capture import Capture, Run
@@ -56,11 +56,8 @@ SMALL = 1 << 15
 MOST_KEPT = 48
 """Graphs. The one that was used longest ago goes first."""
 
-SLOTS_BYTES = 1 << 30
-"""Of the adapters' slots of one rank, at most."""
-
 SLOTS_SHARE = 0.05
-"""And of what a budget leaves beside the base model."""
+"""The adapters' slots of one rank may have so much of what a budget leaves beside the base model."""
 
 NUMBERS = 4
 """Of a row, beside its table: token, position, where its keys go, slot."""
@@ -92,9 +89,9 @@ class DecodeGraphs:
         self._cache = cache
         self._capture = capture
         self._device = device
-        self._slots_bytes = slots_bytes
+        self._slots = decoder.slots
+        self._slots.max_bytes = slots_bytes
         self._grouped = is_grouped_on(device)
-        self._slots: dict[int, AdapterSlots] = {}
         self._kept: OrderedDict[_Size, _Graph] = OrderedDict()
         self._failed = False
         self.num_captures = 0
@@ -113,12 +110,12 @@ class DecodeGraphs:
     def num_bytes(self) -> int:
         """Of slots and numbers. The intermediate results of all graphs share one place, which is a step's."""
         numbers = sum(kept.numbers.nbytes + kept.ends_S.nbytes for kept in self._kept.values())
-        return numbers + sum(slots.num_bytes for slots in self._slots.values())
+        return numbers + self._slots.num_bytes
 
     def drop(self) -> None:
         """Hold nothing, until the next step."""
         self._kept.clear()
-        self._slots.clear()
+        self._slots.drop()
 
     def compute(self, spans: Seq[Span]) -> tuple[list[Span], Tensor] | None:
         """Final hidden states of spans that decode a token each: [n, D], overwritten by the next call, and the spans in
@@ -139,13 +136,11 @@ class DecodeGraphs:
         rank = max(map(rank_class, adapters.values()), default=0)
         slot_of: dict[int, int] = {}
         if rank:
-            if rank not in self._slots:
-                self._slots[rank] = AdapterSlots(self._decoder.linears, rank, self._slots_bytes)
-            placed = self._slots[rank].place(list(adapters.values()))
+            placed = self._slots.of(rank).place(list(adapters.values()))
             if placed is None:
                 return None
             slot_of = dict(zip(adapters, placed, strict=True))
-        last = self._slots[rank].num_slots if rank else 0
+        last = self._slots.of(rank).num_slots if rank else 0
         slots = [slot_of.get(id(span.sequence.request.weights.adapter), last) for span in spans]
         order = np.argsort(slots, kind="stable")
         spans = [spans[at] for at in order]
@@ -154,7 +149,7 @@ class DecodeGraphs:
         return self._run(size, spans, numbers, last)
 
     def _run(self, size: _Size, spans: list[Span], numbers: I64, last: int) -> tuple[list[Span], Tensor] | None:
-        generations = (self._cache.generation, self._slots[size.rank].generation if size.rank else 0)
+        generations = (self._cache.generation, self._slots.of(size.rank).generation if size.rank else 0)
         graph = self._kept.get(size)
         if graph is None or graph.generations != generations:
             self._forget_stale()
@@ -186,7 +181,7 @@ class DecodeGraphs:
         decoder, cache = self._decoder, self._cache
         work: Adding = NoWork()
         if size.rank:
-            work = SlotWork(self._slots[size.rank], slot_T, graph.ends_S if self._grouped else None)
+            work = SlotWork(self._slots.of(size.rank), slot_T, graph.ends_S if self._grouped else None)
 
         def run() -> Tensor:
             with torch.inference_mode():
@@ -197,7 +192,7 @@ class DecodeGraphs:
     def _forget_stale(self) -> None:
         """Graphs of what has moved."""
         for size, kept in list(self._kept.items()):
-            slots = self._slots[size.rank].generation if size.rank else 0
+            slots = self._slots.of(size.rank).generation if size.rank else 0
             if kept.generations != (self._cache.generation, slots):
                 del self._kept[size]
 

@@ -30,6 +30,7 @@ from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, Attent
 from tinsmith.backends.torch.banks import Bank, Work
 from tinsmith.backends.torch.lora import Adapter, MultiLoRALinear, Routing
 from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed, suits_linear
+from tinsmith.backends.torch.slots import SegmentWork, Slots
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -111,14 +112,21 @@ class FusedLinear:
         packed the second time that it is asked for: the first token of new weights does not wait for it.
         """
         if self.name not in adapter.fused:
-            carried = any(linear.name in adapter.compute for linear in self._linears)
-            adapter.fused[self.name] = fused = self.empty(adapter.layout.rank, of_one=True) if carried else None
-            if fused is not None:
-                self.fuse_into(adapter, fused)
+            adapter.fused[self.name] = fused = self._of_one(adapter)
             return fused
         fused = adapter.fused[self.name]
         if fused is not None and len(fused) == 2 and suits_linear(fused[0]) and not fused[1].is_mkldnn:
             fused = adapter.fused[self.name] = fused[0], packed(fused[1])
+        return fused
+
+    def _of_one(self, adapter: Adapter) -> Fused | None:
+        if not any(linear.name in adapter.compute for linear in self._linears):
+            return None
+        if len(self._linears) == 1:
+            a_RI, b_OR = adapter.compute[self.name]
+            return a_RI, b_OR if adapter.scale == 1.0 else b_OR * adapter.scale
+        fused = self.empty(adapter.layout.rank, of_one=True)
+        self.fuse_into(adapter, fused)
         return fused
 
     def pieces(self, rank: int, *, of_one: bool = False) -> tuple[Piece, ...]:
@@ -221,6 +229,7 @@ class Decoder:
         self._banks: dict[int, Bank] = {}
         self._final = _norm(modules, "norm")
         self._rotary = (torch.empty(0), torch.empty(0))
+        self.slots = Slots(())
         self.packs = next(modules.parameters()).device.type == "cpu"
         """Whether the weights are laid out anew, for oneDNN."""
 
@@ -253,6 +262,7 @@ class Decoder:
         self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
         self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
         self._banked = list(self._linears)
+        self.slots = Slots(self._linears)
         if self.packs:
             self._head = FusedLinear([self._unembedding], self._threads)
             self._banked.append(self._head)
@@ -265,11 +275,15 @@ class Decoder:
         if padding:
             # More of the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
-        work = Work(routing, num_rows + padding, self._banks, self._banked)
+        work = self._work(routing, num_rows + padding)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
         with self._threads.mixed(num_rows):
             return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+
+    def _work(self, routing: Routing, num_rows: int) -> Adding:
+        segments = None if self.packs else SegmentWork.of(self.slots, routing, self._final.weight.device)
+        return segments or Work(routing, num_rows, self._banks, self._banked)
 
     def through(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, work: Adding) -> Tensor:
         """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""

@@ -6,7 +6,8 @@ published a moment ago, runs the same kernels at the same addresses: only slots 
 slot is never filled; rows of the base model and rows that pad have it, and are given zeros. The adapter that was not
 seen for longest gives its slot to the next; nothing here holds an adapter or keeps one alive.
 
-Where more adapters meet in a step than there are slots, the tensors grow, and move: `generation` says so.
+Where more adapters meet in a step than there are slots, the tensors grow, and move: `generation` says so. Steps that
+are not captured, with segments of any lengths, use the same slots (`SegmentWork`).
 
 Letters: T rows, S slots, I inputs and O outputs of a fused linear, R inner rows of its adapters.
 """
@@ -15,18 +16,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.decoder import Fused, FusedLinear
+from tinsmith.backends.torch import grouped
 from tinsmith.backends.torch.grouped import can_be_graphed_on, grouped_product, suits
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.stretches import Stretch
+
+if TYPE_CHECKING:
+    from tinsmith.backends.torch.decoder import Fused, FusedLinear
 
 LEAST_RANK = 8
 """Also what 16 bytes hold in bfloat16."""
 
 FIRST_SLOTS = 8
+
+SLOTS_BYTES = 1 << 30
+"""Of the slots of one rank, at most."""
 
 _numbers = count()
 
@@ -62,9 +71,14 @@ class AdapterSlots:
         return sum(matrix.nbytes for stack in self.stacks.values() for matrix in stack)
 
     def place(self, adapters: Sequence[Adapter]) -> list[int] | None:
-        """A slot for each of these different adapters; None if they are too many. Call outside of inference mode."""
+        """A slot for each of these different adapters; None if they are too many."""
         if len(adapters) > self._most_slots:
             return None
+        # Tensors that are made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._place(adapters)
+
+    def _place(self, adapters: Sequence[Adapter]) -> list[int]:
         self._clock += 1
         if len(adapters) > self.num_slots:
             self._grow(len(adapters))
@@ -91,7 +105,7 @@ class AdapterSlots:
             for linear in self._linears
         }
         self._tokens, self._seen = [None] * size, [0] * size
-        self.generation += 1
+        self.generation = next(_numbers)
 
     def _fill(self, slot: int | None, adapter: Adapter) -> None:
         assert slot is not None
@@ -100,6 +114,58 @@ class AdapterSlots:
         token = (self.stacks[self._linears[0].name][0][slot],)
         self._tokens[slot] = adapter.fused[self._mark] = token
         self._seen[slot] = self._clock
+
+
+class Slots:
+    """Those of a model's adapters, by rank, each made when it is first wanted."""
+
+    def __init__(self, linears: Sequence[FusedLinear], max_bytes: int = SLOTS_BYTES) -> None:
+        self._linears = linears
+        self._of_rank: dict[int, AdapterSlots] = {}
+        self.max_bytes = max_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slots.num_bytes for slots in self._of_rank.values())
+
+    def of(self, rank: int) -> AdapterSlots:
+        if rank not in self._of_rank:
+            self._of_rank[rank] = AdapterSlots(self._linears, rank, self.max_bytes)
+        return self._of_rank[rank]
+
+    def drop(self) -> None:
+        self._of_rank.clear()
+
+
+class SegmentWork:
+    """What the adapters of segments of any lengths add, each fused linear in two grouped products for all of them."""
+
+    def __init__(self, slots: AdapterSlots, slot_of_each: Tensor, sizes: list[int]) -> None:
+        self._slots = slots
+        self._slot_of_each = slot_of_each
+        self._stretch = Stretch(0, sizes, [])
+
+    @classmethod
+    def of(cls, slots: Slots, routing: Routing, device: torch.device) -> SegmentWork | None:
+        """None where products one by one are as good, or adapters are too many."""
+        adapters = {id(a): a for _, _, a in routing.segments if a is not None}
+        if len(adapters) < 2 or not grouped.is_used_on(device):
+            return None
+        own = slots.of(max(map(rank_class, adapters.values())))
+        placed = own.place(list(adapters.values()))
+        if placed is None:
+            return None
+        slot_of = dict(zip(adapters, placed, strict=True))
+        chosen = [slot_of.get(id(segment.adapter), own.num_slots) for segment in routing.segments]
+        sizes = [segment.stop - segment.start for segment in routing.segments]
+        return cls(own, torch.tensor(chosen).to(device), sizes)
+
+    def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
+        a_SRI, *bs = (stack.index_select(0, self._slot_of_each) for stack in self._slots.stacks[linear.name])
+        inner_TR = self._stretch.products(x_TI, a_SRI.mT)
+        for (outputs, inner), b_SOR in zip(linear.pieces(self._slots.rank), bs, strict=True):
+            y_TO[:, outputs] += self._stretch.products(inner_TR[:, inner], b_SOR.mT)
+        return y_TO
 
 
 class SlotWork:
