@@ -90,14 +90,17 @@ class Head:
         work = unembedding.work(chunk.routing)
         raw_CV, inner = unembedding.forward_rows(chunk.hidden_CD, work, torch.float32)
         logits_CV = self._base.finish_logits_(raw_CV)
-        logprobs_CV = torch.log_softmax(logits_CV, -1)
-        logprob_p = logprobs_CV.view(-1)[chunk.cells_p]
+        probs_CV = torch.softmax(logits_CV, -1)
+        # The logarithm of a row's sum by way of its most probable token: log_softmax would take another exponential of
+        # every logit, and logsumexp is slower than both.
+        log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
+        logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
         logprob_P[chunk.pairs_p] = logprob_p
         slope_p = torch.cat([self._slope(objectives[i], chunk, start, stop, logprob_p, columns)
                              for i, start, stop in chunk.runs])  # fmt: skip
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
-        slope_C = torch.zeros(len(logprobs_CV), device=slope_p.device).index_add_(0, chunk.local_p, slope_p)
-        grad_CV = logprobs_CV.exp_().mul_(-slope_C[:, None])
+        slope_C = torch.zeros(len(probs_CV), device=slope_p.device).index_add_(0, chunk.local_p, slope_p)
+        grad_CV = probs_CV.mul_(-slope_C[:, None])
         grad_CV.view(-1).index_add_(0, chunk.cells_p, slope_p)
         grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
         return self._back(grad_CV, chunk.hidden_CD, work, inner)
