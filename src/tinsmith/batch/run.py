@@ -3,7 +3,7 @@
 Slots of the pool call `serve` to run batches with one worker. What attempts come to, and what slots want next, is
 gathered for one transaction at a time (`_turns`): a batch is committed, counted and followed by the next claim
 together. Whatever the coordinator knows of the job beyond its rows may be lost at any moment: the next owner begins
-with the rows.
+with the rows. Its workers are the `crew`'s affair.
 
 The end of a job is in this order, each step durable before the next: every batch committed; WINDING_DOWN; outputs
 published from the list of winners; outputs recorded and SUCCEEDED; parts deleted; that noted.
@@ -16,7 +16,6 @@ import contextlib
 import json
 import tempfile
 import time
-import uuid
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -27,11 +26,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
 from tinsmith.batch.attempts import Claim, Lost, Settled
+from tinsmith.batch.crew import Crew, FailedError
 from tinsmith.batch.feeding import Feeder
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.protocols import OutputInfo
 from tinsmith.batch.questions import Answers, Desk
-from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, WorkerLostError
+from tinsmith.batch.remote import RemoteWorker, SetupFailedError, WorkerLostError
 from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError
 from tinsmith.crashpoints import reach
 
@@ -39,14 +39,9 @@ IN_FLIGHT = 2
 """Groups of batches with one worker: it works on the second one while the first one is committed."""
 MAX_SETUP_FAILURES = 4
 """A mapper that never started in so many tries, in two workers or more, does not start."""
-MAX_OPERATION_TRIES = 3
 
 T = TypeVar("T")
 log = structlog.get_logger()
-
-
-class FailedError(Exception):
-    """The job cannot go on; the message says why."""
 
 
 class JobRun:
@@ -78,8 +73,7 @@ class JobRun:
         self._turn_due = asyncio.Event()
         self._nothing_until = 0.0
         self._feeder = Feeder(job.job_id, self._spec, self._reported, self._setup_failed)
-        self._idle: list[RemoteWorker] = []
-        self._workers: set[RemoteWorker] = set()
+        self._crew = Crew(jobs, job.job_id, token, self._spec, pool, self._desk)
         self._setup_failures = 0
         self._serving = 0
 
@@ -96,7 +90,7 @@ class JobRun:
         self._serving += 1
         worker: RemoteWorker | None = None
         try:
-            worker = await self._worker(slot)
+            worker = await self._crew.take(slot, self._ended)
             if worker is not None:
                 await self._feed_while(worker, should_yield)
         except (WorkerStartError, WorkerLostError, SetupFailedError) as error:
@@ -106,7 +100,7 @@ class JobRun:
         finally:
             self._serving -= 1
             if worker is not None:
-                await self._put_back(worker)
+                await (self._crew.end(worker) if self._superseded else self._crew.put_back(worker))
 
     async def _feed_while(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
         feeding: set[asyncio.Task[None]] = set()
@@ -135,50 +129,6 @@ class JobRun:
             self._settled.append((claim, outcome))
         if not is_end:
             self._turn_due.set()
-
-    # Workers.
-
-    async def _worker(self, slot: int) -> RemoteWorker | None:
-        """One that is free, or a new one; in an exclusive pool, that of the slot. None if the job ends before there is
-        one. Raises WorkerStartError, ..."""
-        bound = slot if self.pool.spec.exclusive else None
-        for worker in self._idle:
-            if worker.slot == bound and not worker.useless:
-                self._idle.remove(worker)
-                return worker
-        starting = asyncio.ensure_future(self._start_worker(bound, with_mapper=True))
-        ended = asyncio.ensure_future(self._ended.wait())
-        try:  # on a cluster without room, that may take longer than the job
-            await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return starting.result() if starting.done() else None
-        finally:
-            starting.cancel()
-            ended.cancel()
-
-    async def _start_worker(self, slot: int | None, with_mapper: bool) -> RemoteWorker:
-        worker_id = f"{self.job.job_id}-{uuid.uuid4().hex[:8]}"
-        pool = self.pool.spec.name
-        await self._db(self._jobs.intend_worker, pool, worker_id, self.job.job_id, self._token, self.pool.kind)
-        started = await self.pool.start(worker_id, slot)
-        worker = RemoteWorker(worker_id, started, self.job.job_id, self._limits, slot, self._desk)
-        self._workers.add(worker)
-        await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
-        await self._db(self._jobs.note_worker, pool, worker_id, "ready", started.address, started.where)
-        return worker
-
-    async def _put_back(self, worker: RemoteWorker) -> None:
-        if worker.useless or self.pool.spec.exclusive or self._superseded:
-            await self._end_worker(worker)
-        else:
-            self._idle.append(worker)
-
-    async def _end_worker(self, worker: RemoteWorker) -> None:
-        self._workers.discard(worker)
-        if worker in self._idle:
-            self._idle.remove(worker)
-        await worker.close()
-        with contextlib.suppress(SQLAlchemyError):
-            await self._db(self._jobs.forget_worker, self.pool.spec.name, worker.worker_id)
 
     def _setup_failed(self, why: str) -> None:
         self._setup_failures += 1
@@ -290,7 +240,7 @@ class JobRun:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            await asyncio.gather(*(self._end_worker(worker) for worker in list(self._workers)), return_exceptions=True)
+            await self._crew.end_all()
             with contextlib.suppress(SQLAlchemyError):
                 await self._db(self._jobs.release, self.job.job_id, self._token)
 
@@ -316,8 +266,6 @@ class JobRun:
                 return  # the server stops
         except FailedError as error:
             self.fail(str(error))
-        except (WorkerStartError, WorkerLostError) as error:
-            self.fail(f"no worker could be used: {error}")
         cancelled = self._failure is None or not await self._set_status("FAILED", self._failure)
         if cancelled:
             await self._set_status("CANCELLED")
@@ -327,19 +275,10 @@ class JobRun:
         self.dispatching = False
         self._on_change()
         if not self.job.done:
-            await asyncio.gather(*(self._shut_down(worker) for worker in list(self._workers)))
+            await self._crew.stop_all()
         while self._serving:
             await asyncio.sleep(0.01)
             self._turn_due.set()
-
-    async def _shut_down(self, worker: RemoteWorker) -> None:
-        with contextlib.suppress(WorkerLostError):
-            await worker.call("/shutdown", grace_s=self._limits.grace_s)
-            worker.lost = True
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.grace_s + 1):
-                    await worker.started.wait()
-        await worker.close()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
         moved = await self._db(self._jobs.set_status, self.job.job_id, self._token, status, error)
@@ -366,22 +305,8 @@ class JobRun:
 
     # Operations.
 
-    async def _operating(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        """Run it on a worker, on another one if that is lost. Raises FailedError with what it raised."""
-        last: Exception | None = None
-        for _ in range(MAX_OPERATION_TRIES):
-            try:
-                worker = next((one for one in self._idle if not one.useless), None)
-                if worker is None:
-                    worker = await self._start_worker(None, with_mapper=not (self.job.done or self.pool.spec.exclusive))
-                    self._idle.append(worker)
-                return await operation(worker)
-            except (WorkerLostError, WorkerStartError) as error:
-                last = error
-            except OperationError as error:
-                raise FailedError(error.trace) from error
-        assert last is not None
-        raise last
+    async def _operate(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
+        return await self._crew.operate(operation, with_mapper=not self.job.done)
 
     async def _plan(self) -> None:
         async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int]:
@@ -392,7 +317,7 @@ class JobRun:
             total = end.get("total_rows", 0)
             return (range(0, total, end["batch_size"]) if "batch_size" in end else starts), total
 
-        planning = asyncio.ensure_future(self._operating(plan))
+        planning = asyncio.ensure_future(self._operate(plan))
         ended = asyncio.ensure_future(self._ended.wait())
         try:
             await asyncio.wait({planning, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -421,7 +346,7 @@ class JobRun:
         log.info("bulk job", job_id=self.job.job_id, status="SUCCEEDED")
         reach("batch.recorded")
         self._on_change()
-        await clean(self._jobs, self.job.job_id, self._operating)
+        await clean(self._jobs, self.job.job_id, self._operate)
 
     async def _keep(self) -> None:
         while True:
@@ -444,7 +369,7 @@ class JobRun:
                     placed = await worker.place(path)
                     return OutputInfo.from_dict(await worker.result_of("publish", output_idx=index, path=placed))
 
-                published.append((kind, await self._operating(publish)))
+                published.append((kind, await self._operate(publish)))
         return published
 
     async def _db(self, work: Callable[..., T], *args: object) -> T:
