@@ -332,7 +332,14 @@ def show_functions(stats: pstats.Stats) -> None:
 
 def of_missed(directory: Path, out: Path | None) -> None:
     flags = dict.fromkeys(each for target in missed(Figures.of(directory)) for each in target.profile)
-    lines = ["# Where the time goes", "", "Of the [targets](targets.md) that were missed: " + machine() + ".", ""]
+    lines = [
+        "# Where the time goes",
+        "",
+        "Of the [targets](targets.md) that were missed, made by `python benchmarks/where.py missed build/bench`.",
+        "",
+        f"{machine()}." if flags else "No figures yet.",
+        "",
+    ]
     for each in flags:
         print(f"\n## {each}", flush=True)
         command = [sys.executable, __file__, *shlex.split(each)]

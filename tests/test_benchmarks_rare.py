@@ -1,6 +1,6 @@
 """The benchmarks that are no part of `make bench` still run, each as a process of its own and as small as it gets.
 
-Those that start servers are slow ones: `make test-benchmarks`.
+Most are slow ones: `make test-benchmarks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 QUICK = {
-    "quantised": "--steps 1 --kinds off int8",
     "recording": "--rounds 3",
 }
 SLOW = {
@@ -24,6 +23,7 @@ SLOW = {
     "fairness": "--small 50 --large 2 --seconds 2",
     "growth": "--runs 10 --sizes 50 100",
     "polls": "--polls 20 --seconds 1",
+    "quantised": "--steps 1 --kinds off int8",
     "ranks": "--ranks 2 --size tiny --runs 1",
     "scaling": "--only servers --seconds 1 --runs 1",
     "soak": "--clients 2 --minutes 0.1 --backend fake --processes 1",
