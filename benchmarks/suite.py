@@ -14,6 +14,7 @@ come first, so that every other figure can be read as a share of them.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -128,14 +129,16 @@ class Done:
         return {"command": command, "failure": self.failure, "seconds": round(self.seconds, 1)}
 
 
-def summary(done: list[Done]) -> Row:
-    """What the figures were taken on, and by what."""
+def summary(done: list[Done], taken_on: str, path: Path) -> Row:
+    """What the figures were taken on, and by what; parts that were not run again are as they were."""
+    before: Row = json.loads(path.read_text())["parts"] if path.exists() else {}
+    parts = before | {each.part.name: each.row for each in done}
     return {
-        "machine": machine(),
+        "machine": taken_on,
         "versions": ", ".join(f"{name} {version(name)}" for name in PACKAGES),
         "date": time.strftime("%Y-%m-%d"),
-        "minutes": sum(each.seconds for each in done) / 60,
-        "parts": {each.part.name: each.row for each in done},
+        "minutes": sum(part["seconds"] for part in parts.values()) / 60,
+        "parts": parts,
     }
 
 
@@ -173,6 +176,7 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     done: list[Done] = []
+    taken_on = machine()  # before it is busy with this
     for part in PARTS:
         flags = flags_of(part, given)
         if flags is None or part.name not in (given.only or [part.name]):
@@ -185,7 +189,7 @@ def main() -> None:
         if failure:
             print(f"{part.name}: {failure}", flush=True)
         done.append(Done(part, flags, failure, time.monotonic() - started))
-    told = summary(done)
+    told = summary(done, taken_on, given.out / "suite.json")
     write_json(given.out / "suite.json", told)
     (given.out / "index.md").write_text(page(done, told, given.out))
     (given.out / "targets.md").write_text(page_of_targets(Figures.of(given.out)))

@@ -159,6 +159,17 @@ def test_the_suite_says_what_failed(run: Run, tmp_path: Path, monkeypatch: pytes
     ]
     assert "Long" not in page
     assert (out / "good.json").read_text() == "{}"
+    with pytest.raises(SystemExit) as ended:
+        run("suite", "--quick", "--only", "good", "--out", str(out))
+    assert ended.value.code == 0
+    parts = json.loads((out / "suite.json").read_text())["parts"]
+    assert {name: bool(part["failure"]) for name, part in parts.items()} == {
+        "bad": True,
+        "slow": True,
+        "absent": True,
+        "good": False,
+    }
+    assert "- bad: `python benchmarks/bad.py` (not whole: it ended with status 3)" in (out / "targets.md").read_text()
 
 
 def test_the_suite_asks_for_flags_that_the_scripts_have() -> None:
