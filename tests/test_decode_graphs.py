@@ -22,6 +22,7 @@ from recorded_kernels import Recordings
 from test_decoder import adapter as any_adapter
 from test_decoder import other
 from tinsmith.backends.torch import TorchBackend, grouped
+from tinsmith.backends.torch import slots as slots_module
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.ledger import BASE, DECODING, Ledger
@@ -240,7 +241,8 @@ def test_when_the_cache_moves_steps_are_captured_again(base: BaseModel) -> None:
     sampler, recordings = recorded(base)
     first = make_sample("first", make_prompt(20), LONG)
     assert_same(run(sampler, first)["first"], alone(base, first))
-    long = [make_sample(f"s{i}", make_prompt(150, i), LONG) for i in range(8)]
+    one = SamplingParams(max_tokens=1, stop_eos=False, seed=1)  # nothing is decoded, and no other size captured
+    long = [make_sample(f"s{i}", make_prompt(150, i), one) for i in range(8)]
     generation = sampler._cache.generation
     answers = run(sampler, *long)
     assert sampler._cache.generation > generation, "the cache grew"
@@ -375,3 +377,25 @@ def _noting(method: Callable[..., torch.Tensor], calls: list[object]) -> Callabl
         return method(*args)
 
     return call
+
+
+def test_rows_lie_in_the_order_of_their_slots_for_the_grouped_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "llama"), device="cpu", dtype="bfloat16")
+    monkeypatch.setattr(graphs_module, "is_grouped_on", lambda device: True)
+    ends: list[torch.Tensor] = []
+
+    def checked(x_TI: torch.Tensor, matrices_SIO: torch.Tensor, ends_S: torch.Tensor) -> torch.Tensor:
+        assert len(ends_S) == len(matrices_SIO) and int(ends_S[-1]) == len(x_TI) and (ends_S.diff() >= 0).all()
+        ends.append(ends_S.clone())
+        return grouped.grouped_product(x_TI, matrices_SIO, ends_S)
+
+    monkeypatch.setattr(slots_module, "grouped_product", checked)
+    versions = {str(i): make_adapter(base, i) for i in range(3)}
+    sampler = LocalSampler(base, versions, options=SamplerOptions(capture=plain))
+    names = ["0", "1", "2", None, "1"]
+    run(sampler, *[make_sample(f"s{i}", make_prompt(9, i), HOT, version_id=name) for i, name in enumerate(names)])
+    sizes = torch.diff(ends[0], prepend=torch.zeros(1, dtype=torch.int32))
+    assert sorted(sizes[:-1].tolist())[-3:] == [1, 1, 2], "each adapter's rows"
+    assert sizes[-1] == 8 - 4, "the base model's row, and three that pad"
