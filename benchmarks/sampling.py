@@ -37,7 +37,7 @@ from models import SIZES, make
 from peers import NEW, PROMPT, prompt
 from tinker import types
 from training import RANK
-from turns import Child, ChildFailed, Row, Run, in_turns, in_words, questions, spread, times_as_fast
+from turns import Child, ChildFailed, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
 
 
 def samplers_of(service: tinker.ServiceClient, model: str, adapters: int) -> list[tinker.SamplingClient]:
@@ -300,4 +300,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_in_peace()
     main()

@@ -39,7 +39,7 @@ import tinker
 from measured import API_KEY, forget_peak, machine, own_server, peak_mib_of, processes, write_json
 from models import SIZES, make
 from tinker import types
-from turns import Child, Row, Run, in_turns, in_words, questions, spread, times_as_fast
+from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
 
 RANK = 32
 VOCAB = 8000
@@ -304,4 +304,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_in_peace()
     main()
