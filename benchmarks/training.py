@@ -227,11 +227,12 @@ def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
 def compared(size: str, directory: Path, works: list[int], dtypes: list[str], runs: int) -> Iterator[list[Row]]:
     """Every shape of work: PEFT, and the step alone and the service with each dtype of the base, in turns."""
     with ExitStack() as stack:
-        opened = stack.enter_context(ExitStack())
+        opened = ExitStack()
         contestants = {PEFT: in_child("peft", directory, "float32", stack)}
         for dtype in dtypes:
             contestants[f"step alone {dtype}"] = in_child("step", directory, dtype, stack)
             contestants[f"service {dtype}"] = in_service(size, directory, dtype, stack, opened)
+        stack.enter_context(opened)  # the last, so that clients go before their servers
         for index in works:
             ready = {name: each.open(index) for name, each in contestants.items()}
             for each in contestants.values():
