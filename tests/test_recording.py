@@ -27,6 +27,7 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
+from tinsmith.prepared import execute
 from tinsmith.records.curves import Curves, Point
 from tinsmith.records.kept_samples import KeptSamples
 from tinsmith.records.recent_steps import RecentSteps
@@ -154,7 +155,7 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
         recorder.passed(pending("forward_backward"), PassResult((), {"loss:sum": float(number), "tokens:sum": 1.0}))
         with bench.db.write() as connection:
             for statement in recorder.stepped(pending("optim_step", number=number), optim_step(), {"norm": math.nan}):
-                connection.execute(statement)
+                execute(connection, statement)
         most = max(most, len(points(bench)))
     found = points(bench)
     assert most <= 21
@@ -236,7 +237,7 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     sequence = SampledSequence(np.arange(5000, dtype=np.int32), np.full(5000, -np.inf, np.float32), "length")
     with bench.db.write() as connection:
         for statement in keeper.kept(begun, SampleResult("r", (sequence,) * 20)):
-            connection.execute(statement)
+            execute(connection, statement)
         size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
     assert size is not None and len(size) < 200_000
     sample, content = KeptSamples(bench.db).get("alice", "None:1")
