@@ -52,9 +52,9 @@ test-recipes: $(STAMP)
 test-ranks: $(STAMP)
 	$(BIN)/python -m pytest -q --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
 
-# On a machine with a GPU, with a torch that has CUDA in $(VENV); TINSMITH_TEST_DEVICE=cpu runs what does not need one.
+# On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one.
 test-gpu: $(STAMP)
-	TINSMITH_TEST_DEVICE=$${TINSMITH_TEST_DEVICE:-cuda} $(BIN)/python -m pytest -q --timeout 1200 tests/gpu
+	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(BIN)/python -m pytest -q --timeout 1200 tests/gpu
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)

@@ -15,14 +15,14 @@ FOLDER = Path(__file__).parent / "gpu"
 
 def test_all_are_collected_when_a_device_is_named_and_some_run_here() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER), "-k", "capture_reads"]
-    there = {**os.environ, "TINSMITH_TEST_DEVICE": "cpu"}
+    there = {**os.environ, "TEST_DEVICE": "cpu"}
     found = subprocess.run(command, capture_output=True, text=True, env=there, cwd=FOLDER.parents[1], check=False)
     assert found.returncode == 0, found.stdout
     told = re.search(r"1 passed, (\d+) deselected", found.stdout)
     assert told and int(told[1]) > 100, found.stdout
 
 
-@pytest.mark.skipif(bool(os.environ.get("TINSMITH_TEST_DEVICE")), reason="a device is named")
+@pytest.mark.skipif(bool(os.environ.get("TEST_DEVICE")), reason="a device is named")
 def test_none_are_collected_when_no_device_is_named() -> None:
     from gpu import conftest
 

@@ -1,4 +1,4 @@
-"""Nothing here is collected unless TINSMITH_TEST_DEVICE says where to compute (`make test-gpu`)."""
+"""Nothing here is collected unless TEST_DEVICE says where to compute (`make test-gpu`)."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def device_is_there() -> None:
     import torch
 
     if ON_CUDA and not torch.cuda.is_available():
-        pytest.exit(f"TINSMITH_TEST_DEVICE is {DEVICE!r}, and torch {torch.__version__} finds no CUDA device", 1)
+        pytest.exit(f"TEST_DEVICE is {DEVICE!r}, and torch {torch.__version__} finds no CUDA device", 1)

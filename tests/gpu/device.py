@@ -1,6 +1,6 @@
 """The device that the tests of this directory compute on, beside the CPU that they compare with.
 
-TINSMITH_TEST_DEVICE=cpu runs them without a GPU: then only the device is another, and what only a GPU has is skipped.
+TEST_DEVICE=cpu runs them without a GPU: then only the device is another, and what only a GPU has is skipped.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
 from tinsmith.ops import LoraSpec, ModelShape
 from tinsmith.samplers.capture import Capture, capture_for, plain
 
-NAMED = bool(os.environ.get("TINSMITH_TEST_DEVICE"))
-DEVICE = os.environ.get("TINSMITH_TEST_DEVICE") or "cuda"
+NAMED = bool(os.environ.get("TEST_DEVICE"))
+DEVICE = os.environ.get("TEST_DEVICE") or "cuda"
 ON_CUDA = DEVICE.startswith("cuda")
 
 only_cuda = pytest.mark.skipif(not ON_CUDA, reason="there is no such kernel for a CPU")
