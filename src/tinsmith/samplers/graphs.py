@@ -39,6 +39,7 @@ from tinsmith.ops import I64
 from tinsmith.samplers.batching import Span
 from tinsmith.samplers.capture import Capture, Run
 from tinsmith.samplers.kvcache import KVCache
+from tinsmith.samplers.paged import visible
 
 log = structlog.get_logger()
 
@@ -275,10 +276,5 @@ class BlocksPlan:
         if window is not None and window >= num_keys:
             window = None
         if window not in self._masks:
-            key_K = torch.arange(num_keys, device=k_TGKD.device)
-            hidden_TK = key_K > self._position_T[:, None]
-            if window is not None:
-                hidden_TK |= key_K <= self._position_T[:, None] - window
-            mask_TK = torch.zeros(hidden_TK.shape, dtype=k_TGKD.dtype, device=k_TGKD.device)
-            self._masks[window] = mask_TK.masked_fill_(hidden_TK, float("-inf"))[:, None, None]
+            self._masks[window] = visible(self._position_T[:, None], num_keys, window, k_TGKD.dtype)
         return self._masks[window]

@@ -174,15 +174,19 @@ class PagedPlan:
         return group.masks[window]
 
     def _visible(self, group: _Group, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, L, K]: 0 where a row sees a position, else -inf."""
-        key_K = torch.arange(num_keys, device=self._device)
         # Rows without a cache are numbered from 0 as their keys are, and padding repeats the last row.
-        row_nL1 = group.positions_nL.view(group.num, group.num_rows, 1)
-        hidden_nLK = key_K > row_nL1
-        if window is not None:
-            hidden_nLK |= key_K <= row_nL1 - window
-        mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=self._device)
-        return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
+        return visible(group.positions_nL.view(group.num, group.num_rows), num_keys, window, dtype)
+
+
+def visible(position_nL: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[n, 1, L, K]: 0 where a row at its position sees one of K positions, else -inf."""
+    key_K = torch.arange(num_keys, device=position_nL.device)
+    row_nL1 = position_nL[..., None]
+    hidden_nLK = key_K > row_nL1
+    if window is not None:
+        hidden_nLK |= key_K <= row_nL1 - window
+    mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=position_nL.device)
+    return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
 
 
 def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I64]:
