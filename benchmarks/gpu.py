@@ -31,7 +31,7 @@ import transformers
 from measured import machine, write_json
 from models import make
 from peers import NEW, prompt
-from training import LEARNING_RATE, RANK, WORKS, Work, sequences
+from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
 
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.bases import read_shape
@@ -112,24 +112,6 @@ def ceilings(device: Device, size: int) -> dict[str, float]:
 
 
 # Training.
-
-
-def our_step(backend: TorchBackend, work: Work) -> Run:
-    passes = []
-    for index in range(work.clients):
-        backend.create_model(f"{work.name}.{index}", LoraSpec(RANK, seed=index))
-        data = []
-        for tokens in sequences(work, index):
-            inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-            data.append(Datum(tokens[:-1].astype(np.int32), inputs))
-        passes.append(Pass(f"r{index}", f"{work.name}.{index}", tuple(data), "cross_entropy", {}, False))
-    steps = [OptimStep("o", pass_.model_id, AdamParams(LEARNING_RATE)) for pass_ in passes]
-
-    def run() -> None:
-        results = [*backend.run_passes(passes), *backend.optim_step(steps)]
-        assert not any(isinstance(result, Exception) for result in results), results
-
-    return run
 
 
 def peft_step(model: torch.nn.Module, work: Work) -> Run:
@@ -253,7 +235,7 @@ def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dic
     peft = with_peft(Path(shape.path), device)
     for work in works:
         contestants = [
-            Contestant("Tinsmith", our_step(backend, work), work.num_tokens),
+            Contestant("Tinsmith", packed_step(backend, work, f"{work.name}."), work.num_tokens),
             Contestant("PEFT", peft_step(peft, work), work.num_tokens),
         ]
         device.in_turns(contestants, runs)

@@ -31,6 +31,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
@@ -40,6 +41,9 @@ from measured import API_KEY, forget_peak, machine, own_server, peak_mib_of, pro
 from models import SIZES, make
 from tinker import types
 from turns import Child, Row, Run, end_in_peace, in_turns, in_words, questions, spread, times_as_fast
+
+if TYPE_CHECKING:
+    from tinsmith.backends.torch import TorchBackend
 
 RANK = 32
 VOCAB = 8000
@@ -195,28 +199,31 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
 def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.bases import read_shape
-    from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass
 
     backend = TorchBackend(read_shape("bench/step", directory), device="cpu", dtype=dtype)
+    return lambda work: packed_step(backend, work, "m")
 
-    def runner(work: Work) -> Callable[[], None]:
-        passes = []
-        for index in range(work.clients):
-            backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
-            data = []
-            for tokens in sequences(work, index):
-                inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-                data.append(Datum(tokens[:-1].astype(np.int32), inputs))
-            passes.append(Pass(f"r{index}", f"m{index}", tuple(data), "cross_entropy", {}, False))
-        steps = [OptimStep(f"o{index}", f"m{index}", AdamParams(LEARNING_RATE)) for index in range(work.clients)]
 
-        def run() -> None:
-            backend.run_passes(passes)
-            backend.optim_step(steps)
+def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], None]:
+    """A pass and an optimizer step of every client, each a model of its own whose name begins with `prefix`."""
+    from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass
 
-        return run
+    passes = []
+    for index in range(work.clients):
+        model_id = f"{prefix}{index}"
+        backend.create_model(model_id, LoraSpec(RANK, seed=index))
+        data = []
+        for tokens in sequences(work, index):
+            inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
+            data.append(Datum(tokens[:-1].astype(np.int32), inputs))
+        passes.append(Pass(f"r{index}", model_id, tuple(data), "cross_entropy", {}, False))
+    steps = [OptimStep(f"o{index}", each.model_id, AdamParams(LEARNING_RATE)) for index, each in enumerate(passes)]
 
-    return runner
+    def run() -> None:
+        results = [*backend.run_passes(passes), *backend.optim_step(steps)]
+        assert not any(isinstance(result, Exception) for result in results), results
+
+    return run
 
 
 def row(size: str, work: Work, what: str, seconds: list[float]) -> Row:
