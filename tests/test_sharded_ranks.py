@@ -50,11 +50,19 @@ def refuse(reason: str) -> None:
     raise AssertionError(f"the group was lost: {reason}")
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    group = Group(4, device="cpu", timeout_s=120.0, on_lost=refuse)
+@pytest.fixture(scope="module", params=[4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Group | None]:
+    """As many as a test asks for, closed before others are: a process is rank 0 of one group at a time."""
+    if request.param == 0:
+        yield None
+        return
+    group = Group(request.param, device="cpu", timeout_s=120.0, on_lost=refuse)
     yield group
     group.close()
+
+
+on_two = pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+with_its_own = pytest.mark.parametrize("ranks", [0], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +71,19 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 @pytest.mark.parametrize("degrees", FOUR.values(), ids=FOUR)
-def test_ten_steps_on_four_ranks(four: Group, shape: ModelShape, degrees: Degrees) -> None:
+def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
-    many = ranked.load(shape, four, degrees)
+    many = ranked.load(shape, ranks, degrees)
     ranked.train_alike(one, many, 10)
     ranked.sample_alike(one, many)
 
 
 @pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"]], ids=["dp4", "dp2-tp2"])
-def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(four: Group, shape: ModelShape, degrees: Degrees) -> None:
+def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
     one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
     ranked.create(one)
-    many = ranked.load(shape, four, degrees, dtype="bfloat16")
+    many = ranked.load(shape, ranks, degrees, dtype="bfloat16")
     rng = np.random.default_rng(0)
     for model in (0, 1):
         passes = [ranked.pass_of(rng, model, [9, 17, 30])]
@@ -87,31 +95,27 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(four: Group, shape: M
         assert expected_P is not None and found_P is not None and ranked.relative(found_P, expected_P) < 0.05
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Group]:
-    group = Group(2, device="cpu", timeout_s=120.0, on_lost=refuse)
-    yield group
-    group.close()
-
-
+@on_two
 @pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"]], ids=["tp2", "fsdp2"])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_every_family_is_divided_exactly_or_refused(
-    two: Group, tmp_path: Path, family: Family, degrees: Degrees
+    ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
 ) -> None:
     shape = families.make(tmp_path, family)
     if degrees.tensor > 1 and (family.experts or family.model_type in NO_PLAN):
         reason = "experts of .* are not divided" if family.experts else "tensor_parallel is 2, and"
         with pytest.raises(SettingsError, match=reason):
-            ranked.load(shape, two, degrees)
+            ranked.load(shape, ranks, degrees)
         return
     one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
     ranked.create(one)
-    many = ranked.load(shape, two, degrees)
+    many = ranked.load(shape, ranks, degrees)
     ranked.train_alike(one, many, 3)
     ranked.sample_alike(one, many)
 
 
+@with_its_own
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("name", TWO)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, how: signal.Signals) -> None:
@@ -145,11 +149,11 @@ def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_p
             model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
             losses = [_step(model) for _ in range(4)]
             assert losses[-1] < losses[0]
-            ranks = _ranks(server.engine_pids())
-            assert len(ranks) == 1
-            os.kill(ranks[0], signal.SIGKILL)
+            others = _others(server.engine_pids())
+            assert len(others) == 1
+            os.kill(others[0], signal.SIGKILL)
             losses += [_step(model) for _ in range(4)]
-            assert losses[-1] < losses[3] and _ranks(server.engine_pids()) != ranks
+            assert losses[-1] < losses[3] and _others(server.engine_pids()) != others
             sampler = model.save_weights_and_get_sampling_client().result()
             prompt = types.ModelInput.from_ints([1, 2, 3, 4])
             asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
@@ -174,7 +178,7 @@ def _step(model: tinker.TrainingClient) -> float:
     return loss
 
 
-def _ranks(engines: list[int]) -> list[int]:
+def _others(engines: list[int]) -> list[int]:
     """The children of engines: their other ranks."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
