@@ -16,10 +16,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import tinker
-from hypothesis import HealthCheck, settings
 from tinker.lib import internal_client_holder
 
 import databases
+import properties
 from live import API_KEY, LiveServer, serving
 
 if TYPE_CHECKING:
@@ -41,9 +41,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     databases.chosen = config.getoption("--database")
-    # A property holds or not, however long a busy machine takes to find out.
-    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("any machine")
+    properties.load_profile()
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,12 @@ import orjson
 import pytest
 import tinker
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import traced_losses
 from live import LiveServer
+from properties import examples
 from tinsmith import loss_graphs
 from tinsmith.backends.torch import TorchBackend, custom_loss
 from tinsmith.backends.torch.custom_loss import CustomRun
@@ -62,7 +63,7 @@ def test_nothing_allowed_draws_numbers_shows_old_memory_or_leaves_torch() -> Non
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(15)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_a_loss_and_its_gradient_equal_the_clients(name: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -312,7 +313,7 @@ CALLS = st.one_of(
 KWARGS = st.dictionaries(st.sampled_from(sorted(loss_graphs.KEYWORDS)), VALUES, max_size=2)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(400)
 @given(
     calls=st.lists(st.tuples(CALLS, REFS, st.lists(VALUES, max_size=3), KWARGS), min_size=1, max_size=4), data=st.data()
 )

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import structlog
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MistralConfig
 
 import tiny_models
 from local_sampling import HOT, alone, assert_same, finish, make_adapter, make_prompt, make_sample, run
+from properties import examples
 from recorded_kernels import Recordings
 from test_decoder import adapter as any_adapter
 from test_decoder import other
@@ -93,7 +94,7 @@ def test_answers_of_graphs_are_those_of_each_alone(bases: dict[str, BaseModel], 
     assert recordings.replays > 3 * recordings.captures
 
 
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 140), st.integers(0, 3)), min_size=1, max_size=9),
     seed=st.integers(0, 999),

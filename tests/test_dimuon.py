@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import tiny_models
+from properties import examples
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.dimuon import RMS, orthogonalise
 from tinsmith.backends.torch.lora import Adapter, Layout, Target, initialise
@@ -95,7 +96,7 @@ def test_steps_equal_torchs_muon() -> None:
     torch.testing.assert_close(ours, matrix.detach(), atol=6e-4, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(st.integers(1, 20), st.integers(1, 60), st.integers(-30, 30), st.integers(0, 1000))
 def test_an_update_keeps_directions_bounds_its_size_and_ignores_the_gradients_scale(
     rows: int, columns: int, exponent: int, seed: int

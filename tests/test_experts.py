@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from properties import examples
 from tinsmith.backends.torch import dimuon, recompute
 from tinsmith.backends.torch.experts import MultiLoRAExperts
 from tinsmith.backends.torch.lora import Adapter, Bank, Layout, Routing, Switchboard, Target
@@ -117,7 +118,7 @@ def oracle(own: nn.Module, kind: str, routing: Routing, given: Rows, leaves: Lea
     return torch.stack(out)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     kind=st.sampled_from(KINDS),
     parts=st.lists(st.tuples(st.integers(1, 18), st.integers(-1, 2)), min_size=1, max_size=4),

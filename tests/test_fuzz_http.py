@@ -6,7 +6,6 @@ of the ids are those of things that exist. `make fuzz` runs the same for longer.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -29,22 +28,15 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
+from properties import examples
 from tinsmith.routes import PREFIX
 from tinsmith.routes.openapi import document
 from tinsmith.routes.requests import REQUESTS, SHARED
 from tinsmith.wire.bodies import PROTO_TYPE
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 AT_MOST_S = 5.0
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-FUZZ = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    database=None,
-    derandomize=EXAMPLES < 20,  # the short run is the same every time; the long one looks further
-    phases=(Phase.generate,),
-    suppress_health_check=list(HealthCheck),
-)
+FUZZ = settings(examples(6), phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
 
 
 def strict(schema: object) -> object:

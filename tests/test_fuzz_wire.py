@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from http_harness import SHAPES, pass_bytes, sample_request
+from properties import examples
 from tinsmith.admission import check_lora, check_optimizer, check_sample
 from tinsmith.errors import TooLargeError, UserError
 from tinsmith.loss_graphs import check_graph
@@ -34,8 +34,7 @@ from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
 SHAPE = SHAPES[0]
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "6"))
-FUZZ = settings(max_examples=EXAMPLES * 20, deadline=5000, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(examples(120), deadline=5000, suppress_health_check=list(HealthCheck))
 KNOWN_LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "stable_reinforce", "custom:x", "", "é"]
 
 

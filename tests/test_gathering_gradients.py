@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from properties import examples
 from tinsmith.backends.torch.gradients import A, B, Gradients, claim
 from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Target
 from tinsmith.backends.torch.sites import BATCHED_NUMBERS, Site
@@ -81,7 +82,7 @@ def test_gradients_that_began_as_zeros_are_added_to() -> None:
 LARGE = (128, (BATCHED_NUMBERS // 32 + 64, 96))
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=6),
     st.sampled_from([torch.float32, torch.bfloat16]),

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from properties import examples
 from tinsmith.backends.torch import grouped
 from tinsmith.backends.torch.grouped import grouped_product, is_right_on, offsets_of, suits
 from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Run, Switchboard, Target
@@ -70,7 +71,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm().clamp_min(1e-6))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     segments=st.lists(st.tuples(st.integers(1, 70), st.integers(-1, 5)), min_size=1, max_size=8),
     rank=st.sampled_from([3, 8, 16]),

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import examples
 from tinsmith.ops import Sample, SamplingParams
 from tinsmith.samplers.batching import Batcher, Step
 from tinsmith.samplers.blocks import BlockPool, chain_key, root_key
@@ -159,7 +160,7 @@ actions = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(actions=actions, max_blocks=st.integers(8, 30), max_sequences=st.integers(1, 6), max_tokens=st.integers(1, 20))
 def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_leaks(
     actions: list[tuple[str, tuple[int, ...] | int]], max_blocks: int, max_sequences: int, max_tokens: int
@@ -390,7 +391,7 @@ def _plain_attention(
     return torch.einsum("ht,thd->hd", scores_HT.softmax(-1), v_THD)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     sizes=st.lists(
         st.tuples(st.just(0) | st.integers(1, 60), st.sampled_from([1, 1, 1, 2, 5, 19])), min_size=1, max_size=7

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
@@ -25,6 +25,7 @@ from local_sampling import (
     reference_model,
     run,
 )
+from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing, Segment
@@ -160,7 +161,7 @@ def test_adapters_of_all_ranks_in_one_step_answer_as_each_alone(bases: dict[str,
         assert_same(together[sample.request_id], alone(base, sample, versions))
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(
     seed=st.integers(0, 10_000),
     block_size=st.sampled_from([1, 4, 16]),

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import tiny_models
+from properties import examples
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.base import BaseModel
@@ -54,7 +55,7 @@ def adapter(rank: int, target: Target, seed: int) -> Adapter:
     return Adapter(LoraSpec(rank), layout, flat, torch.float32)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(-1, 3)), min_size=1, max_size=6),
     st.booleans(),
@@ -245,7 +246,7 @@ def trained(seed: int, size: int = 6) -> Trained:
     return Trained(adapter(2, Target("x", "mlp", size, size), seed))
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     st.lists(
         st.tuples(

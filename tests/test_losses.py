@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from float64_reference import loss
+from properties import examples
 from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.errors import UserError
 from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, check_pass, dense, resolve_config
@@ -56,7 +57,7 @@ def test_every_loss_has_a_formula_and_no_formula_lacks_a_loss() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES.keys() - {"custom"})  # whose formula is the client's
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_each_formula_and_its_slope_equal_a_float64_loop(loss_fn: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
 
 import tiny_models
 from live import serving
 from local_sampling import assert_same, finish, make_prompt, make_sample
+from properties import examples
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger
@@ -115,7 +116,7 @@ def test_without_a_budget_nobody_gives_and_everything_is_counted() -> None:
 # Blocks and sequences.
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), max_size=12), st.integers(0, 5))
 def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bool]], spare: int) -> None:
     """Chains of blocks, some of them known by key, some of them given back."""

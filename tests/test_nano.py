@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from properties import examples
 from tinsmith import nano
 from tinsmith.nano import corpus, evaluate, tasks, tokenizer, train
 from tinsmith.nano.batches import Shape, make_batch
@@ -83,7 +84,7 @@ def test_each_digit_is_a_token_of_its_own() -> None:
     assert loaded.convert_ids_to_tokens(loaded.encode("1234567890")) == list("1234567890")
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text())
 def test_any_text_comes_back_from_its_tokens(text: str) -> None:
     loaded = load_tokenizer()

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import tiny_models
 from chat_models import make_plain_model, make_tool_model
+from properties import examples
 from tinsmith import nano
 from tinsmith.bases import read_shape
 from tinsmith.chat.chats import read_chat
@@ -124,7 +125,7 @@ def pieces_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
     return Text(shape_of(directory))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.text(st.sampled_from("ab \u00e9\U0001f600\u4e2dx\n"), max_size=30))
 def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: Text, written: str) -> None:
     for text in (TEXT, pieces_text):
@@ -158,7 +159,7 @@ def pieces_of(plan: Plan, written: str, *, whole: bool) -> tuple[str, list[str],
     return texts + piece.text, calls, choice
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.text(st.sampled_from("abst<op> "), max_size=40), st.lists(st.text("abst", min_size=1, max_size=4), max_size=3)
 )
@@ -290,7 +291,7 @@ def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
     assert said(use, f"<think>{CALL}", whole=whole) == (CALL, "", [], None)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(
     st.lists(
         st.sampled_from(["<think>", "</think>", "a", "st", " ", "\n", "<tool_call>", "<to", "\u00e9"]), max_size=14

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import Adapter, Layout, Target
 from tinsmith.backends.torch.packing import Example, examples_of, pack
@@ -74,7 +75,7 @@ def reference(
 
 
 @pytest.mark.parametrize("variant", ["causal", "window", "softcap", "sinks"])
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(lengths=st.lists(st.integers(1, 14), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, lengths: list[int], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -101,7 +102,7 @@ def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, 
         start += length
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=LENGTHS, sick=st.integers(0, 8), softcap=st.sampled_from([None, 2.0]), data=st.data())
 def test_nan_in_one_sequence_stays_there(
     lengths: list[int], sick: int, softcap: float | None, data: st.DataObject
@@ -127,7 +128,7 @@ def test_nan_in_one_sequence_stays_there(
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
 def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
     window: int | None, lengths: list[int], seed: int
@@ -150,7 +151,7 @@ def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
         assert float((found.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=LENGTHS, sick=st.integers(0, 8))
 def test_nan_in_a_short_sequence_in_bfloat16_stays_there(lengths: list[int], sick: int) -> None:
     sick %= len(lengths)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
@@ -24,6 +24,7 @@ from local_sampling import (
     reference_model,
     run,
 )
+from properties import examples
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Routing
 from tinsmith.errors import UserError
@@ -243,7 +244,7 @@ def test_only_rows_that_are_asked_for_are_computed(
     assert counted.num_logits == num_logits
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(seed=st.integers(0, 10_000), max_tokens=st.sampled_from([3, 17, 512]), num_blocks=st.sampled_from([None, 60]))
 def test_neither_company_nor_chunks_nor_memory_change_what_a_prompt_says(
     bases: dict[str, BaseModel], seed: int, max_tokens: int, num_blocks: int | None

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import examples
 from ranked import NAMED_LOSSES, pass_of, samples
 from tinsmith.backends.sharded.codec import decode, encode
 from tinsmith.backends.sharded.degrees import Degrees
@@ -45,7 +46,7 @@ def same(left: object, right: object) -> bool:
     return type(left) is type(right) and left == right
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value: object) -> None:
     assert same(value, decode(encode(value)))
@@ -86,7 +87,7 @@ class Weighed(NamedTuple):
     num_tokens: int
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 5))
 def test_sequences_are_shared_out_evenly(sizes: list[int], num_shares: int) -> None:
     shares = share_out([Weighed(size) for size in sizes], num_shares)  # type: ignore[list-item]

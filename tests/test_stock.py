@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from properties import examples
 from tinsmith.engine.fetching import Fetched, Wanted
 from tinsmith.engine.handover import NotHereError
 from tinsmith.engine.shelf import Shelf
@@ -176,7 +177,7 @@ def test_a_waiting_sample_can_be_withdrawn_alone_or_with_its_session() -> None:
 KEYS = st.sampled_from("abcd")
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.integers(1, 4 * SIZE), st.lists(st.one_of(st.tuples(st.just("add"), KEYS), st.just(("bring", "")),
                                                     st.just(("done", ""))), max_size=60))  # fmt: skip
 def test_every_sample_becomes_ready_once_and_its_version_is_there_until_it_is_done(budget, steps) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny_models
 from local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
+from properties import examples
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.samplers import strips as strips_module
 from tinsmith.samplers.kvcache import KVCache, LayerShape
@@ -94,7 +95,7 @@ def attention(
     return torch.einsum("ht,thd->hd", probs_HT, v_THD)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     events=st.lists(st.tuples(st.sampled_from("jjls"), st.integers(0, 130)), min_size=3, max_size=25),
     seed=st.integers(0, 99),

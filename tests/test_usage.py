@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from databases import fresh_url
+from properties import examples
 from tinsmith.checkpoints import CheckpointRef, NewCheckpoint, completion
 from tinsmith.db import Database, now
 from tinsmith.errors import UserError
@@ -153,7 +154,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REQUESTS)
 def test_the_sum_is_the_same_whatever_was_rolled_up_when(tmp_path: Path, requests: list[tuple]) -> None:
     db = Database(fresh_url(tmp_path))

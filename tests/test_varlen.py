@@ -11,10 +11,11 @@ from types import SimpleNamespace
 import pytest
 import structlog
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from properties import examples
 from tinsmith.backends.torch import varlen
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.varlen import Ends, is_right_on, suits
@@ -84,7 +85,7 @@ def both_ways(lengths: list[int], window: int | None, seed: int) -> list[Tensor]
     return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     window=st.sampled_from([None, 1, 3, 30]),

@@ -9,7 +9,7 @@ import orjson
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tinker.lib.public_interfaces.sampling_client import _tensor_data_to_model
@@ -28,6 +28,7 @@ from tinker.types import (
     TensorData,
 )
 
+from properties import examples
 from tinsmith import ops
 from tinsmith.errors import NotSupportedError, TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.wire import bodies, fields, sampling, training, weights
@@ -85,7 +86,7 @@ def flat_tokens(datum: Datum) -> list[int]:
 
 
 @given(st.lists(data_of_sdk, max_size=4), configs, st.text(max_size=10))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_pass_holds_exactly_what_the_sdk_encoded(data: list[Datum], config: object, loss_fn: str) -> None:
     read = training.read_pass(encode(data, config, loss_fn), "s:train:0:7")
     assert (read.request_id, read.model_id, read.loss_fn) == ("s:train:0:7", "s:train:0", loss_fn)
@@ -192,7 +193,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_bytes_give_a_pass_or_a_user_error(body: bytes) -> None:
     try:
         training.read_pass(body, "r")
@@ -204,7 +205,7 @@ finite_metrics = st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False)
 
 
 @given(st.lists(arrays(np.float32), max_size=6), finite_metrics)
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray], metrics: dict[str, float]) -> None:
     body = training.write_pass_result(ops.PassResult(tuple(logprobs), metrics))
     read = response_conv.deserialize_forward_backward_output(body)
@@ -233,7 +234,7 @@ def top_k(length: int, k: int) -> ops.TopK:
 
 
 @given(st.lists(sampled, max_size=4), st.integers(0, 5), st.integers(0, 4), st.integers(0, 9))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits: int) -> None:
     sequences = tuple(
         ops.SampledSequence(ids, logprobs, {"s": "stop", "l": "length"}[reason], top_k(len(ids), k) if k else None)
@@ -260,7 +261,7 @@ def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits:
 
 
 @given(hnp.arrays(np.float32, st.tuples(st.integers(0, 4), st.integers(1, 3)), elements=any_float32))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_the_sdk_reads_back_targets_and_alternatives(logprobs: np.ndarray) -> None:
     tokens = np.arange(logprobs.size).reshape(logprobs.shape) + 2**40
     result = ops.SampleResult("r", (), target_prompt=logprobs, alt_tokens=ops.AltTokens(tokens, logprobs))
@@ -441,7 +442,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(sampling.REQUEST_FIELDS)), json_values)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_any_json_gives_a_sample_or_a_user_error(name: str, value: object) -> None:
     try:
         read = sampling.read_sample(sample_body(**{name: value}), "r", None)
