@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING
 
 from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError, SettingsError, UserError
-from tinsmith.storage.stores import open_store, split
+from tinsmith.storage.stores import fsync, open_store, split
 
 if TYPE_CHECKING:
     from tinsmith.settings import Settings
@@ -297,12 +297,3 @@ def _newest(directory: Path) -> float:
         return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
     except FileNotFoundError:  # it is being removed, or was just renamed
         return time.time()
-
-
-def fsync(path: Path) -> None:
-    """Make a file, or a directory's entries, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -93,8 +93,8 @@ class BucketStore(Store):
         return ObjectInfo(found["size"], found["e_tag"])
 
     @answered()
-    def open(self, key: str) -> IO[bytes]:
-        return io.BufferedReader(_Ranged(self, key, self.head(key).size), PIECE_BYTES)
+    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
+        return io.BufferedReader(_Ranged(self, key, self.head(key).size), buffer_bytes)
 
     def entries(self, prefix: str) -> Iterator[Entry]:
         with answered():

@@ -90,8 +90,9 @@ class Store(ABC):
         """Raises FileNotFoundError."""
 
     @abstractmethod
-    def open(self, key: str) -> IO[bytes]:
-        """The object, for reading and seeking. Raises FileNotFoundError."""
+    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
+        """The object, for reading and seeking; at least so much of it is read at a time, and kept. Raises
+        FileNotFoundError."""
 
     @abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -180,7 +181,7 @@ class LocalStore(Store):
         except FileExistsError:
             if Path(key).read_bytes() != data:
                 raise
-            _fsync_directory(os.path.dirname(key))  # whoever stored it may have died before it did that
+            fsync(os.path.dirname(key))  # whoever stored it may have died before it did that
         return None
 
     def put(self, key: str, data: bytes) -> str | None:
@@ -209,7 +210,7 @@ class LocalStore(Store):
             raise FileNotFoundError(f"{key} is not a file")
         return ObjectInfo(status.st_size, f"{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ino:x}")
 
-    def open(self, key: str) -> IO[bytes]:
+    def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
         return open(key, "rb")
 
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -250,7 +251,7 @@ class LocalStore(Store):
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(unfinished)
-        _fsync_directory(directory)
+        fsync(directory)
 
     def copy(self, source: str, target: str) -> None:
         with open(source, "rb") as file, self.open_writer(target) as writer:
@@ -268,7 +269,7 @@ class LocalStore(Store):
             self.copy(source, target)
         else:
             os.replace(hidden, target)
-            _fsync_directory(os.path.dirname(target))
+            fsync(os.path.dirname(target))
 
 
 _confines: tuple[str, ...] | None = None
@@ -306,6 +307,12 @@ def open_store(location: str) -> tuple[Store, str]:
     if scheme == "file":
         return _local, key
     return _bucket_store(scheme, bucket), key
+
+
+def open_object(location: str) -> IO[bytes]:
+    """What is at a location, for reading and seeking, with little in memory: many may be open at once."""
+    store, key = open_store(location)
+    return store.open(key, CHUNK_BYTES)
 
 
 def split(location: str) -> tuple[str, str, str]:
@@ -397,11 +404,12 @@ def _make_directory(directory: str) -> None:
     _make_directory(parent)
     with contextlib.suppress(FileExistsError):
         os.mkdir(directory)
-    _fsync_directory(parent)
+    fsync(parent)
 
 
-def _fsync_directory(directory: str) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync(path: str | Path) -> None:
+    """Make a file, or a directory's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -11,8 +11,8 @@ import orjson
 
 from tinsmith.batch.protocols import Row
 from tinsmith.batch.readers.lines import LinesReader
-from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
+from tinsmith.storage.stores import open_object
 
 FIELD_BYTES = 128 * 1024 * 1024
 
@@ -27,7 +27,7 @@ class CsvReader(LinesReader):
     def unroll(self, location: str) -> Iterator[bytes]:
         csv.field_size_limit(FIELD_BYTES)
         tabs = ".tsv" in self.path.rpartition("/")[2]
-        with io.TextIOWrapper(open_ranged(location), "utf-8-sig", newline="") as text:
+        with io.TextIOWrapper(open_object(location), "utf-8-sig", newline="") as text:
             lines = csv.reader(text, delimiter=self.delimiter or ("\t" if tabs else ","), strict=True)
             header = next(lines, None)
             for values in lines:

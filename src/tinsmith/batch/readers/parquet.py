@@ -8,9 +8,8 @@ from itertools import accumulate
 from typing import Any
 
 from tinsmith.batch.protocols import InputReader, Row
-from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.storage.stores import locations
+from tinsmith.storage.stores import locations, open_object
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")
@@ -50,7 +49,7 @@ class ParquetReader(InputReader):
             found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
             if not found:
                 raise FileNotFoundError(f"no file is named {self.path}")
-            files = [pyarrow.parquet.ParquetFile(open_ranged(location)) for location in found]
+            files = [pyarrow.parquet.ParquetFile(open_object(location)) for location in found]
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
             self._ends = list(accumulate(file.metadata.row_group(group).num_rows for file, group in self._groups))
         return self._groups

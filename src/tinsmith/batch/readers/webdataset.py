@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import orjson
 
 from tinsmith.batch.protocols import InputReader, Row
-from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
-from tinsmith.storage.stores import locations, open_store
+from tinsmith.storage.stores import locations, open_object, open_store
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class WebdatasetReader(InputReader):
 def samples_of(location: str) -> list[Sample]:
     """The samples of one file, in order; members of a sample lie side by side."""
     samples: list[Sample] = []
-    with tarfile.open(fileobj=open_ranged(location), mode="r:") as archive:
+    with tarfile.open(fileobj=open_object(location), mode="r:") as archive:
         for member in archive:
             if not member.isfile():
                 continue

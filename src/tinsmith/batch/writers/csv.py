@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from tinsmith.batch import publishing
 from tinsmith.batch.encoding import encode, selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
-from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import join, verified
+from tinsmith.storage.stores import join, open_object, verified
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="csv")
@@ -71,7 +70,7 @@ class CsvWriter(OutputWriter):
         return next(self._lines(part), [])
 
     def _lines(self, part: PartInfo) -> Iterator[list[str]]:
-        with io.TextIOWrapper(open_ranged(part.path), "utf-8", newline="") as text:
+        with io.TextIOWrapper(open_object(part.path), "utf-8", newline="") as text:
             yield from csv.reader(text, delimiter=self.delimiter, strict=True)
 
     def _encoded(self, lines: Sequence[Sequence[str]]) -> bytes:

@@ -15,9 +15,8 @@ from tinsmith.batch import publishing
 from tinsmith.batch.encoding import selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
-from tinsmith.batch.readers.ranged import open_ranged
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import join, verified
+from tinsmith.storage.stores import join, open_object, verified
 
 GROUP_ROWS = 65_536
 GROUP_BYTES = 8 * 1024 * 1024
@@ -57,14 +56,14 @@ class ParquetWriter(OutputWriter):
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         import pyarrow.parquet
 
-        for batch in pyarrow.parquet.ParquetFile(open_ranged(part.path)).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
             yield from batch.to_pylist()
 
     def _joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
         import pyarrow
         import pyarrow.parquet
 
-        schemas = [pyarrow.parquet.read_schema(open_ranged(part.path)) for part in parts]
+        schemas = [pyarrow.parquet.read_schema(open_object(part.path)) for part in parts]
         schema = pyarrow.unify_schemas(schemas, promote_options="permissive") if schemas else pyarrow.schema([])
         sink = _Sink()
         with pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression) as writer:
@@ -83,7 +82,7 @@ def _groups(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: A
     for part in parts:
         for _ in verified(publishing.source_of(part)):
             continue  # the whole is checked before any of its rows is written
-        for batch in pyarrow.parquet.ParquetFile(open_ranged(part.path)).iter_batches():
+        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
             held.append(_of_schema(pyarrow.Table.from_batches([batch]), schema))
             if sum(t.num_rows for t in held) >= GROUP_ROWS or sum(t.nbytes for t in held) >= GROUP_BYTES:
                 yield pyarrow.concat_tables(held)
