@@ -30,7 +30,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tinsmith.errors import UserError
 
@@ -55,39 +55,29 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PartInfo:
+class WrittenInfo:
+    """Rows that were written to a place."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+    etag: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**data)
+
+
+class PartInfo(WrittenInfo):
     """What one attempt wrote of one batch for one output."""
 
-    path: str
-    rows: int
-    bytes: int
-    sha256: str
-    etag: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> PartInfo:
-        return cls(**data)
-
-
-@dataclass(frozen=True)
-class OutputInfo:
+class OutputInfo(WrittenInfo):
     """What was published. Of a directory, `bytes` is the sum of its files, `sha256` and `etag` are its manifest's."""
-
-    path: str
-    rows: int
-    bytes: int
-    sha256: str
-    etag: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> OutputInfo:
-        return cls(**data)
 
 
 @dataclass
