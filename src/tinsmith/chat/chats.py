@@ -6,11 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from tinsmith.chat.plans import (
-    BEYOND,
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
-    PASSED_OVER,
-    SAMPLING,
+    SHARED,
     Plan,
     bounded,
     read_count,
@@ -25,26 +23,21 @@ from tinsmith.chat.tools import OPEN, ToolUse, read_tools
 from tinsmith.ops import Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show
 
-KNOWN = (
-    SAMPLING
-    | BEYOND
-    | PASSED_OVER
-    | frozenset(
-        [
-            "messages",
-            "model",
-            "max_tokens",
-            "max_completion_tokens",
-            "logprobs",
-            "top_logprobs",
-            "response_format",
-            "tools",
-            "tool_choice",
-            "parallel_tool_calls",
-            "chat_template_kwargs",
-            "separate_reasoning",
-        ]
-    )
+KNOWN = SHARED | frozenset(
+    [
+        "messages",
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "chat_template_kwargs",
+        "separate_reasoning",
+    ]
 )
 REASONS = {
     "functions": "an older form; send tools",

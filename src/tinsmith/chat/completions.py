@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tinsmith.chat.plans import (
-    BEYOND,
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
-    PASSED_OVER,
-    SAMPLING,
+    SHARED,
     Plan,
     read_count,
     read_params,
@@ -20,13 +18,8 @@ from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.texts import Text
 from tinsmith.wire.fields import Fields, show
 
-KNOWN = (
-    SAMPLING
-    | BEYOND
-    | PASSED_OVER
-    | frozenset(
-        ["prompt", "model", "max_tokens", "logprobs", "echo", "best_of", "response_format", "add_special_tokens"]
-    )
+KNOWN = SHARED | frozenset(
+    ["prompt", "model", "max_tokens", "logprobs", "echo", "best_of", "response_format", "add_special_tokens"]
 )
 REASONS = {"suffix": "models here continue a text and do not fill one in"}
 MAX_PROMPTS = 1024

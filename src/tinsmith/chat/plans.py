@@ -51,6 +51,9 @@ BEYOND = frozenset(
 PASSED_OVER = frozenset(["user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier", "store"])
 """Fields that ask for nothing of the answer; store and service_tier at the values that mean the usual."""
 
+SHARED = SAMPLING | BEYOND | PASSED_OVER
+"""What chats and completions know alike."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
