@@ -62,17 +62,9 @@ async function remove(row, again) {
   await again();
 }
 
-const act = (what) => async () => {
-  try {
-    await what();
-  } catch (error) {
-    tell(error.message, "error");
-  }
-};
-
 function actions(row, again) {
   const { name } = partsOf(row);
-  const one = (text, what, attributes = {}) => button(text, act(what), { class: "plain", "aria-label": `${text} ${name}`, ...attributes });
+  const one = (text, what, attributes = {}) => button(text, what, { class: "plain", "aria-label": `${text} ${name}`, ...attributes });
   return h(
     "div",
     { class: "row-actions" },

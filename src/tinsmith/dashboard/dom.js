@@ -50,8 +50,16 @@ export function state(text) {
   return h("span", { class: `state ${text.toLowerCase().replaceAll("_", "-")}` }, text.replaceAll("_", " ").toLowerCase());
 }
 
+// What goes wrong with what it does is told; that a page was left meanwhile is nothing wrong.
 export function button(text, act, attributes = {}) {
-  return h("button", { type: "button", ...attributes, on: { click: act } }, text);
+  const click = async () => {
+    try {
+      await act();
+    } catch (error) {
+      if (error.name !== "AbortError") tell(error.message, "error");
+    }
+  };
+  return h("button", { type: "button", ...attributes, on: { click } }, text);
 }
 
 // Replaces the children only if what they are made of has changed, so that focus and selection stay.

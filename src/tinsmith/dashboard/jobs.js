@@ -100,18 +100,10 @@ async function resume(job) {
   location.hash = `#/jobs/${made.job_id}`;
 }
 
-const act = (what) => async () => {
-  try {
-    await what();
-  } catch (error) {
-    tell(error.message, "error");
-  }
-};
-
 function actions(job, look) {
   const found = [];
-  if (!ENDED.includes(job.status)) found.push(button("Cancel the job", act(() => cancel(job).then(look)), { class: "danger" }));
-  if (["FAILED", "CANCELLED"].includes(job.status)) found.push(button("Resume", act(() => resume(job)), { class: "primary" }));
+  if (!ENDED.includes(job.status)) found.push(button("Cancel the job", () => cancel(job).then(look), { class: "danger" }));
+  if (["FAILED", "CANCELLED"].includes(job.status)) found.push(button("Resume", () => resume(job), { class: "primary" }));
   return found;
 }
 

@@ -90,13 +90,9 @@ async function showSession(main, id, signal) {
   const draw = keep(runs);
   const drawAbout = keep(about);
   const timeline = async () => {
-    try {
-      const { url } = await get(path`/sessions/${id}/trace_export`);
-      location.assign(url);
-      tell("The timeline is downloaded. It opens in ui.perfetto.dev and chrome://tracing.");
-    } catch (error) {
-      tell(error.message, "error");
-    }
+    const { url } = await get(path`/sessions/${id}/trace_export`);
+    location.assign(url);
+    tell("The timeline is downloaded. It opens in ui.perfetto.dev and chrome://tracing.");
   };
   page(main, `Session ${shortId(id)}`, about, h("div", { class: "actions" }, button("Download the timeline", timeline)), section("Runs", runs));
   await poll(signal, 4, async () => {
