@@ -21,6 +21,7 @@ from tinker.lib import internal_client_holder
 import databases
 import properties
 from live import API_KEY, LiveServer, serving
+from tinsmith.db import Database
 
 if TYPE_CHECKING:
     from compatibility import Witness
@@ -56,6 +57,19 @@ def no_remembered_clients() -> None:
 def database_kind(request: pytest.FixtureRequest) -> str:
     """For tests whose subject is the database: each kind in turn, whatever the others run on."""
     return request.param
+
+
+@pytest.fixture
+def database_url(tmp_path: Path, database_kind: str) -> str:
+    return databases.fresh_url(tmp_path, database_kind)
+
+
+@pytest.fixture
+def db(database_url: str) -> Iterator[Database]:
+    """Migrated and empty."""
+    made = Database(database_url)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

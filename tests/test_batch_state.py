@@ -6,16 +6,13 @@ import asyncio
 import sqlite3
 import time
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from databases import fresh_url
 from tinsmith.batch.attempts import MAX_INFRA_RETRIES, Claim, Lost
 from tinsmith.batch.inserting import CHUNK
 from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
@@ -27,13 +24,6 @@ from tinsmith.routes import batch as routes
 APP = Lost("ValueError", "the row is bad", infra=False)
 INFRA = Lost("WorkerLost", "it was killed", infra=True)
 LEASE_S = 60.0
-
-
-@pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path, database_kind))
-    yield made
-    made.close()
 
 
 @pytest.fixture

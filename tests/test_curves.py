@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.prepared import execute
@@ -20,13 +17,6 @@ from tinsmith.records.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 from tinsmith.tables import CURVE_POINTS
 
 RUN, OTHER = "s:train:0", "s:train:1"
-
-
-@pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    database = Database(fresh_url(tmp_path, database_kind))
-    yield database
-    database.close()
 
 
 def record(db: Database, run: str, step: int, **metrics: float) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from databases import POSTGRES, fresh_url
+from databases import POSTGRES
 from tinsmith.db import Database
 from tinsmith.fleet.engines import HOLDER, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
 from tinsmith.fleet.ownership import Ownership
@@ -23,18 +22,6 @@ from tinsmith.tables import ENGINES, FUTURES, MODELS
 
 BASE = "local/tiny"
 LONG_S = 60.0
-
-
-@pytest.fixture
-def url(tmp_path: Path, database_kind: str) -> str:
-    return fresh_url(tmp_path, database_kind)
-
-
-@pytest.fixture
-def db(url: str) -> Iterator[Database]:
-    made = Database(url)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -162,8 +149,8 @@ def test_polls_are_told_of_an_engine_that_went_silent(here: Engines) -> None:
     assert (state, "has not been heard of" in (reason or "")) == ("paused_capacity", True)
 
 
-def test_processes_that_take_one_seat_at_once_have_different_epochs(url: str) -> None:
-    databases = [Database(url) for _ in range(4)]
+def test_processes_that_take_one_seat_at_once_have_different_epochs(database_url: str) -> None:
+    databases = [Database(database_url) for _ in range(4)]
     leases: list[Lease] = []
     take = [
         threading.Thread(target=lambda db=db: leases.append(Engines(db, "here").take(Seat(BASE), LONG_S)))
@@ -224,15 +211,17 @@ def test_a_seat_that_a_copy_of_the_data_directory_took_is_known_from_one_that_wa
     assert here.is_taken(seat, lease)
 
 
-def test_an_engine_that_lost_its_lease_writes_nothing(url: str, here: Engines, there: Engines, db: Database) -> None:
+def test_an_engine_that_lost_its_lease_writes_nothing(
+    database_url: str, here: Engines, there: Engines, db: Database
+) -> None:
     old = taken(here, 0.01)
     model = run_of(db, old)
     request = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=model, seq_id=1)
     Futures(db).submit(request)
-    stale = Database(url, fence(old))
+    stale = Database(database_url, fence(old))
     time.sleep(0.05)
     new = taken(there)
-    current = Database(url, fence(new))
+    current = Database(database_url, fence(new))
     ownership = Ownership(current, BASE, new.engine_id)
     assert ownership.free_lapsed() == [old.engine_id]
     assert ownership.claim([request.request_id]) == {request.request_id}
@@ -262,11 +251,11 @@ def test_a_lost_lease_is_no_failure_of_a_request() -> None:
 
 @pytest.mark.parametrize("database_kind", [POSTGRES])
 def test_a_release_waits_for_what_is_being_settled_and_a_renewal_does_not(
-    url: str, here: Engines, db: Database
+    database_url: str, here: Engines, db: Database
 ) -> None:
     lease = taken(here, 0.01)
     run_of(db, lease)
-    settling = Database(url, fence(lease))
+    settling = Database(database_url, fence(lease))
     releasing = threading.Thread(target=lambda: here.release(Seat(BASE), "stopped"))
     with settling.write() as connection:
         assert here.renew(lease, 0.0), "the lease is renewed while a transaction is open"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from arrived import incoming, waiting_ids
-from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement, Spent
@@ -23,11 +21,9 @@ MODEL = "s:train:0"
 
 
 @pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path, database_kind))
-    Models(made).create(NewModel(MODEL, "s", "alice", "base", LoraSpec(4)))
-    yield made
-    made.close()
+def db(db: Database) -> Database:
+    Models(db).create(NewModel(MODEL, "s", "alice", "base", LoraSpec(4)))
+    return db
 
 
 @pytest.fixture

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from databases import fresh_url
 from tinsmith import custom_losses, sequences
 from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.custom_losses import CustomLosses, NewCustomLoss
@@ -33,13 +31,6 @@ from tinsmith.storage import Directories
 from tinsmith.tables import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
 
 TENANT = "t"
-
-
-@pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    database = Database(fresh_url(tmp_path, database_kind))
-    yield database
-    database.close()
 
 
 @pytest.fixture

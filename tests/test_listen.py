@@ -12,7 +12,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from databases import POSTGRES, fresh_url
+from databases import POSTGRES
 from test_engine import BASE, Bench
 from tinsmith.db import MAX_NOTIFY_BYTES, Database
 from tinsmith.futures import Futures, NewFuture, Settlement
@@ -25,20 +25,13 @@ SOON_S = 0.5 * SAFETY_POLL_S
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return fresh_url(tmp_path, POSTGRES)
+def database_kind() -> str:
+    return POSTGRES
 
 
 @pytest.fixture
-def db(url: str) -> Iterator[Database]:
-    made = Database(url)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def mailbox(url: str) -> Iterator[PostgresMailbox]:
-    made = PostgresMailbox(url, "server")
+def mailbox(database_url: str) -> Iterator[PostgresMailbox]:
+    made = PostgresMailbox(database_url, "server")
     assert made.wait(10) and made.drain() == {""}, "it says when it listens"
     yield made
     made.close()
@@ -93,23 +86,23 @@ def test_a_broken_connection_is_opened_again_and_says_that_something_may_be_miss
     assert received(mailbox, lambda ids: "a" in ids) == {"a"}
 
 
-def test_closing_takes_no_time(url: str) -> None:
-    for reachable in (url, "postgresql://nobody@127.0.0.1:1/none"):
+def test_closing_takes_no_time(database_url: str) -> None:
+    for reachable in (database_url, "postgresql://nobody@127.0.0.1:1/none"):
         mailbox = PostgresMailbox(reachable, "server")
         started = time.monotonic()
         mailbox.close()
         assert time.monotonic() - started < 5
 
 
-def test_the_database_decides_how_wake_ups_go(url: str, tmp_path: Path) -> None:
-    opened = [open_mailbox(url, "engine"), open_mailbox(f"sqlite:///{tmp_path}/x.db", "engine")]
+def test_the_database_decides_how_wake_ups_go(database_url: str, tmp_path: Path) -> None:
+    opened = [open_mailbox(database_url, "engine"), open_mailbox(f"sqlite:///{tmp_path}/x.db", "engine")]
     assert [type(mailbox) for mailbox in opened] == [PostgresMailbox, Mailbox]
     for mailbox in opened:
         mailbox.close()
 
 
-def test_submissions_wake_the_engine_and_settlements_the_servers(url: str, db: Database) -> None:
-    engine, server = PostgresMailbox(url, engine_mailbox("base")), PostgresMailbox(url, SERVER)
+def test_submissions_wake_the_engine_and_settlements_the_servers(database_url: str, db: Database) -> None:
+    engine, server = PostgresMailbox(database_url, engine_mailbox("base")), PostgresMailbox(database_url, SERVER)
     for listening in (engine, server):
         received(listening, lambda ids: "" in ids)
     futures = Futures(db)
@@ -123,8 +116,10 @@ def test_submissions_wake_the_engine_and_settlements_the_servers(url: str, db: D
     server.close()
 
 
-def test_one_engine_of_several_is_woken_alone_or_all_of_them(url: str, db: Database) -> None:
-    one, two = (PostgresMailbox(url, engine_mailbox("base", engine_id)) for engine_id in ("engine-0-a", "engine-0-b"))
+def test_one_engine_of_several_is_woken_alone_or_all_of_them(database_url: str, db: Database) -> None:
+    one, two = (
+        PostgresMailbox(database_url, engine_mailbox("base", engine_id)) for engine_id in ("engine-0-a", "engine-0-b")
+    )
     for listening in (one, two):
         received(listening, lambda ids: "" in ids)
     futures = Futures(db)
@@ -170,12 +165,12 @@ class _Slow(Database):
 
 
 def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slow_poll(
-    tmp_path: Path, url: str
+    tmp_path: Path, database_url: str
 ) -> None:
-    bench = Bench(tmp_path, tmp_path, url)
-    bench.engine._mailbox = mailbox = PostgresMailbox(url, engine_mailbox(BASE))
+    bench = Bench(tmp_path, tmp_path, database_url)
+    bench.engine._mailbox = mailbox = PostgresMailbox(database_url, engine_mailbox(BASE))
     model = bench.model()
-    slow = _Slow(url)
+    slow = _Slow(database_url)
     body = b'{"seq_id": 1, "adam_params": {"learning_rate": 1}}'
     first = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", body, model_id=model, seq_id=1)
     thread = threading.Thread(target=Futures(slow).submit, args=(first,))
@@ -198,8 +193,8 @@ def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slo
     bench.close()
 
 
-def test_creations_at_once_make_one(url: str) -> None:
-    databases = [Database(url) for _ in range(6)]
+def test_creations_at_once_make_one(database_url: str) -> None:
+    databases = [Database(database_url) for _ in range(6)]
     new = NewModel("s:train:0", "s", "alice", "base", LoraSpec(4))
     made: list[float] = []
     threads = [

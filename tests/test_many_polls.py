@@ -39,13 +39,6 @@ def new(seq_id: int, sampler: str = SAMPLER) -> NewFuture:
 # Wake-ups that were lost.
 
 
-@pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path, database_kind))
-    yield made
-    made.close()
-
-
 def test_a_lost_wake_up_is_made_good_for_the_settled_and_for_nobody_else(db: Database) -> None:
     futures, samplers, waiters = Futures(db), SamplingSessions(db), Waiters()
     names = [f"s:sample:{number}" for number in range(3)]

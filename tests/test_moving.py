@@ -13,7 +13,6 @@ import pytest
 import sqlalchemy as sa
 
 import tiny_models
-from databases import fresh_url
 from test_engine import BASE, OPTIM, SHAPE, Bench
 from tinsmith.backends import Backend, Capture
 from tinsmith.backends.fake import FakeBackend
@@ -36,18 +35,6 @@ RUN, OTHER = "s:train:0", "s:train:1"
 
 
 # Who hands over, what, and to whom.
-
-
-@pytest.fixture
-def url(tmp_path: Path, database_kind: str) -> str:
-    return fresh_url(tmp_path, database_kind)
-
-
-@pytest.fixture
-def db(url: str) -> Iterator[Database]:
-    made = Database(url)
-    yield made
-    made.close()
 
 
 def ready(db: Database, index: int, kind: str = "engine") -> Lease:
@@ -144,10 +131,10 @@ def test_what_is_not_there_or_not_to_be_trained_is_not_handed_over(db: Database)
     assert not mine.hand_over("s:train:nobody", two.engine_id)
 
 
-def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, url: str) -> None:
+def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, database_url: str) -> None:
     one, two = ready(db, 0), ready(db, 1)
     run, *_ = runs_of(db, one, 4)
-    fenced = Database(url, fence(one))
+    fenced = Database(database_url, fence(one))
     Engines(db, "here").take(Seat(BASE), LONG_S)
     with pytest.raises(LeaseLostError):
         as_seen_by(fenced, one).hand_over(run, two.engine_id)
@@ -155,14 +142,14 @@ def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, url:
     assert counts(db) == [4]
 
 
-def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Database, url: str) -> None:
+def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Database, database_url: str) -> None:
     givers, taker = [ready(db, index) for index in range(3)], ready(db, 3)
     runs = {giver.engine_id: runs_of(db, giver, 6) for giver in givers}
     chosen = [as_seen_by(db, giver).lighter() for giver in givers]
     assert chosen == [taker.engine_id] * 3
 
     def give(giver: Lease) -> None:
-        mine = Database(url)
+        mine = Database(database_url)
         ownership = as_seen_by(mine, giver)
         for run in runs[giver.engine_id]:
             ownership.hand_over(run, taker.engine_id)

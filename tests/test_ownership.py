@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from databases import fresh_url
 from tinsmith.db import Database
 from tinsmith.fleet.engines import Engines, Seat
 from tinsmith.fleet.loads import FRESH_S
@@ -24,18 +21,6 @@ from tinsmith.tables import MODELS
 BASE = "local/tiny"
 LONG_S = 60.0
 RUN = "s:train:0"
-
-
-@pytest.fixture
-def url(tmp_path: Path, database_kind: str) -> str:
-    return fresh_url(tmp_path, database_kind)
-
-
-@pytest.fixture
-def db(url: str) -> Iterator[Database]:
-    made = Database(url)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -131,13 +116,13 @@ def test_what_is_settled_or_of_another_base_is_nobodys_to_claim(db: Database, on
     assert Ownership(db, "local/other", "engine-one").named([other]) == []
 
 
-def test_many_that_claim_at_once_get_each_run_once(url: str, db: Database) -> None:
+def test_many_that_claim_at_once_get_each_run_once(database_url: str, db: Database) -> None:
     runs = [make_run(db, f"s:train:{number}") for number in range(24)]
     requests = [step(db, run, 1) for run in runs]
     claimed: dict[str, set[str]] = {}
 
     def claim(name: str, order: list[str]) -> None:
-        mine = Database(url)
+        mine = Database(database_url)
         ownership = Ownership(mine, BASE, name)
         got: set[str] = set()
         for _ in range(5):  # what another was claiming at that moment is free or its own at the next look

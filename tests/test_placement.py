@@ -322,44 +322,38 @@ def test_one_that_is_not_heard_of_is_left_alone_unless_it_is_to_go() -> None:
 # What waits.
 
 
-@pytest.fixture
-def database(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    with contextlib.closing(Database(fresh_url(tmp_path, database_kind))) as made:
-        yield made
-
-
-def add_future(database: Database, index: int, kind: str, tokens: int, state: str = "pending", base: str = "a") -> None:
+def add_future(db: Database, index: int, kind: str, tokens: int, state: str = "pending", base: str = "a") -> None:
     row = {"request_id": f"r{index}", "tenant_id": "t", "session_id": "s", "base_model": base, "kind": kind}
-    with database.write() as connection:
+    with db.write() as connection:
         connection.execute(FUTURES.insert(), {**row, "state": state, "num_tokens": tokens, "created_at": now()})
 
 
-def add_job(database: Database, status: str, sealed: bool, total: int, completed: int) -> None:
+def add_job(db: Database, status: str, sealed: bool, total: int, completed: int) -> None:
     row = {"tenant_id": "t", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "status": status, "spec": {}}
     more = {"sealed": sealed, "total_batches": total, "completed_batches": completed, "max_failed_rows": 0.0}
-    with database.write() as connection:
+    with db.write() as connection:
         insert = BATCH.jobs.insert()
         connection.execute(insert, {**row, **more, "cleaned": False, "created_at": now(), "updated_at": now()})
 
 
-def test_what_waits_is_counted_by_role_and_base_model(database: Database) -> None:
-    add_future(database, 1, "forward_backward", 100)
-    add_future(database, 2, "optim_step", 0)
-    add_future(database, 3, "sample", 40)
-    add_future(database, 4, "sample", 1000, state="done")
-    add_future(database, 5, "forward", 7, base="b")
-    add_future(database, 6, "forward", 9, base="not served here")
+def test_what_waits_is_counted_by_role_and_base_model(db: Database) -> None:
+    add_future(db, 1, "forward_backward", 100)
+    add_future(db, 2, "optim_step", 0)
+    add_future(db, 3, "sample", 40)
+    add_future(db, 4, "sample", 1000, state="done")
+    add_future(db, 5, "forward", 7, base="b")
+    add_future(db, 6, "forward", 9, base="not served here")
     expected = {"engine": {"a": 101.0, "b": 7.0}, "sampler": {"a": 40.0}, "batch-worker": {"": 0.0}}
-    assert QueueDepths(database, ("a", "b"), has_samplers=True).read() == expected
-    alone = QueueDepths(database, ("a", "b"), has_samplers=False).read()
+    assert QueueDepths(db, ("a", "b"), has_samplers=True).read() == expected
+    alone = QueueDepths(db, ("a", "b"), has_samplers=False).read()
     assert alone["engine"] == {"a": 141.0, "b": 7.0} and alone["sampler"] == {}
 
 
-def test_batches_that_are_not_committed_wait_for_batch_workers(database: Database) -> None:
-    add_job(database, "RUNNING", sealed=True, total=10, completed=4)
-    add_job(database, "PENDING", sealed=False, total=0, completed=0)
-    add_job(database, "SUCCEEDED", sealed=True, total=10, completed=4)
-    assert QueueDepths(database, (), has_samplers=False).read()["batch-worker"] == {"": 7.0}
+def test_batches_that_are_not_committed_wait_for_batch_workers(db: Database) -> None:
+    add_job(db, "RUNNING", sealed=True, total=10, completed=4)
+    add_job(db, "PENDING", sealed=False, total=0, completed=0)
+    add_job(db, "SUCCEEDED", sealed=True, total=10, completed=4)
+    assert QueueDepths(db, (), has_samplers=False).read()["batch-worker"] == {"": 7.0}
 
 
 def test_the_queues_are_read_by_an_index(tmp_path: Path) -> None:

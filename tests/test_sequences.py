@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
 import tinker
 
-from databases import fresh_url
 from live import LiveServer
 from tinsmith import sequences
 from tinsmith.db import Database, now
@@ -24,14 +21,12 @@ DAY_S = 86400
 
 
 @pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    database = Database(fresh_url(tmp_path, database_kind))
-    with database.write() as connection:
+def db(db: Database) -> Database:
+    with db.write() as connection:
         # The prompt has 4 tokens; the two answers have 3 and 2.
         connection.execute(sequences.insertion("s", "s:sample:0:0", 4, [3, 2]))
         connection.execute(sequences.insertion("other", "other:sample:0:0", 4, [3]))
-    yield database
-    database.close()
+    return db
 
 
 ONE, TWO = "s:sample:0:0:0", "s:sample:0:0:1"

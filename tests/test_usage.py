@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,6 @@ from tinsmith.sessions import NewSession, Sessions
 from tinsmith.tables import CHECKPOINTS, FUTURES, USAGE
 
 HOUR = 1_790_000_400.0 // HOUR_S * HOUR_S
-
-
-@pytest.fixture
-def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
-    made = Database(fresh_url(tmp_path, database_kind))
-    yield made
-    made.close()
 
 
 def add(db: Database, name: str, kind: str = "forward_backward", **changes: object) -> None:
