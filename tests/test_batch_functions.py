@@ -18,7 +18,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch import functions
-from tinsmith.batch.functions import deserialize_function, is_remote_function, load_mapper, serialize_function
+from tinsmith.batch.functions import is_remote_function, load_mapper, serialize_function
 
 HEAD = "from tinsmith.batch import remote_function\nimport json, typing\nfrom typing import Any\nX = 3\n"
 
@@ -138,7 +138,7 @@ def test_a_function_is_accepted_exactly_if_it_can_run_alone(name: str, tmp_path:
     text, refused = CASES[name]
     if refused is None:
         function = module_of(text, tmp_path).gen
-        found = deserialize_function(serialize_function(function))
+        found = load_mapper(serialize_function(function)).call
         assert found.__name__ == "gen" and found is not function
         made = found()
         assert (asyncio.run(made) if asyncio.iscoroutine(made) else made) is not None
@@ -162,13 +162,13 @@ def test_the_decorator_marks_the_function_and_returns_it(tmp_path: Path) -> None
 
     marked = batch.remote_function(plain)
     assert marked is plain and is_remote_function(marked) and not is_remote_function(print)
-    found = deserialize_function(serialize_function(marked))
+    found = load_mapper(serialize_function(marked)).call
     assert (found.__name__, found.__doc__, found()) == ("plain", "Its words.", 1)
 
 
 def test_text_in_an_indented_function_keeps_its_spaces(tmp_path: Path) -> None:
     function = module_of(CASES["multi-line text in an indented def"][0], tmp_path).gen
-    assert deserialize_function(serialize_function(function))() == "a\nb\n  c"
+    assert load_mapper(serialize_function(function)).call() == "a\nb\n  c"
 
 
 def test_the_payload_is_readable_and_says_what_it_is() -> None:
@@ -272,7 +272,7 @@ def test_a_traceback_of_a_mapper_shows_its_lines() -> None:
     import traceback
 
     try:
-        deserialize_function(serialize_function(gen))()
+        load_mapper(serialize_function(gen)).call()
     except ZeroDivisionError:
         assert "return 1 / zero" in traceback.format_exc()
 

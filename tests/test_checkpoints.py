@@ -74,18 +74,6 @@ def test_a_checkpoint_is_read_by_its_owner_by_everyone_if_public_and_by_whom_it_
     assert bench.checkpoints.get(BOB, REF) == bench.get()
 
 
-def test_stored_bytes_are_those_of_visible_checkpoints(bench: Bench) -> None:
-    assert bench.checkpoints.stored_bytes(ALICE) == 0
-    sizes = []
-    for name, tenant_id in (("a", ALICE), ("b", ALICE), ("c", BOB)):
-        ref = replace(REF, name=name)
-        bench.save(ref, tenant_id=tenant_id, content=name.encode() * 1000)
-        sizes.append(bench.get(tenant_id, ref).size_bytes)
-    assert bench.checkpoints.stored_bytes(ALICE) == sizes[0] + sizes[1]
-    bench.expire(replace(REF, name="a"))
-    assert bench.checkpoints.stored_bytes(ALICE) == sizes[1]
-
-
 # Overwriting.
 
 

@@ -130,12 +130,6 @@ class Checkpoints:
             mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
         return self._select(mine, limit=limit, offset=offset)
 
-    def stored_bytes(self, tenant_id: str) -> int:
-        """What the tenant's checkpoints take on disk; copies count like any other, although they share their files."""
-        query = sa.select(sa.func.sum(CHECKPOINTS.c.size_bytes)).where(CHECKPOINTS.c.tenant_id == tenant_id, _visible())
-        with self._db.read() as connection:
-            return int(connection.scalar(query) or 0)
-
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
         """Where its files can be read until the end of the block, every byte of which is as it was written. Raises

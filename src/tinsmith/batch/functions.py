@@ -116,11 +116,6 @@ def serialize_function(
     return base64.b64encode(json.dumps(payload).encode()).decode()
 
 
-def deserialize_function(payload: str) -> Callable[..., Any]:
-    """The function of a payload. Runs the source: in workers only."""
-    return load_mapper(payload).call
-
-
 def load_mapper(payload: str) -> Mapper:
     """The function of a payload and how to call it. Runs the source: in workers only."""
     try:

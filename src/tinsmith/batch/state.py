@@ -166,10 +166,6 @@ class BatchJobs:
             connection.execute(cancel.values(status="CANCELLING", updated_at=now()))
         return self.find(tenant_id, job_id)
 
-    def is_batch_job(self, job_id: int) -> bool:
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(JOBS.c.job_id).where(JOBS.c.job_id == job_id)) is not None
-
     def get_batch_states(self, job_id: int, limit: int = CHUNK, offset: int = 0) -> list[dict[str, Any]]:
         """The batches of a job, by their rows."""
         query = sa.select(STATES).where(STATES.c.job_id == job_id).order_by(STATES.c.start_idx, STATES.c.batch_idx)
