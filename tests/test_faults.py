@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import sqlalchemy as sa
@@ -275,12 +276,13 @@ def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) 
 def refuse_writes(database: Database) -> Callable[[], None]:
     """From now on the database is read-only; call the result to end that."""
 
-    def begin(connection: sa.Connection) -> None:
-        if connection.get_execution_options().get("tinsmith_write"):
-            raise sa.exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
+    def refused(_begin: Callable[[], None]) -> NoReturn:
+        raise sa.exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
 
-    sa.event.listen(database.engine, "begin", begin)
-    return lambda: sa.event.remove(database.engine, "begin", begin)
+    patch = pytest.MonkeyPatch()
+    for name in ("begin", "begin_at_once"):
+        patch.setattr(database._turns, name, refused)
+    return patch.undo
 
 
 @only_sqlite

@@ -18,6 +18,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError
 
+from tinsmith import kept
 from tinsmith.crashpoints import reach
 from tinsmith.errors import SettingsError
 from tinsmith.notify import payloads
@@ -64,25 +66,29 @@ class Database:
             connect_args: dict[str, object] = {"timeout": self._turns.timeout_s, "check_same_thread": False}
             self.engine: Engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
             event.listen(self.engine, "connect", _configure_sqlite)
-            event.listen(self.engine, "begin", _begin_sqlite)
-            self._writers = self.engine.execution_options(tinsmith_write=True)
+            event.listen(self.engine, "begin", kept.joined)
             self._hurried = self._of_hurried_writers()
+            self._kept, self._kept_hurried = kept.Kept(self.engine), kept.Kept(self._hurried)
         else:
             self.engine = _postgres_engine(self.url)
             event.listen(self.engine, "connect", _configure_postgres)
 
-    @property
-    def pools(self) -> list[Engine]:
-        """Whose connections there are."""
-        return [self.engine, self._hurried] if self.is_sqlite else [self.engine]
+    def time_use(self, used: Callable[[float], None]) -> None:
+        """Tell `used` for how many seconds each connection was out."""
+        if self.is_sqlite:
+            self._kept.used = self._kept_hurried.used = used
+        else:
+            _time_pool(self.engine, used)
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
         if self.is_sqlite:
-            with self._turns.mine(), self._writers.connect() as connection, self._turns.begin(connection):
+            with self._turns.mine(), self._kept.one() as connection:
+                self._turns.begin(partial(kept.begin, connection))
                 if self._fence:
                     self._fence(connection)
                 yield connection
+                kept.commit(connection)
         else:
             with self.engine.begin() as connection:
                 if self._fence:
@@ -99,30 +105,30 @@ class Database:
             if not mine:
                 yield None
                 return
-            with self._hurried.connect() as connection:
-                transaction = self._turns.begin_at_once(connection)
-                if transaction is None:
+            with self._kept_hurried.one() as connection:
+                if not self._turns.begin_at_once(partial(kept.begin, connection)):
                     yield None
                     return
-                with transaction:
-                    if self._fence:
-                        self._fence(connection)
-                    yield connection
+                if self._fence:
+                    self._fence(connection)
+                yield connection
+                kept.commit(connection)
 
     def _of_hurried_writers(self) -> Engine:
         """Connections that never wait for a lock, and leave it to all others to move the log to the file."""
         connect_args: dict[str, object] = {"timeout": 0, "check_same_thread": False}
-        options = {"tinsmith_write": True}
-        engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True, execution_options=options)
+        engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
         event.listen(engine, "connect", _configure_hurried)
-        event.listen(engine, "begin", _begin_sqlite)
+        event.listen(engine, "begin", kept.joined)
         return engine
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         if self.is_sqlite:
-            with self.engine.connect() as connection, connection.begin():
+            # A prepared statement is a transaction by itself; SQLAlchemy begins one for all of its own.
+            with self._kept.one() as connection:
                 yield connection
+                kept.end_reading(connection)
         else:
             # Each statement sees what is committed then, as it would in a transaction, but without BEGIN and ROLLBACK.
             with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -193,8 +199,10 @@ class Database:
         config = AlembicConfig()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
         # The lock first: two processes that both find an empty schema would both create it.
-        with self.engine.connect().execution_options(tinsmith_write=True) as connection:
-            if not self.is_sqlite:
+        with self.engine.connect() as connection:
+            if self.is_sqlite:
+                kept.begin(connection)
+            else:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             _refuse_newer(connection, ScriptDirectory.from_config(config))
             config.attributes["connection"] = connection
@@ -202,8 +210,11 @@ class Database:
             connection.commit()
 
     def close(self) -> None:
-        for pool in self.pools:
-            pool.dispose()
+        if self.is_sqlite:
+            self._kept.close()
+            self._kept_hurried.close()
+            self._hurried.dispose()
+        self.engine.dispose()
 
 
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
@@ -263,6 +274,19 @@ def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:
         )
 
 
+def _time_pool(pool: Engine, used: Callable[[float], None]) -> None:
+    def checkout(_connection: object, record: sa.pool.ConnectionPoolEntry, _proxy: object) -> None:
+        record.info["since"] = time.perf_counter()
+
+    def checkin(_connection: object, record: sa.pool.ConnectionPoolEntry) -> None:
+        since = record.info.pop("since", None)
+        if since is not None:
+            used(time.perf_counter() - since)
+
+    event.listen(pool, "checkout", checkout)
+    event.listen(pool, "checkin", checkin)
+
+
 def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
     with contextlib.closing(dbapi_connection.cursor()) as cursor:
         cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S}s'")
@@ -270,7 +294,7 @@ def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, 
 
 
 def _configure_sqlite(dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
-    # pysqlite must not open transactions by itself: _begin_sqlite says which kind to open.
+    # pysqlite must not open transactions by itself: `kept` says which kind to open.
     dbapi_connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = dbapi_connection.cursor()
     _use_wal(cursor)
@@ -299,15 +323,6 @@ def _use_wal(cursor: sa.engine.interfaces.DBAPICursor) -> None:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(0.005)
-
-
-def _begin_sqlite(connection: Connection) -> None:
-    # A writer locks at once, since upgrading a reader can fail without waiting. By the driver, which is quicker.
-    statement = "BEGIN IMMEDIATE" if connection.get_execution_options().get("tinsmith_write", False) else "BEGIN"
-    try:
-        connection.connection.cursor().execute(statement)
-    except sqlite3.Error as error:
-        raise OperationalError(statement, None, error) from error
 
 
 def now() -> float:

@@ -74,6 +74,7 @@ class Prepared:
         cursor = self._run(connection, values)
         found = cursor.fetchone()
         read = self._reader(connection, cursor)
+        cursor.close()  # or SQLite goes on reading
         return read(found) if read and found is not None else found
 
     def _reader(self, connection: Connection, cursor: Any) -> Converter | None:  # noqa: ANN401  any driver's

@@ -22,7 +22,6 @@ from typing import IO
 import structlog
 import uvicorn
 import uvloop
-from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
@@ -61,7 +60,7 @@ from tinsmith.notify import (
     server_mailbox,
 )
 from tinsmith.observing.census import Census
-from tinsmith.observing.meters import ServerMeters, emptied_directory, time_connections
+from tinsmith.observing.meters import ServerMeters, emptied_directory
 from tinsmith.observing.overview import Overview
 from tinsmith.observing.traces import Traces
 from tinsmith.observing.tracing import open_tracing
@@ -197,8 +196,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     meters = ServerMeters(
         emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
     )
-    for pool in database.pools:
-        time_connections(partial(event.listen, pool), meters.database_used)
+    database.time_use(meters.database_used)
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
     supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
-from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import OperationalError, TimeoutError
 
 MOST_IN_SQLITE_S = 30.0
@@ -60,21 +59,22 @@ class Turns:
             if mine:
                 self._lock.release()
 
-    def begin_at_once(self, connection: Connection) -> RootTransaction | None:
-        """Begin a writing transaction on a connection that does not wait; None if another process has one."""
+    def begin_at_once(self, begin: Callable[[], None]) -> bool:
+        """Begin a writing transaction on a connection that does not wait; False if another process has one."""
         try:
-            return connection.begin()
+            begin()
         except OperationalError as error:
             if not _is_locked(error):
                 raise
-            return None
+            return False
+        return True
 
-    def begin(self, connection: Connection) -> RootTransaction:
+    def begin(self, begin: Callable[[], None]) -> None:
         """Begin a writing transaction, once other processes are done with theirs. Raises OperationalError."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                return connection.begin()
+                return begin()
             except OperationalError as error:
                 if not _is_locked(error):
                     raise

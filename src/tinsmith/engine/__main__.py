@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import structlog
-from sqlalchemy import event
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import backends, crashpoints
@@ -61,7 +60,6 @@ from tinsmith.listen import open_mailbox
 from tinsmith.models import Models
 from tinsmith.notify import WakeUps, engine_mailbox
 from tinsmith.observing.logs import configure_logs
-from tinsmith.observing.meters import time_connections
 from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.ops import ModelShape
 from tinsmith.sampling_sessions import SamplingSessions
@@ -152,7 +150,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     nouns = open_nouns(database, settings, ownership, tracing)
     engine, close = (_engine if trains else _sampler)(place, backend, nouns, database, mailbox, settings)
-    time_connections(partial(event.listen, database.engine), engine.meters.database_used)
+    database.time_use(engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
     gc.freeze()

@@ -12,7 +12,6 @@ no SQL and no device.
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,23 +300,3 @@ def emptied_directory(data_dir: Path) -> Path:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     return directory
-
-
-def time_connections(pool_events: Callable[[str, Callable[..., None]], None], used: Callable[[float], None]) -> None:
-    """Tell `used` how long each connection of a pool was out. `pool_events` adds a listener by the event's name."""
-
-    def checkout(_connection: object, record: _Record, _proxy: object) -> None:
-        record.info["since"] = time.perf_counter()
-
-    def checkin(_connection: object, record: _Record) -> None:
-        since = record.info.pop("since", None)
-        if since is not None:
-            used(time.perf_counter() - since)
-
-    pool_events("checkout", checkout)
-    pool_events("checkin", checkin)
-
-
-class _Record(Protocol):
-    @property
-    def info(self) -> dict[str, float]: ...

@@ -1,0 +1,111 @@
+"""Connections that are kept between transactions: none brings anything of the last one along."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from tinsmith.db import Database
+from tinsmith.kept import MOST
+from tinsmith.prepared import Prepared
+
+THINGS = sa.Table("things", sa.MetaData(), sa.Column("name", sa.String, primary_key=True))
+PARTS = sa.Table(
+    "parts",
+    THINGS.metadata,
+    sa.Column("name", sa.ForeignKey("things.name", deferrable=True, initially="DEFERRED")),
+)
+ADD = Prepared(THINGS.insert())
+NAMES = Prepared(sa.select(THINGS.c.name).order_by(THINGS.c.name))
+
+
+@pytest.fixture
+def lite(tmp_path: Path) -> Database:
+    made = Database(f"sqlite:///{tmp_path}/things.db")
+    with made.write() as connection:
+        THINGS.metadata.create_all(connection)
+    return made
+
+
+def names(db: Database) -> list[str]:
+    with db.read() as connection:
+        return [name for (name,) in NAMES.rows(connection, {})]
+
+
+def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
+    with pytest.raises(RuntimeError), lite.write() as connection:
+        ADD.count(connection, {"name": "prepared"})
+        connection.execute(THINGS.insert(), {"name": "sqlalchemys"})
+        ADD.count(connection, {"name": "prepared, too"})
+        raise RuntimeError
+    assert names(lite) == []
+    with lite.write() as connection:
+        connection.execute(THINGS.insert(), {"name": "a"})
+        ADD.count(connection, {"name": "b"})
+    assert names(lite) == ["a", "b"]
+
+
+def test_what_one_transaction_left_undone_is_not_done_by_the_next(lite: Database) -> None:
+    for write in (lite.write, lite.write_at_once):
+        with pytest.raises(RuntimeError), write() as connection:
+            assert connection is not None
+            ADD.count(connection, {"name": "lost"})
+            raise RuntimeError
+        with write() as connection:
+            assert connection is not None
+            ADD.count(connection, {"name": write.__name__})
+    assert names(lite) == ["write", "write_at_once"]
+
+
+def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_afterwards(lite: Database) -> None:
+    count = sa.select(sa.func.count()).select_from(THINGS)
+    with lite.read() as connection:
+        assert connection.scalar(count) == 0
+        with lite.write() as writing:
+            ADD.count(writing, {"name": "meanwhile"})
+        assert connection.scalar(count) == 0
+    with lite.read() as connection:
+        assert NAMES.one_or_none(connection, {}) == ("meanwhile",)
+        assert connection.scalar(count) == 1
+    # A reader that had not let go would keep the log from being emptied.
+    with sqlite3.connect(lite.url.removeprefix("sqlite:///")) as other:
+        assert other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+
+def test_a_commit_that_is_refused_is_sqlalchemys_error_and_changes_nothing(lite: Database) -> None:
+    orphan = Prepared(PARTS.insert())
+    with pytest.raises(IntegrityError), lite.write() as connection:
+        ADD.count(connection, {"name": "beside it"})
+        orphan.count(connection, {"name": "nothing"})
+    assert names(lite) == []
+
+
+def test_no_more_are_kept_than_are_used_together(lite: Database) -> None:
+    def nested(depth: int) -> None:
+        with lite.read() as connection:
+            NAMES.rows(connection, {})
+            if depth:
+                nested(depth - 1)
+
+    assert len(lite._kept._free) == 1, "the one that made the tables"
+    nested(1)
+    assert len(lite._kept._free) == 2
+    nested(2 * MOST)
+    assert len(lite._kept._free) == MOST
+    lite.close()
+    assert not lite._kept._free
+
+
+def test_the_time_of_each_use_is_told(lite: Database) -> None:
+    told: list[float] = []
+    lite.time_use(told.append)
+    names(lite)
+    with pytest.raises(RuntimeError), lite.write():
+        raise RuntimeError
+    with lite.write_at_once():
+        pass
+    assert len(told) == 3 and all(seconds > 0 for seconds in told)
