@@ -19,8 +19,25 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_default(monkeypatch:
 
 def test_an_unknown_variable_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINSMITH_PROT", "9000")
-    with pytest.raises(SettingsError, match="TINSMITH_PROT"):
+    with pytest.raises(SettingsError, match=r"TINSMITH_PROT, which is no setting; the nearest: .*TINSMITH_PORT"):
         load({})
+    monkeypatch.delenv("TINSMITH_PROT")
+    monkeypatch.setenv("TINSMITH_ZZZZZZZZ", "1")
+    with pytest.raises(SettingsError, match=r"TINSMITH_ZZZZZZZZ, which is no setting; known: TINSMITH_\w+, "):
+        load({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fix"),
+    [
+        ("memory_budget", "lots", "it must be a number of bytes, or one with a unit"),
+        ("storage_dir", "ftp://x", "it must be a directory"),
+        ("role", "cook", "Input should be 'all', 'server'"),
+    ],
+)
+def test_a_refusal_says_what_would_be_right(name: str, value: object, fix: str) -> None:
+    with pytest.raises(SettingsError, match=rf"^{name} is '{value}': {fix}"):
+        load({name: value})
 
 
 @pytest.mark.parametrize(("name", "value"), [("port", 70000), ("hold_s", 31), ("max_body_bytes", 0), ("colour", 1)])

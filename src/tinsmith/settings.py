@@ -6,15 +6,19 @@ Unknown keys are refused. Every field's docstring is its documentation (`docs/se
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinsmith.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
@@ -366,10 +370,14 @@ class Settings(BaseSettings):
 
 def load(given: dict[str, object]) -> Settings:
     """The settings of this process: `given` over the environment over the defaults. Raises SettingsError."""
-    known = {PREFIX + name.upper() for name in Settings.model_fields}
-    unknown = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
-    if unknown:
-        raise SettingsError(f"the environment sets {', '.join(unknown)}, which is no setting; known: {sorted(known)}")
+    known = sorted(name.upper() for name in Settings.model_fields)
+    found = sorted(name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
+    for name in found:
+        if name not in known:
+            near = difflib.get_close_matches(name, known)
+            those = ", ".join(PREFIX + each for each in near or known)
+            says = "the nearest" if near else "known"
+            raise SettingsError(f"the environment sets {PREFIX}{name}, which is no setting; {says}: {those}")
     try:
         return Settings.model_validate({**Settings().model_dump(), **given})
     except ValidationError as error:
@@ -474,7 +482,9 @@ def client_address() -> tuple[str, str]:
 
 
 def _in_words(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(str(part) for part in problem['loc'])} is {problem['input']!r}: {problem['msg']}"
-        for problem in error.errors()
-    )
+    def fix(problem: ErrorDetails) -> str:
+        if problem["type"].startswith("byte_size"):
+            return "it must be a number of bytes, or one with a unit, such as 6GiB"
+        return problem["msg"].removeprefix("Value error, ")
+
+    return "; ".join(f"{'.'.join(map(str, one['loc']))} is {one['input']!r}: {fix(one)}" for one in error.errors())
