@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from properties import examples
+from tinsmith.backends.torch import sites
 from tinsmith.backends.torch.gradients import A, B, Gradients, claim
 from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Target
 from tinsmith.backends.torch.sites import BATCHED_NUMBERS, Site
@@ -63,8 +64,9 @@ def test_the_first_writes_and_the_next_adds() -> None:
 def test_matrices_of_which_one_was_written_are_zeros_otherwise() -> None:
     gradients = open_gradients(make((16, (16, 16)), 2, 0))
     gradients.claim(("x1",), A)[0].fill_(1.0)
-    first, is_first = gradients.claim(("x0", "x1"), A)
-    assert not is_first and not first.any() and bool((gradients["x1"][A] == 1).all())
+    both, is_first = gradients.claim(("x0", "x1"), A)
+    assert not is_first and both.shape == (4, 16) and not both[:2].any() and bool((both[2:] == 1).all())
+    assert torch.equal(torch.cat([gradients["x0"][A], gradients["x1"][A]]), both)
 
 
 def test_who_looks_a_pair_up_finds_zeros_and_is_not_the_first() -> None:
@@ -131,8 +133,9 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
 
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
-    bmm = torch.bmm
+    bmm, add_products_ = torch.bmm, sites.add_products_
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched.append(len(a)) or bmm(a, b))
+    monkeypatch.setattr(sites, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
         site = Site(owners[0].layout.targets)

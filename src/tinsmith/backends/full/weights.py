@@ -9,7 +9,7 @@ Shapes: P all numbers of a model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -84,3 +84,12 @@ class FullGradients(Gradients):
         self.flat_P = torch.zeros_like(weights.flat_P)
         self._views = weights.layout.views(self.flat_P)
         self._unwritten = {}
+
+    def __getitem__(self, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tinsmith.backends.torch.gradients import Place, view_of
 from tinsmith.backends.torch.products import product
 from tinsmith.backends.torch.sites import Shares, Site, Stacks
 from tinsmith.backends.torch.stretches import Stretch, stretches_of
@@ -77,7 +79,8 @@ class Layout:
     rank: int
     targets: tuple[Target, ...]
     numel: int
-    offsets: tuple[tuple[int, int], ...]
+    places: Mapping[str, tuple[Place, Place]] = field(repr=False, compare=False)
+    """name -> those of A and B"""
 
     @property
     def has_gaps(self) -> bool:
@@ -89,14 +92,7 @@ class Layout:
 
     def views(self, flat_P: Tensor) -> dict[str, Pair]:
         """name -> (A [r, I], B [O, r]), views of a flat buffer."""
-        views = {}
-        for target, starts in zip(self.targets, self.offsets, strict=True):
-            a_rI, b_Or = (
-                flat_P[start : start + math.prod(shape)].view(shape)
-                for start, shape in zip(starts, target.shapes(self.rank), strict=True)
-            )
-            views[target.name] = (a_rI, b_Or)
-        return views
+        return {name: (view_of(flat_P, a), view_of(flat_P, b)) for name, (a, b) in self.places.items()}
 
 
 @lru_cache(maxsize=256)
@@ -104,7 +100,12 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
     shapes = [target.shapes(rank) for target in targets]
     sizes = [math.prod(shape) for matrices in zip(*shapes, strict=True) for shape in matrices]
     *starts, end = accumulate((_aligned(size) for size in sizes), initial=0)
-    return Layout(rank, targets, end, tuple(zip(starts[: len(targets)], starts[len(targets) :], strict=True)))
+    pairs = zip(starts[: len(targets)], starts[len(targets) :], strict=True)
+    places = {
+        target.name: (Place.of(a_start, a_shape), Place.of(b_start, b_shape))
+        for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
+    }
+    return Layout(rank, targets, end, places)
 
 
 class Adapter:
@@ -220,7 +221,8 @@ class Run:
 
     def rows(self, x_TI: Tensor) -> Tensor:
         """[S, n, I]"""
-        return x_TI[self.start : self.stop].unflatten(0, (len(self.adapters), self.length))
+        own = x_TI if self.stop - self.start == len(x_TI) else x_TI[self.start : self.stop]
+        return own.view(len(self.adapters), self.length, -1)
 
     def apart(self) -> list[Run]:
         starts = range(self.start, self.stop, self.length)
@@ -274,6 +276,13 @@ class Routing:
                 segments.append(Segment(end, end + length, adapter))
             end += length
         return cls(segments)
+
+    def only(self, rows: Sequence[int]) -> Routing:
+        """The routing of these rows alone, which ascend, numbered from 0."""
+        bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
+        counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
+        kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
+        return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
 
     def slice(self, start: int, stop: int) -> Routing:
         """The routing of rows start..stop alone, numbered from 0."""

@@ -63,6 +63,14 @@ def add_product_(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
         out.add_(a @ b, alpha=scale)
 
 
+def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a @ b of stacked matrices; a wider dtype of `out` is kept, as in `add_product_`."""
+    if out.dtype == a.dtype:
+        out.baddbmm_(a, b)
+    else:
+        out.add_(torch.bmm(a, b))
+
+
 def suits_linear(x: Tensor) -> bool:
     """Whether rows go through `linear_product` and `add_linear`: bfloat16 on a CPU, where narrow products take two
     thirds of the time of torch's own way.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch import stretches
 from tinsmith.backends.torch.gradients import A, B, claim
-from tinsmith.backends.torch.products import add_product_, column_product, column_products, product
+from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
 from tinsmith.backends.torch.stretches import Stretch
 
 if TYPE_CHECKING:
@@ -130,9 +130,9 @@ class Site:
             for name, columns, ranks, _ in shares.members:
                 own_Or, is_first = claim(adapter.gradients, (name,), B)
                 _put_([own_Or], [found_OR[columns, ranks]], are_first=is_first)
-            for names, ranks, a_RI in shares.blocks:
-                own_rI, is_first = claim(adapter.gradients, names, A)
-                own_RI, grad_Rn, x_nI = _rows_from(own_rI, len(a_RI)), grad_nR[:, ranks].t(), x_TI[rows]
+            for names, ranks, _ in shares.blocks:
+                own_RI, is_first = claim(adapter.gradients, names, A)
+                grad_Rn, x_nI = grad_nR[:, ranks].t(), x_TI[rows]
                 if is_first:
                     own_RI.copy_(product(grad_Rn, x_nI, own_RI.dtype if x_nI.is_cuda else x_nI.dtype))
                 else:
@@ -146,7 +146,7 @@ class Site:
         x_SnI, y_SnO = run.rows(x_TI), run.rows(y_TO)
         u_SnR = _beside([torch.bmm(x_SnI, a_SRI.mT) for _, a_SRI in blocks], run.adapters[0].scale)
         for first, b_SOr in members:
-            y_SnO[..., first.columns] += torch.bmm(u_SnR[..., first.ranks], b_SOr.mT)
+            add_products_(y_SnO[..., first.columns], u_SnR[..., first.ranks], b_SOr.mT)
         return u_SnR
 
     def _together_backward_(
@@ -164,7 +164,7 @@ class Site:
             found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
             _gather_(run.adapters, first.names, A, found_SRI)
             if grad_TI is not None:
-                run.rows(grad_TI).add_(torch.bmm(grad_SnR[..., first.ranks], a_SRI))
+                add_products_(run.rows(grad_TI), grad_SnR[..., first.ranks], a_SRI)
 
     def _stacks(self, run: Run | Stretch) -> Stacks:
         """Each block's A's and each member's B's as one tensor; the layouts, and so the shares, are alike."""
@@ -217,7 +217,7 @@ def _gather_(adapters: Sequence[Adapter], names: Sequence[str], matrix: int, fou
         if adapter.gradients is not None:
             own, is_first = claim(adapter.gradients, names, matrix)
             into = first if is_first else later
-            into[0].append(_rows_from(own, len(own_found)) if len(names) > 1 else own)
+            into[0].append(own)
             into[1].append(own_found)
     _put_(*first, are_first=True)
     _put_(*later, are_first=False)
