@@ -41,6 +41,13 @@ class Span(NamedTuple):
         """Whether the sequence's next token can be sampled after this step."""
         return self.stop == self.sequence.length
 
+    @property
+    def num_wanted(self) -> int:
+        """Of how many of its last tokens the hidden state is asked for: all where a prompt is scored."""
+        if self.sequence.request.scores.next_row is not None:
+            return self.stop - self.start
+        return int(self.completes)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

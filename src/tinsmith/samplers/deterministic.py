@@ -286,7 +286,8 @@ class DeterministicSampler(LocalSampler):
         hidden_TD = self._rowwise.compute(self._cache, rows)
         for span in spans:
             self._batcher.advance(span)
-        self._sample(self._score(spans, hidden_TD), hidden_TD)
+        whole = [(span, span.stop - span.start) for span in spans]
+        self._sample(self._score(whole, hidden_TD), hidden_TD)
 
     def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
         if not spans:

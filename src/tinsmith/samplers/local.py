@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -216,39 +217,49 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
 
         spans, hidden_TD = self._compute(step.spans)
-        for span in spans:
+        for span, _ in spans:
             self._batcher.advance(span)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
 
-    def _compute(self, spans: Seq[Span]) -> tuple[Seq[Span], Tensor]:
-        """Final hidden states, and the spans in the order of their rows."""
+    def _compute(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
         if self._graphs is None:
             return self._through_layers(spans)
         decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
         launched = self._graphs.compute(decoding)
         if launched is None:
             return self._through_layers(spans)
+        decoded = [(span, 1) for span in launched[0]]
         if len(decoding) == len(spans):
-            return launched
+            return decoded, launched[1]
         rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
-        return [*launched[0], *rest], torch.cat([launched[1], rest_TD])
+        return [*decoded, *rest], torch.cat([launched[1], rest_TD])
 
-    def _through_layers(self, spans: Seq[Span]) -> tuple[Seq[Span], Tensor]:
+    def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
         spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
         plan = PagedPlan(self._cache, rows, self._base.device, self._strips)
-        routing = Routing.of(adapters, [span.stop - span.start for span in spans])
+        sizes = [span.stop - span.start for span in spans]
+        routing = Routing.of(adapters, sizes)
         tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
-        return spans, self._base.hidden(tokens_T, plan.positions_T, plan, routing)
+        counts = [span.num_wanted for span in spans]
+        if sum(counts) in (0, sum(sizes)):
+            # Of a prompt's first pieces nobody asks anything: their last row stands for all.
+            counts, wanted = (sizes, None) if any(counts) else (counts, [sum(sizes) - 1])
+        else:
+            ends = accumulate(sizes)
+            wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        hidden_TD = self._base.hidden(tokens_T, plan.positions_T, plan, routing, wanted)
+        return list(zip(spans, counts, strict=True)), hidden_TD
 
-    def _score(self, spans: Seq[Span], hidden_TD: Tensor) -> list[tuple[Span, int]]:
+    def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:
         """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
         complete, end = [], 0
-        for span in spans:
-            begin, end = end, end + span.stop - span.start
+        for span, num_rows in spans:
+            begin, end = end, end + num_rows
             request = span.sequence.request
             if request.scores.next_row is not None and not score_prompt(
                 self._base, request, hidden_TD[begin:end], span.start

@@ -14,6 +14,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import cast
 
 import structlog
@@ -97,11 +98,18 @@ class PartedBase(BaseModel):
         linears = (own.whole if isinstance(own, PartedLinear) else own.target for own in self.targets.values())
         return [*linears, *(target for module in self.experts for target in module.targets)]
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
         if self._ranks is not None and torch.is_grad_enabled():
             # A layer that runs again in backward sums over ranks again: all of a tensor group, or none.
             self.recompute.active = self._ranks.any_of_tensor(self.recompute.active)
-        return super().hidden(tokens_T, positions_T, plan, routing)
+        return super().hidden(tokens_T, positions_T, plan, routing, wanted)
 
     def idle(self, *, train: bool) -> None:
         """Take part in everyone's forward, and backward, without rows of one's own."""

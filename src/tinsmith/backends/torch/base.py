@@ -12,7 +12,7 @@ Shapes: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -160,8 +160,17 @@ class BaseModel:
         experts = [target for module in self.experts for target in module.targets]
         return [*(linear.target for linear in self.targets.values()), *experts]
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
-        """[T, D]: hidden states after the final norm."""
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
+        which ascend.
+        """
         self._threads.fit(len(tokens_T))
         if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
             return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
@@ -169,8 +178,9 @@ class BaseModel:
             if not self._written_out.ready:
                 self._written_out = self._compared(self._written_out)
             if self._written_out is not None:
-                return self._written_out.hidden(tokens_T, positions_T, plan, routing)
-        return self._through_modules(tokens_T, positions_T, plan, routing)
+                return self._written_out.hidden(tokens_T, positions_T, plan, routing, wanted)
+        hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
+        return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
 
     def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
         with self._routed(routing, len(tokens_T)):

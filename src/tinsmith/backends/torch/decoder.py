@@ -215,6 +215,13 @@ class _Layer:
     attention: AttentionOptions
 
 
+class _Ending(NamedTuple):
+    """What is left of a step behind the last layer's attention, where nobody asks for the other rows."""
+
+    rows_n: Tensor
+    work: Adding
+
+
 class Decoder:
     """Use `of`, then `prepare` once rows come."""
 
@@ -268,8 +275,15 @@ class Decoder:
             self._banked.append(self._head)
         return True
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
-        """[T, D]: hidden states after the final norm."""
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """[T, D]: hidden states after the final norm; of the `wanted` rows alone, which ascend, if these are given."""
         num_rows = len(tokens_T)
         padding = round_up(num_rows) - num_rows if self.packs else 0
         if padding:
@@ -279,7 +293,15 @@ class Decoder:
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
         rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
         with self._threads.mixed(num_rows):
-            return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+            if wanted is None:
+                return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+            ending = self._ending(routing, wanted, x_TD.device)
+            return self._through(x_TD, rotation, plan, work, num_rows, ending)[: len(wanted)]
+
+    def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
+        padding = round_up(len(wanted)) - len(wanted) if self.packs else 0
+        rows_n = torch.tensor([*wanted, *[wanted[-1]] * padding], device=device)
+        return _Ending(rows_n, self._work(routing.only(wanted), len(rows_n)))
 
     def _work(self, routing: Routing, num_rows: int) -> Adding:
         segments = None if self.packs else SegmentWork.of(self.slots, routing, self._final.weight.device)
@@ -305,10 +327,20 @@ class Decoder:
         return self._linears
 
     def _through(
-        self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], plan: AttentionPlan, work: Adding, num_rows: int
+        self,
+        x_TD: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        plan: AttentionPlan,
+        work: Adding,
+        num_rows: int,
+        ending: _Ending | None = None,
     ) -> Tensor:
         for layer in self._layers:
-            x_TD = x_TD + self._attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
+            out_TO = self._attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
+            if ending is not None and layer is self._layers[-1]:
+                x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
+                work = ending.work
+            x_TD = x_TD + layer.out(out_TO, work)
             gate_up = layer.gate_up(layer.before_mlp(x_TD), work)
             gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
             x_TD += layer.down(silu(gate).mul_(up), work)
@@ -339,7 +371,7 @@ class Decoder:
         self._threads.narrow()
         if len(x_TD) > num_rows:
             out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
-        return layer.out(out_TO, work)
+        return out_TO
 
     def _rotation_of(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """As `_rotation`, without tables: to know how long these must be costs a look at the device."""
