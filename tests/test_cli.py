@@ -15,8 +15,10 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
+from tinsmith import bases
 from tinsmith.cli import main as cli
 from tinsmith.cli.doctor import Finding
+from tinsmith.errors import SettingsError
 
 ROOT = Path(__file__).parents[1]
 NO_SERVER = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": "tml-test"}
@@ -71,6 +73,21 @@ def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hi
     found = run(*words)
     assert found.exit_code == 2
     assert hint in found.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("mine=/no/such", "there is no directory /no/such"),
+        ("./no-such", "there is no directory no-such"),
+        ("no/such", "neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what is"),
+        ("=x", "is not NAME=DIRECTORY_OR_HUB_ID"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_refused_in_one_line(entry: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as refused:
+        bases.resolve([entry])
+    assert repr(entry) in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_without_a_server_one_line_says_how_to_start_one() -> None:

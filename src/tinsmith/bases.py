@@ -129,6 +129,8 @@ def _resolve_one(entry: str) -> ModelShape:
         raise SettingsError(f"--model {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")
     directory = Path(target).expanduser()
     if not directory.is_dir():
+        if target.startswith(("/", ".", "~")):
+            raise SettingsError(f"--model {entry!r}: there is no directory {directory}")
         directory = _download(target)
     return read_shape(name, directory.resolve())
 
@@ -140,6 +142,8 @@ def _download(hub_id: str) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
         raise SettingsError(
-            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us: {error}"
+            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what "
+            f"is on this disk. The hub's client says: {reason}"
         ) from error
