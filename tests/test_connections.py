@@ -8,12 +8,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 import uvicorn
 
 from tinsmith import connections
-from tinsmith.connections import LINGER_S, MAX_HEAD_BYTES, Connection
+from tinsmith.connections import JOINED_BYTES, LINGER_S, MAX_HEAD_BYTES, Connection
 
 HEAD_S, SILENCE_S, LITTLE_S = 0.3, 0.4, 0.05
 LONG_S = 10.0  # of patience with a slow machine; nothing here takes as long
@@ -195,3 +196,63 @@ def test_framing_without_end_is_refused(client: socket.socket, more: bytes) -> N
 def test_a_field_behind_the_body_is_no_header(client: socket.socket) -> None:
     client.sendall(CHUNKED + b"1\r\nx\r\n0\r\nX-API-Key: tml-late\r\n\r\n")
     assert client.recv(1000).endswith(b"1 host transfer-encoding")
+
+
+class Noting:
+    """A transport that notes what reaches it."""
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.closing = False
+
+    def write(self, data: bytes) -> None:
+        assert not self.closing
+        self.written.append(data)
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
+
+
+def joining(note: Noting) -> connections._Joining:
+    return connections._Joining(cast(asyncio.Transport, note), asyncio.get_running_loop())
+
+
+def test_what_is_said_in_one_turn_of_the_loop_leaves_in_one_piece() -> None:
+    async def talk() -> None:
+        note = Noting()
+        joined = joining(note)
+        joined.write(b"head ")
+        joined.write(b"body")
+        assert note.written == []
+        await asyncio.sleep(0)
+        assert note.written == [b"head body"]
+        joined.write(b"at once")
+        joined.flush()
+        joined.flush()
+        await asyncio.sleep(0)
+        assert note.written == [b"head body", b"at once"]
+        joined.write(b"last")
+        joined.close()
+        assert (note.written[-1], note.closing) == (b"last", True)
+
+    asyncio.run(talk())
+
+
+def test_what_is_large_is_not_held_and_keeps_its_place() -> None:
+    async def talk() -> None:
+        note = Noting()
+        joined = joining(note)
+        large = bytes(JOINED_BYTES)
+        for piece in (b"head", large, b"tail"):
+            joined.write(piece)
+        joined.flush()
+        assert note.written == [b"head", large, b"tail"]
+        joined.write(b"to nobody")
+        note.closing = True
+        await asyncio.sleep(0)
+        assert len(note.written) == 3
+
+    asyncio.run(talk())

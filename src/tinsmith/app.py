@@ -7,13 +7,17 @@ live in one process. Background tasks belong to the caller's `lifespan`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
+from inspect import iscoroutinefunction
+from typing import cast
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -68,6 +72,44 @@ class _OwnPages:
         return ""
 
 
+class _Straight:
+    """The way to a route that has no names in its path and takes POST alone, as those do that a client calls all the
+    time: looked up, where the router would compare one path after the other. Errors are answered as the router's are.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._endpoints = {
+            route.path: route.endpoint
+            for route in reversed(routes)  # the first of a path counts, as it does for the router
+            if route.methods == {"POST"} and not route.param_convertors and iscoroutinefunction(route.endpoint)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        scope["path_params"] = {}
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            handler = _handler_of(error)
+            if handler is None:
+                raise
+            response = handler(request, error)
+        await response(scope, receive, send)
+
+
+def _handler_of(error: Exception) -> Callable[[Request, Exception], Response] | None:
+    """None for what nobody expected, which is answered and logged further out."""
+    for kind in type(error).__mro__:
+        if kind is not Exception and (handler := problems.HANDLERS.get(kind)):
+            return cast("Callable[[Request, Exception], Response]", handler)
+    return None
+
+
 class _Answered:
     """Counts answers by their status."""
 
@@ -85,7 +127,11 @@ class _Answered:
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [Middleware(_Answered, services=services), Middleware(_OwnPages, services=services)]
+    middleware = [
+        Middleware(_Answered, services=services),
+        Middleware(_OwnPages, services=services),
+        Middleware(_Straight, routes=API),
+    ]
     app = Starlette(
         routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=problems.HANDLERS, lifespan=lifespan
     )
