@@ -7,10 +7,11 @@
 
 A row is one kind of request, sent again and again by one client or by eight at once (threads of one process); the
 rows of a server of its own also say what the processes spent on a call, and the most memory that they had. `fake` is
-the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. What is published
-are weights that changed since the last time. A shape of a batch is new to a server once: its first time is put beside
-the same again. The client uses only the public SDK, so the same figures can be taken from another server in the same
-minutes. Two minutes in all.
+the way alone: a backend that computes nothing, and how many futures 16 clients get settled a second. `canned` is the
+SDK alone: what is left of a call where a server answers at once (`canned.py`; rows forward, step and crowd; 10 s). What
+is published are weights that changed since the last time. A shape of a batch is new to a server once: its first time is
+put beside the same again. The client uses only the public SDK, so the same figures can be taken from another server in
+the same minutes. Two minutes in all.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ os.environ.setdefault("TINKER_TELEMETRY", "0")
 
 import numpy as np
 import tinker
+from canned import MODEL as CANNED_MODEL
+from canned import canned_server
 from measured import (
     API_KEY,
     CPU,
@@ -50,7 +53,8 @@ FLOOD_CLIENTS, FLOOD_AHEAD = 16, 8
 ROWS = ("forward", "step", "sample", "publish", "shapes", "crowd")
 SHAPES = ((17,), (45, 3), (97, 20, 5), (150,), (61,) * 3, (33,) * 5, (210, 7), (9,) * 11, (130, 40, 40), (5,) * 23)
 """Lengths of the sequences of batches; none is like what comes before."""
-SERVERS = ("tiny", "nano", "fake", "m50")
+SERVERS = ("tiny", "nano", "fake", "canned", "m50")
+CANNED_ROWS = ("forward", "step", "crowd")
 Figures = dict[str, dict[str, float]]
 
 
@@ -223,7 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", help="a running server; without it, servers are started and stopped")
     parser.add_argument("--model", help="its base model, as it calls it")
-    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "nano", "fake"], default=list(SERVERS))
+    parser.add_argument("--sizes", nargs="+", choices=[*SIZES, "nano", "fake", "canned"], default=list(SERVERS))
     parser.add_argument("--rows", nargs="+", choices=ROWS, help="only these (default: all; publish of m50 and larger)")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--starts", type=int, default=1, help="how often a server of each size is started")
@@ -237,6 +241,9 @@ def main() -> None:
         rows = tuple(given.rows or (("forward", "publish") if size in ("m50", "m500") else ROWS))
         if given.url:
             found[size] = measure(given.url, size, given.runs, rows)
+        elif size == "canned":
+            with canned_server() as url:
+                found[size] = measure(url, CANNED_MODEL, given.runs, tuple(row for row in CANNED_ROWS if row in rows))
         else:
             found[size] = of_own_server(size, given.runs, rows, given.starts)
         print(f"\n{size}")

@@ -96,6 +96,17 @@ def test_latency_of_a_server_of_its_own(run: Run, tmp_path: Path) -> None:
     assert "a second" in printed
 
 
+@pytest.mark.usefixtures("few_clients")
+def test_latency_of_the_client_alone(run: Run, tmp_path: Path) -> None:
+    flags = ("--sizes", "canned", "--runs", "1", "--json", str(tmp_path / "found"))
+    printed = run("latency", *flags)
+    found = json.loads((tmp_path / "found").read_text())["canned"]
+    assert len(found) == 3
+    for what, row in found.items():
+        assert what in printed
+        assert row["min_ms"] > 0 and row["client_cpu_ms"] > 0
+
+
 def test_steps(server: LiveServer, run: Run, tmp_path: Path) -> None:
     printed = run("steps", *at(server), "--clients", "1", "2", "--runs", "1", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
