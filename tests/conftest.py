@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ from tinsmith.db import Database
 
 if TYPE_CHECKING:
     from compatibility import Witness
+    from http_harness import Harness
+    from test_engine import Bench
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,6 +73,28 @@ def db(database_url: str) -> Iterator[Database]:
     made = Database(database_url)
     yield made
     made.close()
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """The app and what it stands on, in this process, without an engine."""
+    import http_harness
+
+    made = http_harness.make_harness(tmp_path)
+    yield made
+    http_harness.close(made)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    """An engine in this process, without a server."""
+    from test_engine import Bench
+
+    # The path of a socket must be short.
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        made = Bench(tmp_path, Path(sockets))
+        yield made
+        made.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,6 @@ REQUEST: dict[str, Any] = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
     "sampling_params": {"max_tokens": 3, "seed": 4},
 }
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def question(

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from arrived import incoming
-from http_harness import BOB, Harness, close, make_harness, sample_request
+from http_harness import BOB, Harness, sample_request
 from live import LiveServer, freeze
 from raw_client import connect, engine_of
 from test_engine import BASE, Bench
@@ -174,13 +174,6 @@ def test_a_queue_of_ten_thousand_is_emptied_from_its_front_and_middle_in_no_time
 
 
 # The route.
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def test_a_cancel_wakes_the_engine_once_for_a_pending_sample(harness: Harness) -> None:

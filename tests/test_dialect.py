@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from http_harness import BOB, Harness, close, make_harness, pass_bytes, send_pass
+from http_harness import BOB, Harness, pass_bytes, send_pass
 from live import API_KEY, LiveServer
 from raw_client import pass_body
 from tinsmith.errors import UserError
@@ -22,13 +20,6 @@ from tinsmith.wire.fields import Fields
 from tinsmith.wire.training import read_pass
 
 TOKENS = [1, 2, 3]
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def datum(**changes: object) -> dict[str, object]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +24,6 @@ from tinsmith.storage import MANIFEST
 from tinsmith.tables import BODIES, MODELS, SAMPLERS
 
 FULL = OSError(28, "No space left on device")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
 
 
 def train_for(bench: Bench, model: str, steps: int, first_seq_id: int = 1) -> int:

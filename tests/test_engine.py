@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -222,14 +221,6 @@ class Bench:
     def scalar(self, query: sa.Select) -> object:
         with self.db.read() as connection:
             return connection.scalar(query)
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
 
 
 # Order.

@@ -4,10 +4,6 @@ checkpoint goes away. Over a real database and the fake backend.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import pyrage
 import pytest
 
@@ -21,14 +17,6 @@ from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.tables import CHECKPOINTS
 
 STATE = "fake_adapter.json"
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
 
 
 def save(bench: Bench, seq_id: int, kind: str = "save_weights", *, model: str = "s:train:0", **body: object) -> str:

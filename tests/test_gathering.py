@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -201,14 +198,6 @@ def test_a_lane_that_never_repeated_itself_is_not_waited_for() -> None:
     assert lane.pass_due_in_s(0.0) is None
     lane.done(1)
     assert lane.pass_due_in_s(0.0) is None
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
-        made = Bench(tmp_path, Path(sockets))
-        yield made
-        made.close()
 
 
 def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_step(

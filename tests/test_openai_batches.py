@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from databases import database_url
-from http_harness import ALICE, BOB, Harness, close, make_harness
+from http_harness import ALICE, BOB, Harness
 from live import LiveServer, free_port, serving
 from tinsmith.db import Database
 from tinsmith.openai_batches import checking, rows
@@ -33,13 +33,6 @@ LINE_BYTES = 1 << 20
 def client(fake_server: LiveServer) -> Iterator[openai.OpenAI]:
     with client_of(fake_server.url) as made:
         yield made
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def client_of(url: str, key: str = "tml-test") -> openai.OpenAI:

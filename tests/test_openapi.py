@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pydantic
@@ -22,7 +21,7 @@ from tinker.types.session_search_cursor import SessionSearchCursor
 from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
 
-from http_harness import Harness, close, make_harness
+from http_harness import Harness
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.openapi import OPERATIONS, document, takes_body
 from tinsmith.routes.requests import REQUESTS, SHARED, Schema
@@ -69,13 +68,6 @@ ABSENT = {
     "/copy_weights": {"weights_access_token"},  # sent as a header
 }
 BEYOND = {"/optim_step": {"adam_params", "optimizer_params"}}
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def known(schema: Schema) -> dict[str, Any]:

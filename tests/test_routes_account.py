@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,16 +17,9 @@ from tinker.types import (
     TrainingRunsResponse,
 )
 
-from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
+from http_harness import ALICE, BASE, BOB, Harness, pass_bytes, sample_request, send_pass
 from tinsmith.futures import SampleCost, Settlement
 from tinsmith.tables import AUDIT, FUTURES, SESSIONS
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def opened(harness: Harness, key: str = ALICE, **fields: object) -> str:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tinker.types import CheckpointsListResponse, TrainingRun, TrainingRunsResponse, WeightsInfoResponse
 
-from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
+from http_harness import ALICE, BASE, BOB, Harness
 from tinsmith.ops import LoraSpec
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def address(path: str) -> str:

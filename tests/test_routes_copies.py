@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from httpx import Response
 from tinker.types import Checkpoint, TrainingRun
 
-from http_harness import ALICE, BASE, BOB, FILES, Harness, close, make_harness
+from http_harness import ALICE, BASE, BOB, FILES, Harness
 from tinsmith.wire.weights import read_load
 
 METADATA = {"renderer_name": "role_colon"}
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,6 @@ from tinsmith.tenants.keys import Keys
 
 FILES = Path(dashboard.__file__).parent
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 # Metrics.

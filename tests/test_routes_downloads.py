@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import tarfile
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,20 +15,13 @@ from httpx import Response
 from starlette.testclient import TestClient
 from tinker.types import ExternalWeightsUrlsResponse
 
-from http_harness import ALICE, BOB, FILES, Harness, close, make_harness
+from http_harness import ALICE, BOB, FILES, Harness
 from tinsmith.app import create_app
 from tinsmith.routes.downloads import tar_of
 from tinsmith.routes.links import LINK_S
 from tinsmith.signing import Signer
 
 WEIGHTS = "adapter_model.safetensors"
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 @pytest.fixture

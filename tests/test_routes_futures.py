@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -17,13 +16,6 @@ from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.futures import Outcome, Settlement
 from tinsmith.routes.call import SHORT_BYTES
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def submitted(harness: Harness) -> str:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tinker.types import CreateSamplingSessionResponse, GetSamplerResponse, UntypedAPIFuture
 
-from http_harness import BASE, BOB, Harness, close, json_bytes, make_harness, sample_request
+from http_harness import BASE, BOB, Harness, json_bytes, sample_request
 from tinsmith.wire.sampling import read_sample
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def opening(session_id: str, **changes: object) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,6 @@ SIGNED = {  # the link is the key
     PREFIX + DOWNLOAD + "/files/{file}",
     PREFIX + DOWNLOAD + "/archive",
 }
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def test_the_sdk_reads_the_flags_it_is_given(harness: Harness) -> None:

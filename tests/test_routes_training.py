@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import zstandard
@@ -18,9 +16,7 @@ from http_harness import (
     BOB,
     MAX_BODY_BYTES,
     Harness,
-    close,
     json_bytes,
-    make_harness,
     pass_bytes,
     send_pass,
 )
@@ -30,13 +26,6 @@ from tinsmith.models import set_state
 from tinsmith.ops import LoraSpec
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.training import read_pass
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def creation(session_id: str, number: int = 0, **changes: object) -> dict[str, object]:

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,13 +32,6 @@ from tinsmith.tables import FUTURES, RESULTS
 T = TypeVar("T")
 
 SAMPLER = "s:sample:0"
-
-
-@pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
 
 
 def target(sampler: str, clone: int = 0) -> dict[str, object]:

@@ -61,13 +61,6 @@ def tenants(keys: Keys, clock: Clock) -> StoredTenants:
 
 
 @pytest.fixture
-def harness(tmp_path: Path) -> Iterator[Harness]:
-    made = make_harness(tmp_path)
-    yield made
-    close(made)
-
-
-@pytest.fixture
 def local(tmp_path: Path) -> Iterator[Harness]:
     made = make_harness(tmp_path, local=True)
     yield made
