@@ -23,7 +23,7 @@ from http_harness import close, make_harness
 from live import API_KEY, serving
 from raw_client import connect, engine_of
 from test_engine import Bench
-from test_janitor import db, parts, silent_session, unloads  # noqa: F401  fixtures
+from test_janitor import parts, silent_session, unloads  # noqa: F401  fixtures
 from test_recovery import DATA, NANO
 from tinsmith.clocks import WatchedClock
 from tinsmith.db import Database
