@@ -171,7 +171,7 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
 
 
 def test_a_clock_set_forward_expires_nobody_who_is_still_there(
-    db: Database,  # noqa: F811
+    db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,7 +194,7 @@ def test_a_clock_set_forward_expires_nobody_who_is_still_there(
 
 
 def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
-    db: Database,  # noqa: F811
+    db: Database,
     parts: SweptParts,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
