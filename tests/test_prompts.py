@@ -15,8 +15,10 @@ import tiny_models
 from local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
 from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.banks import MANY_ROWS
 from tinsmith.backends.torch.base import BaseModel
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
+from tinsmith.ops import LoraSpec
 from tinsmith.samplers import paged as paged_module
 from tinsmith.samplers.kvcache import KVCache, LayerShape
 from tinsmith.samplers.local import LocalSampler, SamplerOptions
@@ -161,3 +163,27 @@ def test_short_prompts_in_bfloat16_are_about_as_exact_as_by_the_fused_kernel(mon
         found = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4).double()
         errors.append(float((found - expected).abs().mean()))
     assert errors[0] < 1.3 * errors[1], "the kernel rounds weights before they are shares, here after"
+
+
+@pytest.mark.parametrize("groups", [{}, {"attn": False}, {"mlp": False}])
+def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, groups: dict[str, bool]) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
+    spec = LoraSpec(rank=4, seed=1, train_attn=groups.get("attn", True), train_mlp=groups.get("mlp", True))
+    layout = layout_for(spec, base.adaptable())
+    flat_P = initialise(layout, 1, base.device)
+    for _, b_Or in layout.views(flat_P).values():
+        b_Or.normal_(0, 0.05, generator=torch.Generator().manual_seed(2))
+    adapter = Adapter(spec, layout, flat_P, base.dtype)
+    lengths = [40, 30, MANY_ROWS, 50]
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    routing = Routing.of([None, adapter, adapter, None], lengths)
+    given = tokens_T, positions_T, PackedCausal(lengths), routing
+    with torch.inference_mode():
+        expected_TD = base._through_modules(*given).float()
+        found_TD = base.hidden(*given).float()
+        plain_TD = base.hidden(*given[:3], Routing.of([None], [sum(lengths)])).float()
+    own = slice(40, 40 + 30 + MANY_ROWS)
+    assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
+    assert float((plain_TD - expected_TD)[own].norm() / expected_TD[own].norm()) > 0.1, "the adapter matters"
+    assert torch.equal(found_TD[:40], plain_TD[:40]), "others' rows are as they were"

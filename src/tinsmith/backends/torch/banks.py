@@ -46,6 +46,11 @@ DENSE_ROWS = 3
 keys and values of m50, 58 us against 83 in a batched product; with 8 rows 143 against 85.
 """
 
+MANY_ROWS = 128
+"""Of one adapter, from which on each linear's own B in place is faster than the B's among zeros: 512 rows on gate and
+up of m50 467 us against 911, on queries, keys and values 192 against 293; 64 rows 111 and 85 against 153 and 65.
+"""
+
 
 def _lasting(method: Callable[P, R]) -> Callable[P, R]:
     """Tensors that are made or written in inference mode could not be written outside of it."""
@@ -203,6 +208,9 @@ class Work:
             if adapter is None or (fused := linear.fused(adapter)) is None:
                 continue
             a_RI, *bs = fused
+            if suits_linear(x_TI) and stop - start >= MANY_ROWS and y_TO.dtype == x_TI.dtype:
+                linear.add_each_(y_TO[start:stop], linear_product(x_TI[start:stop], a_RI), adapter)
+                continue
             if suits_linear(x_TI) and len(bs) == 1 and y_TO.dtype == x_TI.dtype:
                 if stop - start == len(x_TI):
                     return add_linear(y_TO, linear_product(x_TI, a_RI), bs[0])

@@ -129,6 +129,16 @@ class FusedLinear:
         self.fuse_into(adapter, fused)
         return fused
 
+    def add_each_(self, y_nO: Tensor, inner_nR: Tensor, adapter: Adapter) -> None:
+        """To the outputs of some rows, what each linear's own B makes of their inner rows."""
+        rank, output = adapter.layout.rank, 0
+        for place, linear in enumerate(self._linears):
+            if linear.name in adapter.compute:
+                _, b_OR = adapter.compute[linear.name]
+                own_nR = inner_nR[:, place * rank : (place + 1) * rank]
+                y_nO[:, output : output + len(b_OR)].addmm_(own_nR, b_OR.t(), alpha=adapter.scale)
+            output += linear.out_features
+
     def pieces(self, rank: int, *, of_one: bool = False) -> tuple[Piece, ...]:
         """One of everything, where each B stands in rows and columns of its own among zeros; one of each linear where
         the zeros would cost more than another product. `of_one`: of an adapter alone, not of one in a stack.
