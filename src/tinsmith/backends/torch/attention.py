@@ -226,8 +226,10 @@ def _own_rows(group: _Group, device: torch.device) -> Tensor:
 
 def _padded(x_THD: Tensor, group: _Group) -> Tensor:
     """[n, H, L, D]"""
+    num_cells = group.num_sequences * group.length
     if group.rows is None:
-        rows = x_THD[group.start : group.start + group.num_sequences * group.length]
+        # Of a slice, even of all rows, the gradient is a copy among zeros.
+        rows = x_THD if num_cells == len(x_THD) else x_THD[group.start : group.start + num_cells]
     else:
         rows = _Pad.apply(x_THD, group.rows, group.kept)
     return rows.view(group.num_sequences, group.length, *x_THD.shape[1:]).transpose(1, 2)

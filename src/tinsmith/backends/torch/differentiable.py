@@ -60,12 +60,12 @@ class _Norm:
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self._weight = weight.float()
-        self._eps = eps
+        self._eps = torch.tensor(eps, device=weight.device)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The normed rows, and 1 / rms."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        rstd = norm.square_().div_(x.shape[-1]).add_(self._eps).rsqrt_()
+        rstd = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
         return self.again(x, rstd), rstd
 
     def again(self, x: Tensor, rstd: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class _Chunk(NamedTuple):
     hidden_CD: Tensor
     rows: Tensor | slice
     routing: Routing
-    pairs_p: Tensor
+    pairs_p: Tensor | slice
     cells_p: Tensor
     local_p: Tensor
     runs: list[tuple[int, int, int]]  # pass index, first and last + 1 of the chunk's pairs
@@ -96,8 +96,8 @@ class Head:
         log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
         logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
         logprob_P[chunk.pairs_p] = logprob_p
-        slope_p = torch.cat([self._slope(objectives[i], chunk, start, stop, logprob_p, columns)
-                             for i, start, stop in chunk.runs])  # fmt: skip
+        slope_p = torch.cat([self._slope(objective, chunk, start, stop, logprob_p, columns)
+                             for objective, start, stop in _together(chunk.runs, objectives)])  # fmt: skip
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
         slope_C = torch.zeros(len(probs_CV), device=slope_p.device).index_add_(0, chunk.local_p, slope_p)
         grad_CV = probs_CV.mul_(-slope_C[:, None])
@@ -122,7 +122,7 @@ class Head:
         logprob_p: Tensor,
         columns: Mapping[str, Tensor],
     ) -> Tensor:
-        pairs = chunk.pairs_p[start:stop]
+        pairs = _part_of(chunk.pairs_p, start, stop)
         old, weight, low, high, log_ratio = (
             columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
         )
@@ -172,17 +172,22 @@ class Head:
             member_T[rows_C] = True
             pairs_p = np.flatnonzero(member_T[batch.row_P])
             local_p = np.searchsorted(rows_C, batch.row_P[pairs_p])
-            side_by_side = rows_C[-1] - rows_C[0] == len(rows_C) - 1
-            rows = slice(int(rows_C[0]), int(rows_C[-1]) + 1) if side_by_side else self._device(rows_C)
+            rows = self._places(rows_C)
             yield _Chunk(
                 hidden_TD[rows],
                 rows,
                 _routing_of_rows(batch.routing, rows_C),
-                self._device(pairs_p),
+                self._places(pairs_p),
                 self._device(local_p * self._base.vocab_size + batch.targets_P[pairs_p]),
                 self._device(local_p),
                 _runs(batch.pass_P[pairs_p]),
             )
+
+    def _places(self, rising: I64) -> Tensor | slice:
+        """A slice where they lie side by side: what it takes is no copy."""
+        if len(rising) and rising[-1] - rising[0] == len(rising) - 1:
+            return slice(int(rising[0]), int(rising[-1]) + 1)
+        return self._device(rising)
 
     def _device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._base.device, non_blocking=True)
@@ -193,6 +198,24 @@ def _routing_of_rows(routing: Routing, rows_C: I64) -> Routing:
     lengths = np.diff(bounds).tolist()
     present = [(segment.adapter, length) for segment, length in zip(routing.segments, lengths, strict=True) if length]
     return Routing.of([adapter for adapter, _ in present], [length for _, length in present])
+
+
+def _part_of(places: Tensor | slice, start: int, stop: int) -> Tensor | slice:
+    return slice(places.start + start, places.start + stop) if isinstance(places, slice) else places[start:stop]
+
+
+def _together(
+    runs: Sequence[tuple[int, int, int]], objectives: Sequence[Objective]
+) -> list[tuple[Objective, int, int]]:
+    """Each objective with its pairs: neighbours of one formula and configuration as one, whosever they are."""
+    found: list[tuple[Objective, int, int]] = []
+    for index, start, stop in runs:
+        objective = objectives[index]
+        if found and (found[-1][0].loss_fn, found[-1][0].config) == (objective.loss_fn, objective.config):
+            found[-1] = (found[-1][0], found[-1][1], stop)
+        else:
+            found.append((objective, start, stop))
+    return found
 
 
 def _runs(pass_p: I64) -> list[tuple[int, int, int]]:

@@ -81,10 +81,7 @@ class Layout:
     numel: int
     places: Mapping[str, tuple[Place, Place]] = field(repr=False, compare=False)
     """name -> those of A and B"""
-
-    @property
-    def has_gaps(self) -> bool:
-        return any(math.prod(shape) % ALIGN for target in self.targets for shape in target.shapes(self.rank))
+    has_gaps: bool
 
     @classmethod
     def of(cls, rank: int, targets: Iterable[Target]) -> Layout:
@@ -105,7 +102,7 @@ def _layout(rank: int, targets: tuple[Target, ...]) -> Layout:
         target.name: (Place.of(a_start, a_shape), Place.of(b_start, b_shape))
         for target, (a_start, b_start), (a_shape, b_shape) in zip(targets, pairs, shapes, strict=True)
     }
-    return Layout(rank, targets, end, places)
+    return Layout(rank, targets, end, places, has_gaps=any(size % ALIGN for size in sizes))
 
 
 class Adapter:

@@ -34,9 +34,10 @@ def measure(
         example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
         counted_P = columns["ratio_mask"] != 0
         log_ratio_P = sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(examples))
+    chosen = slice(None) if active_P.all() else active_P  # all, as a rule: nothing is copied then
     x = Columns(
         *(
-            column[active_P]
+            column[chosen]
             for column in (
                 logprob_P, columns["old_logprob"], columns["weight"], columns["low"], columns["high"], log_ratio_P
             )
