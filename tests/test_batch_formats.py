@@ -29,7 +29,7 @@ from tinsmith.batch.protocols import (
     part_base,
     part_name,
 )
-from tinsmith.errors import CorruptFilesError, ForbiddenError, UserError
+from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
 
 Rows = list[dict[str, Any]]
@@ -342,12 +342,10 @@ class MergedWriter(OutputWriter):
         shutil.rmtree(self.path + ".parts")
 
 
-def test_custom_formats_travel_as_source_that_only_workers_run(tmp_path: Path) -> None:
+def test_custom_formats_travel_as_source(tmp_path: Path) -> None:
     data = RangeReader("numbers", count=4).to_dict()
     assert data["format"] == "range" and "class RangeReader" in data["_class_source"]
     assert "MergedWriter" not in data["_class_source"], "only the class, not its file"
-    with pytest.raises(ForbiddenError, match="only workers"):
-        registry.reader_from_dict(data, run_source=False)
     with pytest.raises(UserError, match="sha256"):
         registry.reader_from_dict({**data, "_class_source": data["_class_source"] + "#"})
     script = (

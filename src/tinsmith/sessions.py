@@ -21,6 +21,7 @@ from tinsmith.tables import FUTURES, SESSIONS
 
 FINISH_TYPES = ("success", "errored", "interrupted")
 _SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's
+_FORGOTTEN_AT_A_TIME = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,12 +224,12 @@ class Sessions:
             connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
         return True
 
-    def closed_before(self, moment: float, limit: int = 100, *, tenant_id: str | None = None) -> list[str]:
-        """Sessions (of one tenant) that were closed before `moment` and not forgotten; none that can only wait."""
+    def closed_before(self, moment: float, *, tenant_id: str | None = None) -> list[str]:
+        """Some sessions (of one tenant) that were closed before `moment` and not forgotten; none that can only wait."""
         theirs = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         ready = theirs.where(FUTURES.c.state != "pending") | ~theirs
         unforgotten = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
-        query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(limit)
+        query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(_FORGOTTEN_AT_A_TIME)
         if tenant_id is not None:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
         with self._db.read() as connection:

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 
 from tinsmith.batch import source as sources
 from tinsmith.batch.protocols import InputReader, OutputWriter
-from tinsmith.errors import ForbiddenError, UserError
+from tinsmith.errors import UserError
 
 Kind = TypeVar("Kind")
 Class = TypeVar("Class")
@@ -99,15 +99,15 @@ def to_dict(instance: InputReader | OutputWriter) -> dict[str, Any]:
     return found
 
 
-def reader_from_dict(data: Mapping[str, Any], *, run_source: bool = True) -> InputReader:
-    made = _from_dict(data, INPUT_READER_REGISTRY, InputReader, run_source)
+def reader_from_dict(data: Mapping[str, Any]) -> InputReader:
+    made = _from_dict(data, INPUT_READER_REGISTRY, InputReader)
     assert isinstance(made, InputReader)
     return made
 
 
-def writer_from_dict(data: Mapping[str, Any], *, run_source: bool = True) -> OutputWriter:
+def writer_from_dict(data: Mapping[str, Any]) -> OutputWriter:
     """A writer of parts: one whose class has the older methods comes wrapped."""
-    made = _from_dict(data, OUTPUT_WRITER_REGISTRY, OutputWriter, run_source)
+    made = _from_dict(data, OUTPUT_WRITER_REGISTRY, OutputWriter)
     assert isinstance(made, OutputWriter)
     if type(made).write_part is not OutputWriter.write_part:
         return made
@@ -162,14 +162,9 @@ def _import_of(value: object, cls: type) -> str | None:
     return f"{module}:{name}" if found is value else None
 
 
-def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type, run_source: bool) -> object:
+def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type) -> object:
     given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
-    if "_class_source" in data:
-        if not run_source:
-            raise ForbiddenError(f"the format {data.get('format')!r} comes with source, which only workers run")
-        cls = _shipped_class(data)
-    else:
-        cls = registry.find(str(data.get("format")))
+    cls = _shipped_class(data) if "_class_source" in data else registry.find(str(data.get("format")))
     if not (inspect.isclass(cls) and issubclass(cls, kind) and is_dataclass(cls)):
         raise UserError(f"{getattr(cls, '__name__', cls)!r} is no {kind.__name__} that is a dataclass")
     known = {each.name: each for each in fields(cls) if each.init}

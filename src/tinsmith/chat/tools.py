@@ -187,16 +187,14 @@ def _tool(item: object, where: str) -> Tool:
     )
 
 
-def _rules(
-    head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ', after: str = "}"
-) -> str:
+def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between: str = ', "arguments": ') -> str:
     calls = " | ".join(f"call_{index}" for index in range(len(tools)))
     lines = [head, f"call: {calls}"]
     for index, tool in enumerate(tools):
         start = before + json.dumps(tool.name) + between
         schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
         lines += [
-            f"call_{index}: {_quoted(start)} arguments_{index} {_quoted(after)}",
+            f'call_{index}: {_quoted(start)} arguments_{index} "}}"',
             f"arguments_{index}: %json {json.dumps(schema)}",
         ]
     return "%llguidance {}\n" + "\n".join(lines) + "\n"

@@ -82,9 +82,7 @@ class Operation(ABC):
 # What `check` is made of.
 
 
-def check_text(name: str, value: object, may_be_none: bool = False) -> None:
-    if may_be_none and value is None:
-        return
+def check_text(name: str, value: object) -> None:
     if not isinstance(value, str) or not value:
         raise UserError(f"{name} is {value!r}; it must be a text that is not empty")
 
