@@ -187,3 +187,25 @@ def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, gro
     assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
     assert float((plain_TD - expected_TD)[own].norm() / expected_TD[own].norm()) > 0.1, "the adapter matters"
     assert torch.equal(found_TD[:40], plain_TD[:40]), "others' rows are as they were"
+
+
+@pytest.mark.parametrize("rank", [4, 6])
+def test_the_first_rows_of_new_weights_have_the_bits_of_all_later_ones(tmp_path: Path, rank: int) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    adapter = make_adapter(base, 1, rank=rank)
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (20,), generator=torch.Generator().manual_seed(0))
+    given = tokens_T, torch.arange(20), PackedCausal([20]), Routing.of([adapter], [20])
+    found, kept = [], []
+    with torch.inference_mode():
+        base.hidden(*given[:3], Routing.of([None], [20]))
+        adapter.fused.clear()
+        for _ in range(3):
+            found.append(base.hidden(*given))
+            kept.append(adapter.fused[base._written_out.linears[0].name])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    if rank == 4:
+        assert len(kept[0]) == 1, "no B was copied before the first rows"
+        assert kept[0][0].data_ptr() == next(iter(adapter.compute.values()))[0].data_ptr(), "and no A"
+    assert len(kept[1]) == 2 and kept[1][1].is_mkldnn

@@ -208,7 +208,7 @@ class Work:
             if adapter is None or (fused := linear.fused(adapter)) is None:
                 continue
             a_RI, *bs = fused
-            if suits_linear(x_TI) and stop - start >= MANY_ROWS and y_TO.dtype == x_TI.dtype:
+            if not bs or (suits_linear(x_TI) and stop - start >= MANY_ROWS and y_TO.dtype == x_TI.dtype):
                 linear.add_each_(y_TO[start:stop], linear_product(x_TI[start:stop], a_RI), adapter)
                 continue
             if suits_linear(x_TI) and len(bs) == 1 and y_TO.dtype == x_TI.dtype:

@@ -108,16 +108,28 @@ class FusedLinear:
         return y_TO
 
     def fused(self, adapter: Adapter) -> Fused | None:
-        """The fused matrices of an adapter that has any of these linears, kept with it. A B that is one matrix is
-        packed the second time that it is asked for: the first token of new weights does not wait for it.
+        """The fused matrices of an adapter that has any of these linears, kept with it. Of the first token of new
+        weights nobody waits for copies: if the A's are all there is, each linear adds its own B (`add_each_`), and a B
+        that is one matrix is packed the second time that it is asked for.
         """
         if self.name not in adapter.fused:
-            adapter.fused[self.name] = fused = self._of_one(adapter)
+            adapter.fused[self.name] = fused = self._inner_of(adapter) or self._of_one(adapter)
             return fused
         fused = adapter.fused[self.name]
+        if fused is not None and len(fused) == 1:
+            fused = adapter.fused[self.name] = self._of_one(adapter)
         if fused is not None and len(fused) == 2 and suits_linear(fused[0]) and not fused[1].is_mkldnn:
             fused = adapter.fused[self.name] = fused[0], packed(fused[1])
         return fused
+
+    def _inner_of(self, adapter: Adapter) -> Fused | None:
+        """The A's alone, where each linear's own B gives the same bits as the B's among zeros."""
+        if len(self._linears) == 1 or not suits_linear(self._linears[0].weight):
+            return None
+        exact = math.frexp(adapter.scale)[0] == 0.5  # what is scaled before the product is not rounded
+        if not exact or any(linear.name not in adapter.compute for linear in self._linears):
+            return None
+        return (below_each_other([adapter.compute[linear.name][0] for linear in self._linears]),)
 
     def _of_one(self, adapter: Adapter) -> Fused | None:
         if not any(linear.name in adapter.compute for linear in self._linears):
