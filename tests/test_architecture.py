@@ -22,6 +22,7 @@ COLLECTIONS = {"cli", "exchange", "fleet", "observing", "records"}
 VALUES = {"errors", "ops"}
 DURABLE = {
     "records.audit",
+    "cancelling",
     "observing.census",
     "checkpoints",
     "records.curves",
@@ -117,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fleet.view": {"db", "fleet.ownership", "fleet.loads", "tables"},
     "fleet.loads": set(),
     "fleet.routing": {"ops"},
-    "fleet.executors": {"db", "futures", "notify", "ops", "fleet.routing", "tables"},
+    "fleet.executors": {"cancelling", "db", "notify", "ops", "fleet.routing", "tables"},
     "fleet.dispatch": {"fleet.executors", "fleet.routing", "fleet.loads", "futures", "ops"},
     "losses": VALUES,
     "loss_graphs": VALUES,
@@ -130,10 +131,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "admission": VALUES | {"losses", "wire", "checkpoints"},
     "custom_losses": VALUES | {"db", "tables"},
     "sequences": VALUES | {"db", "tables"},
-    "futures": VALUES | {"crashpoints", "db", "tables", "notify", "prepared", "observing.tracing"},
+    "cancelling": {"db", "tables", "errors"},
+    "forgetting": {"db", "prepared", "tables"},
+    "futures": VALUES
+    | {"cancelling", "crashpoints", "db", "forgetting", "tables", "notify", "prepared", "observing.tracing"},
     "sessions": VALUES | {"clocks", "db", "prepared", "tables"},
     "records.audit": {"db", "tables"},
-    "records.usage": {"db", "tables", "futures"},
+    "records.usage": {"db", "tables", "forgetting"},
     "observing.traces": {"db", "tables"},
     "models": VALUES | {"db", "tables", "prepared"},
     "sampling_sessions": VALUES | {"db", "prepared", "tables"},

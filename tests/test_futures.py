@@ -12,7 +12,8 @@ import sqlalchemy as sa
 from arrived import incoming, waiting_ids
 from tinsmith.db import Database
 from tinsmith.errors import EngineFailedError, NotFoundError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement, Spent
+from tinsmith.forgetting import Spent
+from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel, log_deletion, unloading
 from tinsmith.ops import LoraSpec
 from tinsmith.tables import BODIES, FUTURES, MODELS, RESULTS

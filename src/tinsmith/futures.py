@@ -14,7 +14,6 @@ engine; a server, what it refuses): on SQLite writers take turns, elsewhere the 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -23,19 +22,21 @@ from typing import Protocol
 import sqlalchemy as sa
 import zstandard
 
+from tinsmith import cancelling, forgetting
+from tinsmith.cancelling import Cancel
 from tinsmith.crashpoints import reach
 from tinsmith.db import Database, now
 from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
+from tinsmith.forgetting import Keep
 from tinsmith.notify import SERVER, Waker, engine_mailbox
 from tinsmith.observing.tracing import CURRENT
 from tinsmith.ops import Pending
-from tinsmith.prepared import Effect, Prepared, execute
-from tinsmith.tables import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.prepared import Effects, Prepared, execute
+from tinsmith.tables import BODIES, FUTURES, MODELS, RESULTS, SAMPLERS
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
 _CHUNK = 500  # variables of one IN (...) clause
-_CANCEL = ":cancel"
 UNBOUNDED = 2**62
 
 
@@ -104,26 +105,6 @@ class Work:
     step: int | None
 
 
-Effects = Sequence[Effect]
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """What a settled future tells of its use."""
-
-    request_id: str
-    tenant_id: str
-    session_id: str
-    base_model: str
-    kind: str
-    state: str
-    num_tokens: int
-    prefill_tokens: int | None
-    cached_tokens: int | None
-    sampled_tokens: int | None
-    settled_at: float | None
-
-
 @dataclass(frozen=True, slots=True)
 class Settlement:
     """The end of one future. `effects` are statements of the same transaction; `clean_up` is for whoever settled to run
@@ -143,7 +124,6 @@ class Settlement:
 
 # The statements of every request, built once: building and hashing them would cost more than SQLite does.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
-_SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
 _ADD_BODY = Prepared(BODIES.insert())
 _ADD_RESULT = Prepared(RESULTS.insert())
@@ -165,11 +145,6 @@ _FREE = Prepared(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("free
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
-# Who is to do a sample, or does what is asked of its run: see `ownership`.
-_WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
-    MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
-)
-_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
 _NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
@@ -321,56 +296,28 @@ class Futures:
         return found
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
-        """Tell the engine to give up a pending sample. Raises NotFoundError.
-
-        What has ended stays as it is. So does every other kind of request: operations on a model are ordered, and a
-        later one may have been sent in the belief that an earlier one takes effect.
-        """
-        query = (
-            sa.select(
-                FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER.label("owner")
-            )
-            .select_from(_WITH_OWNERS)
-            .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
-        )
-        with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
-        if row is None:
-            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
-        if row.kind == "sample" and row.state == "pending":
-            self._submit_cancel(request_id, tenant_id, row, reason)
+        """Tell the engine to give up a pending sample; all else stays as it is. Raises NotFoundError."""
+        if found := cancelling.of_sample(self._db, tenant_id, request_id, reason):
+            self._submit_cancel(found)
 
     def cancel_of_closed_sessions(self) -> int:
         """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
-        samples = sa.and_(FUTURES.c.state == "pending", FUTURES.c.kind == "sample")
-        query = (
-            sa.select(
-                FUTURES.c.sampling_session_id,
-                FUTURES.c.tenant_id,
-                FUTURES.c.session_id,
-                FUTURES.c.base_model,
-                SESSIONS.c.reason,
-                _OWNER.label("owner"),
-            )
-            .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
-            # An engine's rows by the index of its queue: the settled ones are many.
-            .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), samples)
-            .where(SESSIONS.c.closed_at.is_not(None))
-            .distinct()
-        )
-        with self._db.read() as connection:
-            rows = connection.execute(query).all()
-        for row in rows:
-            self._submit_cancel(row.sampling_session_id, row.tenant_id, row, f"its session ended ({row.reason})")
-        return len({row.sampling_session_id for row in rows})
+        found = cancelling.of_closed_sessions(self._db)
+        for cancel in found:
+            self._submit_cancel(cancel)
+        return len({cancel.name for cancel in found})
 
-    def _submit_cancel(self, name: str, tenant_id: str, row: sa.Row, reason: str) -> None:
-        """`name` is a sample's request_id, or a sampling_session_id for all of its samples that `row.owner` has."""
-        request_id = name + _CANCEL
-        if row.owner is not None:
-            request_id += "." + hashlib.blake2b(row.owner.encode(), digest_size=4).hexdigest()
-        new = NewFuture(request_id, tenant_id, row.session_id, row.base_model, kind="cancel", body=reason.encode())
-        self.submit(replace(new, executor=row.owner))
+    def _submit_cancel(self, cancel: Cancel) -> None:
+        new = NewFuture(
+            request_id=cancel.request_id,
+            tenant_id=cancel.tenant_id,
+            session_id=cancel.session_id,
+            base_model=cancel.base_model,
+            kind="cancel",
+            body=cancel.reason.encode(),
+            executor=cancel.owner,
+        )
+        self.submit(new)
 
     def base_model_of(self, request_id: str) -> str | None:
         """Whose queue a request waits in."""
@@ -388,33 +335,9 @@ class Futures:
             highest = connection.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
         return 1 if highest is None else highest + 1
 
-    def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
-        """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many.
-
-        `keep` is given what each transaction deletes, and answers what that transaction is to write instead.
-        """
-        left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
-        deleted = 0
-        for session_id in session_ids:
-            while some := self._delete_some(session_id, keep):
-                deleted += some
-            with self._db.write() as connection:
-                done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
-                connection.execute(done_with.values(forgotten_at=now()))
-        return deleted
-
-    def _delete_some(self, session_id: str, keep: Callable[[Sequence[Spent]], Effects]) -> int:
-        settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
-        # What was deleted is what was kept, since the database itself tells: another future may settle meanwhile.
-        deletion = FUTURES.delete().where(FUTURES.c.arrival.in_(settled.limit(_CHUNK))).returning(*_SPENT_COLUMNS)
-        with self._db.write() as connection:
-            spent = [Spent(**row._mapping) for row in connection.execute(deletion)]
-            ids = [one.request_id for one in spent]
-            for table in (RESULTS, BODIES):
-                connection.execute(table.delete().where(table.c.request_id.in_(ids)))
-            for effect in keep(spent):
-                execute(connection, effect)
-        return len(spent)
+    def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
+        """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many."""
+        return forgetting.delete_of_sessions(self._db, session_ids, keep)
 
     # The engine's side.
 
@@ -488,13 +411,3 @@ class Futures:
     def settled_at(self, request_id: str) -> float | None:
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
-
-
-def cancelled_name(request_id: str) -> str:
-    """What a request to cancel names: a sample, or a sampling session for all of its samples."""
-    return request_id.rpartition(_CANCEL)[0]
-
-
-def deletion(request_id: str) -> sa.Executable:
-    """A statement for the transaction that settles a request of which nothing is to remain."""
-    return FUTURES.delete().where(FUTURES.c.request_id == request_id)

@@ -107,6 +107,8 @@ class Bound:
 Effect = sa.Executable | Bound
 """What goes into a transaction beside what it is for."""
 
+Effects = Sequence[Effect]
+
 
 def execute(connection: Connection, effect: Effect) -> None:
     if isinstance(effect, Bound):

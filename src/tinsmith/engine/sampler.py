@@ -16,6 +16,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.cancelling import cancelled_name
 from tinsmith.checkpoints import parse_path
 from tinsmith.crashpoints import reach
 from tinsmith.engine.fetching import Fetcher, Wanted
@@ -30,7 +31,7 @@ from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.fleet.engines import LeaseLostError
 from tinsmith.fleet.executors import Executors
 from tinsmith.fleet.running_notes import note_path
-from tinsmith.futures import Settlement, cancelled_name
+from tinsmith.futures import Settlement
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
 from tinsmith.ops import Partial, Pending
 from tinsmith.partials import line_of

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from tinsmith import sequences
+from tinsmith.cancelling import cancelled_name, deletion
 from tinsmith.crashpoints import reach
 from tinsmith.engine.metering import DECODE, EngineMeters
 from tinsmith.engine.nouns import Nouns
@@ -23,7 +24,7 @@ from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.fleet.engines import LeaseLostError
-from tinsmith.futures import SampleCost, Settlement, cancelled_name, deletion
+from tinsmith.futures import SampleCost, Settlement
 from tinsmith.ops import Partial, Pending, SampleResult
 from tinsmith.prepared import Effect
 from tinsmith.samplers import VersionHolder

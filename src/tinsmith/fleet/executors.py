@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 
+from tinsmith.cancelling import cancelled_name
 from tinsmith.db import Database
 from tinsmith.fleet.routing import Candidate
-from tinsmith.futures import cancelled_name
 from tinsmith.notify import engine_mailbox
 from tinsmith.ops import Pending
 from tinsmith.tables import ENGINES, FUTURES, MODELS

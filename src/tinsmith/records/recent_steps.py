@@ -6,7 +6,7 @@ An engine writes what it ran about once a second, in a transaction of its own: l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
@@ -34,6 +34,10 @@ class RecentStep:
 _COLUMNS = [RECENT_STEPS.c[name] for name in RecentStep.__dataclass_fields__]
 
 
+def _values(step: RecentStep) -> dict[str, object]:
+    return {name: getattr(step, name) for name in RecentStep.__dataclass_fields__}  # asdict copies all that is in it
+
+
 class RecentSteps:
     def __init__(self, db: Database) -> None:
         self._db = db
@@ -49,7 +53,7 @@ class RecentSteps:
             .limit(1)
         ).scalar_subquery()
         with self._db.write() as connection:
-            connection.execute(RECENT_STEPS.insert(), [{"base_model": base_model} | asdict(step) for step in steps])
+            connection.execute(RECENT_STEPS.insert(), [{"base_model": base_model, **_values(step)} for step in steps])
             connection.execute(RECENT_STEPS.delete().where(mine, RECENT_STEPS.c.position < oldest_kept))
 
     def newest(self, base_model: str, limit: int = KEPT_STEPS) -> list[tuple[int, RecentStep]]:

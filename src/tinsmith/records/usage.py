@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from tinsmith.db import Database, now
-from tinsmith.futures import Spent
+from tinsmith.forgetting import Spent
 from tinsmith.tables import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
 
 HOUR_S = 3600

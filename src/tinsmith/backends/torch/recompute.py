@@ -41,7 +41,7 @@ class Recompute:
         self.chosen: bool | None = None
         self._switchboard = switchboard
         self.active = False
-        self._linears: list[MultiLoRALinear] = []
+        self._linears_bytes = 0
         self._experts: list[MultiLoRAExperts] = []
 
     def wrap(self, decoder: nn.Module) -> None:
@@ -52,7 +52,8 @@ class Recompute:
 
     def count(self, decoder: nn.Module) -> None:
         """What the decoder's linears keep, again if these are others now."""
-        self._linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
+        linears = [module for module in decoder.modules() if isinstance(module, MultiLoRALinear)]
+        self._linears_bytes = sum((own.in_features + own.out_features) * own.weight.element_size() for own in linears)
         self._experts = [module for module in decoder.modules() if isinstance(module, MultiLoRAExperts)]
 
     def decide(self, num_tokens: int, device: torch.device) -> None:
@@ -64,10 +65,9 @@ class Recompute:
         self.active = self.mode == "on" or (self.mode == "auto" and needed > RECOMPUTE_SHARE * _free_bytes(device))
 
     def bytes_per_token(self) -> float:
-        linears = sum((own.in_features + own.out_features) * own.weight.element_size() for own in self._linears)
         # How many experts a row chooses is known once rows have come.
         experts = sum(own.features_per_row * own.down_proj.element_size() for own in self._experts)
-        return KEPT_PER_LINEAR * (linears + experts)
+        return KEPT_PER_LINEAR * (self._linears_bytes + experts)
 
     def _recomputing(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: object, **kwargs: object) -> Tensor:
