@@ -80,7 +80,17 @@ def of_closed_sessions(db: Database) -> list[Cancel]:
     )
     with db.read() as connection:
         rows = connection.execute(query).all()
-    return [Cancel(*named, f"its session ended ({reason})") for *named, reason in rows]
+    return [
+        Cancel(
+            row.sampling_session_id,
+            row.tenant_id,
+            row.session_id,
+            row.base_model,
+            row.owner,
+            f"its session ended ({row.reason})",
+        )
+        for row in rows
+    ]
 
 
 def cancelled_name(request_id: str) -> str:
