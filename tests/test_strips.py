@@ -24,7 +24,11 @@ from tinsmith.samplers.strips import CELLS, Decoding, StripCache, capacity_for, 
 BLOCK = 4
 CPU = torch.device("cpu")
 HEADS = 4
-SHAPES = (LayerShape(2, 8, 6, torch.float32), LayerShape(4, 5, 5, torch.float32))
+SHAPES = (
+    LayerShape(2, 8, 6, torch.float32),
+    LayerShape(4, 5, 5, torch.float32),
+    LayerShape(2, strips_module.SWAPPED_DIM, 16, torch.float32),
+)
 
 
 class World:
@@ -130,6 +134,14 @@ def test_many_of_a_length_have_strips_and_few_have_none() -> None:
     assert world.step(names) == 9
     assert world.step(names[:3]) == 0
     assert world.step(names[:4]) == 4
+
+
+def test_the_newest_position_is_seen_wherever_it_is() -> None:
+    world = World(2)
+    for number in range(4):
+        world.join(f"s{number}", strips_module.SEEN - 1)
+    for _ in range(3):
+        assert world.step(list(world.sequences)) == 4
 
 
 def test_strips_that_are_left_are_closed_up_and_used_again() -> None:

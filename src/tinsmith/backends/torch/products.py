@@ -5,6 +5,9 @@ Knows no model and no adapter. `HAS_ONEDNN` says whether oneDNN's products can b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,10 @@ ONEDNN_COLUMN = 256
 """Rows from which on oneDNN's way to a weight's gradient, by its transpose, pays (twice as fast at 1,024)."""
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+# The overloads themselves: to choose one by its arguments takes 3 us a call, of which a decode step has a hundred.
+_linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
+_linear_and = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.binary if HAS_ONEDNN else None)
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -85,12 +92,12 @@ def packed(weight: Tensor) -> Tensor:
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias; the weight may be packed."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return _linear(x, weight, bias, "none", [], "")
 
 
 def add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """y + x @ weight^T, rounded once; the weight may be packed."""
-    return torch.ops.mkldnn._linear_pointwise.binary(x, y, weight, None, "add")
+    return _linear_and(x, y, weight, None, "add")
 
 
 def _suits_onednn(a: Tensor, b: Tensor) -> bool:
