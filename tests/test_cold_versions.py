@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tiny_models
+from engine_bench import Bench
 from local_sampling import make_prompt, make_sample
-from test_engine import Bench
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.engine.versions import SHARE_OF_ROOM
+from tinsmith.engine.versions import SHARE_OF_ROOM, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
 from tinsmith.ops import AdamParams, LoraSpec, OptimStep, Sample, SampleResult
 
@@ -122,3 +122,24 @@ def answer(backend: TorchBackend, sample: Sample) -> SampleResult:
         found = backend.sampler.step()
     assert isinstance(found[0][1], SampleResult)
     return found[0][1]
+
+
+def test_a_publish_lets_those_go_that_have_files_already(bench: Bench) -> None:
+    model = bench.model()
+    samplers = [bench.publish(model, number + 1, number) for number in range(VERSIONS_IN_MEMORY + 3)]
+    bench.turns(20)
+    expected = answers(bench, samplers, 0)
+    assert len(bench.backend._versions) == len(samplers), "an engine that is never idle kept them all"
+    bench.engine._snapshots.write_versions(model)
+    bench.engine.flush()
+    samplers.append(bench.publish(model, len(samplers) + 1, len(samplers)))
+    bench.turns(5)
+    versions = bench.engine._versions
+    assert len(versions._ephemeral[model]) == VERSIONS_IN_MEMORY == len(versions._in_memory)
+    assert len(bench.backend._versions) == VERSIONS_IN_MEMORY
+    assert answers(bench, samplers[:-1], 1) == expected
+    # Those that have no file yet stay, however many they are.
+    for number in range(len(samplers), len(samplers) + VERSIONS_IN_MEMORY + 1):
+        samplers.append(bench.publish(model, number + 1, number))
+    bench.turns(20)
+    assert len(versions._ephemeral[model]) == VERSIONS_IN_MEMORY + 2

@@ -1,10 +1,11 @@
 """The weight versions that samples are taken from: which are in memory, which have files, how the others come back.
 
 An ephemeral publish is a copy in memory. Its files are written behind, before a snapshot covers the publish, so that
-it can always be had again: from its files, or by replaying its model's log. When the engine is idle the oldest of a
-model leave memory, so that memory does not grow with the length of a run; beyond the room for all of them, whichever
-was not published or sampled for longest, so that it does not grow with the number of models. Versions that came from
-files are kept until others take their place. An inflight version is replaced by every publish; the newest one counts.
+it can always be had again: from its files, or by replaying its model's log. The oldest of a model leave memory, so that
+it does not grow with the length of a run: those that have files at the next publish, the others when the engine is
+idle. Beyond the room for all of them it is whichever was not published or sampled for longest, so that memory does not
+grow with the number of models. Versions that came from files are kept until others take their place. An inflight
+version is replaced by every publish; the newest one counts.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Versions:
             self._in_memory[version_id] = model_id, num_bytes
             self._bytes_in_memory += num_bytes
             self._move_oldest(model_id, leave=MOST_VERSIONS_IN_MEMORY)
+            self._let_written_go(model_id)
             self._make_room(version_id)
 
     def republish(self, model_id: str, version_id: str, sampling_session_id: str) -> None:
@@ -209,6 +211,12 @@ class Versions:
         while len(versions) > leave and self._move(model_id, next(iter(versions))):
             moved = True
         return moved
+
+    def _let_written_go(self, model_id: str) -> None:
+        """The older versions that have files: the memory that they leave is the next ones', which is there already."""
+        for version_id in list(self._ephemeral[model_id])[:-VERSIONS_IN_MEMORY]:
+            if version_id in self._written:
+                self._move(model_id, version_id)
 
     def _make_room(self, but: str) -> None:
         """Move what was not used for longest, until the others fit."""
