@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import sqlalchemy as sa
 import tinker
+from sqlalchemy import exc
 from tinker import types
 
 from databases import SQLITE, chosen, fresh_url
+from engine_bench import Bench
 from http_harness import close, make_harness
 from live import API_KEY, serving
 from raw_client import connect, engine_of
-from test_engine import Bench
 from test_janitor import parts, silent_session, unloads  # noqa: F401  fixtures
 from test_recovery import DATA, NANO
 from tinsmith.clocks import WatchedClock
@@ -58,15 +58,15 @@ def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(t
     with held(tmp_path / "tinsmith.db"):
         started = time.monotonic()
         for _ in range(2):
-            with pytest.raises(sa.exc.OperationalError, match="locked"), database.write():
+            with pytest.raises(exc.OperationalError, match="locked"), database.write():
                 pass
         assert 0.8 < time.monotonic() - started < 5
         with ThreadedWriter(database) as first:
             started = time.monotonic()
-            with pytest.raises(sa.exc.TimeoutError), database.write():
+            with pytest.raises(exc.TimeoutError), database.write():
                 pass
             assert time.monotonic() - started < 0.3, "another one of this process waits already"
-        assert isinstance(first.error, sa.exc.OperationalError)
+        assert isinstance(first.error, exc.OperationalError)
     with database.write() as connection:
         connection.execute(SESSIONS.delete())
     database.close()
@@ -277,7 +277,7 @@ def refuse_writes(database: Database) -> Callable[[], None]:
     """From now on the database is read-only; call the result to end that."""
 
     def refused(_begin: Callable[[], None]) -> NoReturn:
-        raise sa.exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
+        raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
 
     patch = pytest.MonkeyPatch()
     for name in ("begin", "begin_at_once"):
@@ -293,7 +293,7 @@ def test_an_engine_whose_database_turns_read_only_ends_and_blames_nobody(tmp_pat
         bench.turns()
         second = bench.step(model, 2)
         end = refuse_writes(bench.db)
-        with pytest.raises(sa.exc.OperationalError, match="readonly"):
+        with pytest.raises(exc.OperationalError, match="readonly"):
             bench.engine.run(lambda: False)
         assert bench.outcome(second) is None and bench.outcome(first) is not None
         end()
@@ -314,4 +314,23 @@ def test_a_server_whose_database_turns_read_only_asks_to_try_again(tmp_path: Pat
     assert harness.get(f"sessions/{before}").status_code == 200, "what only reads goes on"
     end()
     assert harness.session() != before
+    close(harness)
+
+
+@pytest.mark.parametrize("verb", ["GET", "POST"])
+def test_a_server_that_cannot_ask_whether_there_are_keys_asks_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    harness = make_harness(tmp_path, local=True)
+    path, body = ("server/status", None) if verb == "GET" else ("create_session", {"tags": [], "sdk_version": "0.38.0"})
+
+    def gone(_database: Database) -> NoReturn:
+        raise exc.OperationalError("SELECT", None, Exception("the connection was lost"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Database, "read", gone)
+        answer = harness.send(verb, path, body)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
+    assert "database does not answer" in answer.json()["detail"]
+    assert harness.send(verb, path, body).status_code != 503
     close(harness)

@@ -47,12 +47,20 @@ class _OwnPages:
         self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound}]" if ":" in bound else bound}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Asks the database every other second, and never again once there is a key.
-        if scope["type"] == "http" and self._tenants.accepts_anyone():
-            detail = self._refused(Headers(scope=scope))
-            if detail:
-                await answer({"detail": detail}, 403)(scope, receive, send)
-                return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            # Asks the database every other second, and never again once there is a key.
+            detail = self._refused(Headers(scope=scope)) if self._tenants.accepts_anyone() else ""
+        except Exception as error:
+            if (response := _told(Request(scope), error)) is None:
+                raise
+            await response(scope, receive, send)
+            return
+        if detail:
+            await answer({"detail": detail}, 403)(scope, receive, send)
+            return
         await self._app(scope, receive, send)
 
     def _refused(self, headers: Headers) -> str:
@@ -95,18 +103,16 @@ class _Straight:
         try:
             response = await endpoint(request)
         except Exception as error:
-            handler = _handler_of(error)
-            if handler is None:
+            if (response := _told(request, error)) is None:
                 raise
-            response = handler(request, error)
         await response(scope, receive, send)
 
 
-def _handler_of(error: Exception) -> Callable[[Request, Exception], Response] | None:
-    """None for what nobody expected, which is answered and logged further out."""
+def _told(request: Request, error: Exception) -> Response | None:
+    """As the router answers it; None for what nobody expected, which is answered and logged further out."""
     for kind in type(error).__mro__:
         if kind is not Exception and (handler := problems.HANDLERS.get(kind)):
-            return cast("Callable[[Request, Exception], Response]", handler)
+            return cast("Callable[[Request, Exception], Response]", handler)(request, error)
     return None
 
 
