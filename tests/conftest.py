@@ -26,8 +26,8 @@ from tinsmith.db import Database
 
 if TYPE_CHECKING:
     from compatibility import Witness
+    from engine_bench import Bench
     from http_harness import Harness
-    from test_engine import Bench
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -88,7 +88,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """An engine in this process, without a server."""
-    from test_engine import Bench
+    from engine_bench import Bench
 
     # The path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:

@@ -17,10 +17,10 @@ import tinker
 from tinker import types
 
 from arrived import incoming
+from engine_bench import BASE, Bench
 from http_harness import BOB, Harness, sample_request
 from live import LiveServer, freeze
 from raw_client import connect, engine_of
-from test_engine import BASE, Bench
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.fleet.engines import Engines, Seat

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from test_engine import BASE, Bench, saved
+from engine_bench import BASE, Bench, saved
 from tinsmith.backends.fake import ADAPTER_BYTES
 from tinsmith.checkpoints import parse_path
 from tinsmith.engine import QUIET_S

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pyrage
 import pytest
 
-from test_engine import BASE, Bench
+from engine_bench import BASE, Bench
 from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.engine.versions import LOADED_VERSIONS
 from tinsmith.errors import NotFoundError

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 import buckets
 from buckets import Bucket
-from test_engine import Bench
+from engine_bench import Bench
 from tinsmith.checkpoints import parse_path
 from tinsmith.engine import snapshots
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY

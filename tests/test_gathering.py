@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from test_engine import Bench
+from engine_bench import Bench
 from tinsmith.engine.gathering import LATE_S, MOST_S, SHARE, Gathering, Rhythm
 from tinsmith.engine.queues import Lane
 from tinsmith.ops import Pending

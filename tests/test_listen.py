@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from databases import POSTGRES
-from test_engine import BASE, Bench
+from engine_bench import BASE, Bench
 from tinsmith.db import MAX_NOTIFY_BYTES, Database
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.listen import PostgresMailbox, open_mailbox

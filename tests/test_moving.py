@@ -13,7 +13,7 @@ import pytest
 import sqlalchemy as sa
 
 import tiny_models
-from test_engine import BASE, OPTIM, SHAPE, Bench
+from engine_bench import BASE, OPTIM, SHAPE, Bench
 from tinsmith.backends import Backend, Capture
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.custom_losses import CustomLosses

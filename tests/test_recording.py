@@ -14,7 +14,7 @@ import tinker
 from sqlalchemy.exc import OperationalError
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
 
-from test_engine import BASE, Bench
+from engine_bench import BASE, Bench
 from tinsmith.engine import recording
 from tinsmith.engine.recording import Recorder, Records, SampleKeeper
 from tinsmith.ops import (

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tiny_models
+from engine_bench import BASE, ENGINE, Bench
 from test_captures import same, state
-from test_engine import BASE, ENGINE, Bench
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.custom_losses import CustomLosses
 from tinsmith.engine import Engine, Nouns

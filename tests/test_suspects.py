@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from test_engine import BASE, Bench, FlakyBackend
+from engine_bench import BASE, Bench, FlakyBackend
 from tinsmith.engine.suspects import MOST_DEATHS, Suspects
 from tinsmith.errors import UserError
 from tinsmith.fleet.engines import Engines, Seat
@@ -223,7 +223,7 @@ class DeadlySampler:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr("test_engine.FlakyBackend", DeadlyBackend)
+    monkeypatch.setattr("engine_bench.FlakyBackend", DeadlyBackend)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
         made = Bench(tmp_path, Path(sockets))
         yield made
