@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.lora import Adapter, Routing
-from tinsmith.backends.torch.products import add_linear, add_product_, linear_product, product, suits_linear
+from tinsmith.backends.torch.products import add_linear, add_product_, linear_product, product
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.decoder import Fused, FusedLinear
@@ -41,11 +41,6 @@ MOST_BYTES = 2**28
 MOST_WASTE = 2.0
 """Rows that a batched product computes, as a multiple of those that are wanted."""
 
-DENSE_ROWS = 3
-"""Of an adapter, up to which every row goes through all adapters' A's: in bfloat16, 8 adapters of 2 rows on queries,
-keys and values of m50, 58 us against 83 in a batched product; with 8 rows 143 against 85.
-"""
-
 MANY_ROWS = 128
 """Of one adapter, from which on each linear's own B in place is faster than the B's among zeros: 512 rows on gate and
 up of m50 467 us against 911, on queries, keys and values 192 against 293; 64 rows 111 and 85 against 153 and 65.
@@ -63,6 +58,18 @@ def _lasting(method: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
+class Added(NamedTuple):
+    """What a piece of a fused linear is added from."""
+
+    outputs: slice
+    inner: slice
+    b_SRO: Tensor
+
+
+Views = tuple[Tensor, tuple[Added, ...]]
+"""Of a fused linear: the A's of some slots [S, I, R], and its pieces."""
+
+
 class Bank:
     """`stacks[name]` are a fused linear's A's [S, R, I] and its pieces' B's [S, O, R], scaled; what an adapter lacks is
     zero.
@@ -77,6 +84,8 @@ class Bank:
         self._clock = 0
         self.rank = rank
         self.stacks: dict[str, Fused] = {}
+        self._views: dict[str, Views] = {}
+        self._viewed = slice(0, 0)
 
     def slots_of(self, adapters: Sequence[Adapter]) -> list[int] | None:
         """A slot for each of these different adapters; None if they are too many."""
@@ -99,6 +108,17 @@ class Bank:
             found.append(slot)
         return found
 
+    def views(self, slots: slice) -> dict[str, Views]:
+        """The matrices of these slots, by linear; kept for the next step."""
+        if slots != self._viewed:
+            self._viewed = slots
+            for linear in self._linears:
+                a_SRI, *bs = (stack[slots] for stack in self.stacks[linear.name])
+                pieces = zip(linear.pieces(self.rank), bs, strict=True)
+                added = tuple(Added(*piece, b_SOR.mT) for piece, b_SOR in pieces)
+                self._views[linear.name] = a_SRI.mT, added
+        return self._views
+
     def _slot(self, adapter: Adapter) -> int | None:
         token = adapter.fused.get(MARK)
         if token is None:
@@ -115,6 +135,7 @@ class Bank:
             for new, old in zip(grown, self.stacks.get(linear.name, ()), strict=False):
                 new[:before] = old
             self.stacks[linear.name] = grown
+        self._viewed = slice(0, 0)
         self._tokens += [None] * (size - before)
         self._seen += [0] * (size - before)
         return range(before, size)
@@ -156,7 +177,7 @@ class Work:
         num_slots = last - first + 1
         if num_slots * most > MOST_WASTE * sum(sizes):
             return
-        self._bank, self._slice = bank, slice(first, last + 1)
+        self._bank, self._views = bank, bank.views(slice(first, last + 1))
         self._shape = num_slots, most
         self._rows: Tensor | None = None
         in_order = all(slot == first + place for place, slot in enumerate(slots))
@@ -175,32 +196,22 @@ class Work:
     def add_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
         if self._bank is None:
             return self._add_apart_(y_TO, x_TI, linear)
-        a_SRI, *bs = (matrices[self._slice] for matrices in self._bank.stacks[linear.name])
-        pieces = zip(linear.pieces(self._bank.rank), (b_SOR.mT for b_SOR in bs), strict=True)
+        a_SIR, pieces = self._views[linear.name]
         if self._rows is None:
-            inner_SnR, y_SnO = self._inner(x_TI, a_SRI), y_TO.view(*self._shape, -1)
-            for (outputs, inner), b_SRO in pieces:
+            inner_SnR, y_SnO = torch.bmm(x_TI.view(*self._shape, -1), a_SIR), y_TO.view(*self._shape, -1)
+            for outputs, inner, b_SRO in pieces:
                 if y_TO.dtype == x_TI.dtype:
                     y_SnO[..., outputs].baddbmm_(inner_SnR[..., inner], b_SRO)
                 else:
                     y_SnO[..., outputs].add_(torch.bmm(inner_SnR[..., inner], b_SRO))
             return y_TO
-        inner_SnR = self._inner(x_TI.index_select(0, self._rows), a_SRI)
-        for (outputs, inner), b_SRO in pieces:
+        inner_SnR = torch.bmm(x_TI.index_select(0, self._rows).view(*self._shape, -1), a_SIR)
+        for outputs, inner, b_SRO in pieces:
             added_TO = torch.bmm(inner_SnR[..., inner], b_SRO).flatten(0, 1).index_select(0, self._cells)
             for gap in self._without:
                 added_TO[gap] = 0.0
             y_TO[:, outputs] += added_TO
         return y_TO
-
-    def _inner(self, x_TI: Tensor, a_SRI: Tensor) -> Tensor:
-        """[S, n, R]"""
-        num_slots, num_rows = self._shape
-        if num_rows > DENSE_ROWS or not suits_linear(x_TI):
-            return torch.bmm(x_TI.view(num_slots, num_rows, -1), a_SRI.mT)
-        # All rows with all slots, of which each row has its own: a tile of rows is hardly slower than one of two.
-        every_SnSR = linear_product(x_TI, a_SRI.flatten(0, 1)).view(num_slots, num_rows, num_slots, -1)
-        return every_SnSR.diagonal(0, 0, 2).permute(2, 0, 1)
 
     def _add_apart_(self, y_TO: Tensor, x_TI: Tensor, linear: FusedLinear) -> Tensor:
         """Segment by segment."""
@@ -208,16 +219,16 @@ class Work:
             if adapter is None or (fused := linear.fused(adapter)) is None:
                 continue
             a_RI, *bs = fused
-            if not bs or (suits_linear(x_TI) and stop - start >= MANY_ROWS and y_TO.dtype == x_TI.dtype):
+            if not bs or (linear.suits and stop - start >= MANY_ROWS and y_TO.dtype == x_TI.dtype):
                 linear.add_each_(y_TO[start:stop], linear_product(x_TI[start:stop], a_RI), adapter)
                 continue
-            if suits_linear(x_TI) and len(bs) == 1 and y_TO.dtype == x_TI.dtype:
+            if linear.suits and len(bs) == 1 and y_TO.dtype == x_TI.dtype:
                 if stop - start == len(x_TI):
                     return add_linear(y_TO, linear_product(x_TI, a_RI), bs[0])
                 inner_nR = linear_product(x_TI[start:stop], a_RI)
                 y_TO[start:stop] = add_linear(y_TO[start:stop], inner_nR, bs[0])
                 continue
-            if suits_linear(x_TI) and len(bs) == 1:
+            if linear.suits and len(bs) == 1:
                 y_TO[start:stop].add_(linear_product(linear_product(x_TI[start:stop], a_RI), bs[0]))
                 continue
             inner_nR = product(x_TI[start:stop], a_RI.t(), x_TI.dtype)

@@ -92,6 +92,8 @@ class FusedLinear:
         biases = [linear.bias for linear in linears]
         self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
         self._pieces: dict[tuple[int, bool], tuple[Piece, ...]] = {}
+        self.suits = suits_linear(linears[0].weight)
+        """Whether rows go through `linear_product` and `add_linear`."""
 
     def __call__(self, x_TI: Tensor, work: Adding, dtype: torch.dtype | None = None) -> Tensor:
         """[T, O]: every linear's outputs, one after the other; in `dtype`, to which adapters' are added."""
@@ -118,13 +120,13 @@ class FusedLinear:
         fused = adapter.fused[self.name]
         if fused is not None and len(fused) == 1:
             fused = adapter.fused[self.name] = self._of_one(adapter)
-        if fused is not None and len(fused) == 2 and suits_linear(fused[0]) and not fused[1].is_mkldnn:
+        if fused is not None and len(fused) == 2 and self.suits and not fused[1].is_mkldnn:
             fused = adapter.fused[self.name] = fused[0], packed(fused[1])
         return fused
 
     def _inner_of(self, adapter: Adapter) -> Fused | None:
         """The A's alone, where each linear's own B gives the same bits as the B's among zeros."""
-        if len(self._linears) == 1 or not suits_linear(self._linears[0].weight):
+        if len(self._linears) == 1 or not self.suits:
             return None
         exact = math.frexp(adapter.scale)[0] == 0.5  # what is scaled before the product is not rounded
         if not exact or any(linear.name not in adapter.compute for linear in self._linears):
@@ -163,7 +165,7 @@ class FusedLinear:
                 Piece(slice(*span), slice(place * rank, (place + 1) * rank))
                 for place, span in enumerate(pairwise(ends))
             ]
-            large = LARGE_ALONE if of_one and suits_linear(weight) else LARGE_B.get(weight.dtype, math.inf)
+            large = LARGE_ALONE if of_one and self.suits else LARGE_B.get(weight.dtype, math.inf)
             is_large = self.out_features * rank * count >= large
             self._pieces[rank, of_one] = tuple(apart) if is_large else (whole,)
         return self._pieces[rank, of_one]
