@@ -164,13 +164,13 @@ def test_a_queue_of_ten_thousand_is_emptied_from_its_front_and_middle_in_no_time
     names = [f"{SAMPLER}:{seq_id}" for seq_id in range(20_000)]
     for name in names:
         queues.add_sample(replace(request, request_id=name))
-    started = time.perf_counter()
+    started = time.process_time()
     for name in reversed(names[10_000:]):
         assert queues.withdraw_samples("alice", name) == [name]
     while queues.samples:
         front = next(iter(queues.waiting_samples()["alice"]))
         queues.take_samples([front])
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 # The route.
