@@ -5,6 +5,7 @@
     python benchmarks/where.py samples --size m50 --at-once 16 --adapters 1
     python benchmarks/where.py packed --size m50 --work 4 --dtype bfloat16
     python benchmarks/where.py decode --size m50 --at-once 64 --adapters 8
+    python benchmarks/where.py prompts --size m50 --at-once 8
     python benchmarks/where.py missed build/bench --out docs/benchmarks/profiles.md     # of each target that was missed
 
 A request (a publish comes with the optimizer step before it and one sampled token after it): what a call takes, how
@@ -49,7 +50,7 @@ from tinker import types
 from training import LEARNING_RATE, RANK, WORKS, Work, datum, sequences, step_runner
 
 REQUESTS = ("forward", "step", "publish", "samples")
-STEPS = ("packed", "decode")
+STEPS = ("packed", "decode", "prompts")
 WARM_UPS = 20
 TOP = 16
 PROFILED = 10
@@ -254,8 +255,8 @@ def packed(given: argparse.Namespace, directory: Path) -> Call:
     return step_runner(directory, given.dtype)(WORKS[given.work])
 
 
-def decode(given: argparse.Namespace, directory: Path) -> Call:
-    """One decode step of as many sequences; more are submitted when they end."""
+def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call, Call]:
+    """A step of an engine's sampler; and what hands it as many prompts as run at once, for so many new tokens each."""
     import numpy as np
 
     from tinsmith.backends.torch import TorchBackend
@@ -273,14 +274,36 @@ def decode(given: argparse.Namespace, directory: Path) -> Call:
         backend.optim_step([OptimStep("o", name, AdamParams(LEARNING_RATE))])
         backend.publish(name, f"v{index}")
     numbers = itertools.count()
+    params = SamplingParams(max_tokens=new, temperature=1.0, stop_eos=False)
+
+    def submit() -> None:
+        for _, index in zip(range(given.at_once), itertools.cycle(range(given.adapters)), strict=False):
+            tokens = np.array(prompt(), np.int32)
+            backend.sampler.submit(Sample(f"r{next(numbers)}", f"v{index}", tokens, 1, params))
+
+    return backend.sampler.step, submit
+
+
+def decode(given: argparse.Namespace, directory: Path) -> Call:
+    """One decode step of as many sequences."""
     # Enough for the warm-up and every profiler, and none of them ends in between.
-    params = SamplingParams(max_tokens=8 * PROFILED, temperature=1.0, stop_eos=False)
-    for _, index in zip(range(given.at_once), itertools.cycle(range(given.adapters)), strict=False):
-        tokens = np.array(prompt(), np.int32)
-        backend.sampler.submit(Sample(f"r{next(numbers)}", f"v{index}", tokens, 1, params))
+    step, submit = sampling(given, directory, 8 * PROFILED)
+    submit()
     for _ in range(given.at_once * PROMPT // 512 + 2):
-        backend.sampler.step()  # prompts
-    return backend.sampler.step
+        step()  # prompts
+    return step
+
+
+def prompts(given: argparse.Namespace, directory: Path) -> Call:
+    """New prompts to the first token of each: a step for every 512 tokens."""
+    step, submit = sampling(given, directory, 1)
+
+    def run() -> None:
+        submit()
+        for _ in range(-(-given.at_once * PROMPT // 512)):
+            step()
+
+    return run
 
 
 def inside(given: argparse.Namespace) -> None:
@@ -290,7 +313,7 @@ def inside(given: argparse.Namespace) -> None:
 
     with tempfile.TemporaryDirectory(prefix="tinsmith-bench-") as directory:
         made = make(given.size, Path(directory) / given.size)
-        run = {"packed": packed, "decode": decode}[given.what](given, made)
+        run = {"packed": packed, "decode": decode, "prompts": prompts}[given.what](given, made)
         for _ in range(2):
             run()
         costs = Costs()

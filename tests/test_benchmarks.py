@@ -227,7 +227,14 @@ def test_where_the_time_of_a_request_goes(run: Run) -> None:
     assert [float(begins) for begins, *_ in laid_out] == sorted(float(begins) for begins, *_ in laid_out)
 
 
-@pytest.mark.parametrize("flags", [("packed", "--work", "2"), ("decode", "--at-once", "3", "--adapters", "2")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("packed", "--work", "2"),
+        ("decode", "--at-once", "3", "--adapters", "2"),
+        ("prompts", "--at-once", "9"),
+    ],
+)
 def test_where_the_time_of_a_step_goes(run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]) -> None:
     monkeypatch.setattr(importlib.import_module("where"), "PROFILED", 2)
     printed = run("where", *flags, "--size", "tiny", "--inside")
