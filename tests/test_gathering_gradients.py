@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from properties import examples
-from tinsmith.backends.torch import sites
-from tinsmith.backends.torch.gradients import A, B, Gradients, claim
+from tinsmith.backends.torch import gradients, sites
+from tinsmith.backends.torch.gradients import A, B, Gradients, claim, gather_, groups_of, view_of
 from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Target
 from tinsmith.backends.torch.sites import BATCHED_NUMBERS, Site
 from tinsmith.ops import LoraSpec
@@ -26,7 +26,7 @@ def make(sizes: tuple[int, tuple[int, ...]], rank: int, seed: int, dtype: torch.
 
 
 def open_gradients(adapter: Adapter) -> Gradients:
-    found = Gradients(adapter.layout, CPU)
+    (found,) = Gradients.of([adapter.layout], CPU)
     # Whatever the memory held before.
     found.flat_P.masked_fill_(_inside(adapter.layout), float("nan"))
     return found
@@ -44,41 +44,89 @@ def _inside(layout: Layout) -> Tensor:
 def test_what_nobody_wrote_is_zero_and_so_are_gaps() -> None:
     adapter = make((3, (5, 7)), 2, 0)
     assert adapter.layout.has_gaps
-    gradients = open_gradients(adapter)
-    own, is_first = claim(gradients, ("x1",), B)
+    opened = open_gradients(adapter)
+    own, is_first = claim(opened, ("x1",), B)
     assert is_first
     own.fill_(1.0)
-    flat_P = gradients.finish()
+    flat_P = opened.finish()
     assert float(flat_P.sum()) == own.numel() and torch.equal(adapter.layout.views(flat_P)["x1"][B], own)
 
 
 def test_the_first_writes_and_the_next_adds() -> None:
-    gradients = open_gradients(make((3, (5,)), 2, 0))
+    opened = open_gradients(make((3, (5,)), 2, 0))
     for expected in (True, False):
-        own, is_first = gradients.claim(("x0",), A)
+        own, is_first = opened.claim(("x0",), A)
         assert is_first is expected
         own.copy_(torch.ones_like(own)) if is_first else own.add_(1.0)
-    assert torch.equal(gradients["x0"][A], torch.full((2, 3), 2.0))
+    assert torch.equal(opened["x0"][A], torch.full((2, 3), 2.0))
 
 
 def test_matrices_of_which_one_was_written_are_zeros_otherwise() -> None:
-    gradients = open_gradients(make((16, (16, 16)), 2, 0))
-    gradients.claim(("x1",), A)[0].fill_(1.0)
-    both, is_first = gradients.claim(("x0", "x1"), A)
+    opened = open_gradients(make((16, (16, 16)), 2, 0))
+    opened.claim(("x1",), A)[0].fill_(1.0)
+    both, is_first = opened.claim(("x0", "x1"), A)
     assert not is_first and both.shape == (4, 16) and not both[:2].any() and bool((both[2:] == 1).all())
-    assert torch.equal(torch.cat([gradients["x0"][A], gradients["x1"][A]]), both)
+    assert torch.equal(torch.cat([opened["x0"][A], opened["x1"][A]]), both)
 
 
 def test_who_looks_a_pair_up_finds_zeros_and_is_not_the_first() -> None:
-    gradients = open_gradients(make((3, (5,)), 2, 0))
-    assert not gradients["x0"][A].any() and not gradients["x0"][B].any()
-    assert not gradients.claim(("x0",), A)[1] and len(gradients) == 1 and list(gradients) == ["x0"]
+    opened = open_gradients(make((3, (5,)), 2, 0))
+    assert not opened["x0"][A].any() and not opened["x0"][B].any()
+    assert not opened.claim(("x0",), A)[1] and len(opened) == 1 and list(opened) == ["x0"]
 
 
 def test_gradients_that_began_as_zeros_are_added_to() -> None:
     adapter = make((3, (5,)), 2, 0)
     views = adapter.layout.views(torch.zeros(adapter.layout.numel))
     assert claim(views, ("x0",), B) == (views["x0"][B], False)
+
+
+def blocks(layout: Layout, count: int, owned: str) -> list[Gradients | None]:
+    """`owned` has a letter for each: the place in the block it has, or '-' for none at all."""
+    made = Gradients.of([layout] * count, CPU)
+    for own in made:
+        own.flat_P.masked_fill_(_inside(layout), float("nan"))
+    return [None if letter == "-" else made[int(letter)] for letter in owned]
+
+
+@pytest.mark.parametrize(
+    ("owned", "expected"),
+    [
+        ("0123", [(0, 4)]),
+        ("0-12", [(0, 1), (2, 4)]),
+        ("01-3", [(0, 2), (3, 4)]),
+        ("1023", [(0, 1), (1, 2), (2, 4)]),
+        ("----", []),
+    ],
+)
+def test_neighbours_in_a_block_are_gathered_at_once(owned: str, expected: list[tuple[int, int]]) -> None:
+    layout = make((16, (16, 16)), 2, 0).layout
+    owners = blocks(layout, 4, owned)
+    groups = groups_of(owners)
+    assert [(rows.start, rows.stop) for rows, _ in groups] == expected
+    found = torch.arange(4.0)[:, None, None].expand(4, 4, 16)
+    if owners[3] is not None:
+        owners[3].claim(("x1",), A)[0].fill_(10.0)  # somebody was here before
+    for sofar in (1, 2):
+        gather_(groups, ("x0", "x1"), A, found)
+        for place, own in enumerate(owners):
+            if own is None:
+                continue
+            matrix = torch.cat([view_of(own.flat_P, own.place((name,), A)) for name in ("x0", "x1")])
+            before = torch.zeros(4, 16)
+            before[2:] = 10.0 if place == 3 else 0.0
+            assert torch.equal(matrix, before + sofar * found[place])
+    for own in owners:
+        if own is not None:
+            assert not own["x0"][B].any(), "zeros until somebody writes"
+
+
+def test_blocks_are_small_and_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = make((16, (16,)), 2, 0).layout, make((16, (16,)), 4, 0).layout
+    monkeypatch.setattr(gradients, "BLOCK_BYTES", 8 * one.numel)
+    made = Gradients.of([one, one, one, two, one], CPU)
+    assert [len(own.block_SP) for own in made] == [2, 2, 1, 1, 1] and [own.row for own in made] == [0, 1, 0, 0, 0]
+    assert len({own.flat_P.data_ptr() for own in made}) == 5
 
 
 LARGE = (128, (BATCHED_NUMBERS // 32 + 64, 96))
@@ -100,8 +148,9 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(length for length, _ in parts)
     x_TI, grad_TO = (torch.randn(num_rows, size, generator=generator).to(dtype) for size in (sizes[0], sum(sizes[1])))
-    for owner in owners:
-        owner.gradients = open_gradients(owner)
+    for owner, own in zip(owners, Gradients.of([owner.layout for owner in owners], CPU), strict=True):
+        own.flat_P.masked_fill_(_inside(owner.layout), float("nan"))
+        owner.gradients = own
     y_TO, grad_TI = torch.zeros_like(grad_TO), torch.zeros_like(x_TI)
     for _ in range(2):
         work = site.work(Routing.of([owners[i] for _, i in parts], [length for length, _ in parts]))

@@ -247,6 +247,28 @@ def test_eight_tenants_packed_equal_each_alone(qwen: ModelShape, max_tokens: int
         assert relative(weights(packed, f"m{i}"), weights(alone, f"m{i}").double()) < 1e-5
 
 
+def test_who_keeps_a_gradient_keeps_nobody_elses_memory(qwen: ModelShape) -> None:
+    """Gradients of one layout begin in one block. By the next step whoever has not used its own has it alone."""
+    rng, backend = np.random.default_rng(8), TorchBackend(qwen, device="cpu")
+    for name in ("stays", "steps", "later"):
+        backend.create_model(name, LoraSpec(4, seed=0))
+        warm(backend, name)
+    data = {name: [sft(rng, 9)] for name in ("stays", "steps", "later")}
+    run(backend, fb("stays", data["stays"]), fb("steps", data["steps"]))
+    shared = [backend._models[name].gradient_P for name in ("stays", "steps")]
+    assert shared[0] is not None and shared[1] is not None
+    assert shared[0].untyped_storage().data_ptr() == shared[1].untyped_storage().data_ptr()
+    before_P = shared[0].clone()
+    backend.optim_step([OptimStep("o", "steps", AdamParams(1e-3))])
+    run(backend, fb("later", data["later"]))
+    kept_P = backend._models["stays"].gradient_P
+    assert kept_P is not None and torch.equal(kept_P, before_P)
+    assert kept_P.untyped_storage().nbytes() == kept_P.nbytes
+    run(backend, fb("stays", data["stays"]))
+    summed_P = backend._models["stays"].gradient_P
+    assert summed_P is not None and relative(summed_P, 2 * before_P.double()) < 1e-5
+
+
 def test_a_batch_split_into_chunks_accumulates_to_the_whole(qwen: ModelShape) -> None:
     rng = np.random.default_rng(6)
     data = [sft(rng, n) for n in rng.integers(1, 50, 9)]

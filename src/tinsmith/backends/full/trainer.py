@@ -50,9 +50,8 @@ class FullTrainer(Trainer):
             own.setdefault(id(example.adapter), []).append(example)
         return [batch for group in own.values() for batch in pack(group, self._limit)]
 
-    def _gradients(self, adapter: Adapter) -> FullGradients:
-        assert isinstance(adapter, FullWeights)
-        return FullGradients(adapter)
+    def _gradients(self, adapters: Sequence[Adapter]) -> list[FullGradients]:
+        return [FullGradients(weights) for weights in adapters if isinstance(weights, FullWeights)]
 
     def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
         weights = batch.examples[0].adapter

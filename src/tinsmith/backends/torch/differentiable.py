@@ -64,18 +64,25 @@ class _Norm:
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The normed rows, and 1 / rms."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         rstd = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return self.again(x, rstd), rstd
+        return self._scaled(x, wide, rstd), rstd
 
     def again(self, x: Tensor, rstd: Tensor) -> Tensor:
-        return (x * rstd).mul_(self._weight).to(x.dtype)
+        return self._scaled(x, x.float(), rstd)
+
+    def _scaled(self, x: Tensor, wide: Tensor, rstd: Tensor) -> Tensor:
+        """`wide` is x in float32, and a copy unless x is."""
+        # In place and of one dtype: a quarter less time than rows of bfloat16 times numbers of float32.
+        own = x * rstd if wide is x else wide.mul_(rstd)
+        return own.mul_(self._weight).to(x.dtype)
 
     def backward(self, grad: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
         """float32."""
-        scaled = (grad * self._weight).mul_(rstd)
+        scaled, x = (grad * self._weight).mul_(rstd), x.float()
         along = (scaled * x).sum(-1, keepdim=True).mul_(rstd).mul_(rstd).div_(-x.shape[-1])
-        return scaled.addcmul_(x.float(), along)
+        return scaled.addcmul_(x, along)
 
 
 @dataclass(slots=True)

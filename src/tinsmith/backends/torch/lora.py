@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.gradients import Place, view_of
+from tinsmith.backends.torch.gradients import Group, Place, groups_of, view_of
 from tinsmith.backends.torch.products import product
 from tinsmith.backends.torch.sites import Shares, Site, Stacks
 from tinsmith.backends.torch.stretches import Stretch, stretches_of
@@ -201,13 +201,22 @@ class Run:
     `stacks` keeps what sites made of their matrices, for as long as the micro-batch lasts.
     """
 
-    __slots__ = ("adapters", "length", "stacks", "start")
+    __slots__ = ("_groups", "adapters", "length", "stacks", "start")
 
     def __init__(self, start: int, length: int, adapters: list[Adapter]) -> None:
         self.start = start
         self.length = length
         self.adapters = adapters
         self.stacks: dict[Site, Stacks] = {}
+        self._groups: tuple[object, list[Group]] = (None, [])
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of the adapters' gradients, all of which are others if the first one's are."""
+        first = self.adapters[0].gradients
+        if first is None or self._groups[0] is not first:
+            self._groups = first, groups_of([adapter.gradients for adapter in self.adapters])
+        return self._groups[1]
 
     @property
     def stop(self) -> int:

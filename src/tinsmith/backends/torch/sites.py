@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch import stretches
-from tinsmith.backends.torch.gradients import A, B, claim
+from tinsmith.backends.torch.gradients import A, B, claim, gather_, put_
 from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
 from tinsmith.backends.torch.stretches import Stretch
 
@@ -129,7 +129,7 @@ class Site:
             found_OR = column_product(grad_nO, u_nR)
             for name, columns, ranks, _ in shares.members:
                 own_Or, is_first = claim(adapter.gradients, (name,), B)
-                _put_([own_Or], [found_OR[columns, ranks]], are_first=is_first)
+                put_(own_Or, found_OR[columns, ranks], is_first=is_first)
             for names, ranks, _ in shares.blocks:
                 own_RI, is_first = claim(adapter.gradients, names, A)
                 grad_Rn, x_nI = grad_nR[:, ranks].t(), x_TI[rows]
@@ -159,10 +159,10 @@ class Site:
         grad_SnR = _beside(grads, run.adapters[0].scale)
         for own_SnO, (first, _) in zip(grads_SnO, members, strict=True):
             found_SOr = column_products(own_SnO, _without_gaps(u_SnR[..., first.ranks]))
-            _gather_(run.adapters, (first.name,), B, found_SOr)
+            gather_(run.groups, (first.name,), B, found_SOr)
         for first, a_SRI in blocks:
             found_SRI = column_products(grad_SnR[..., first.ranks], x_SnI)
-            _gather_(run.adapters, first.names, A, found_SRI)
+            gather_(run.groups, first.names, A, found_SRI)
             if grad_TI is not None:
                 add_products_(run.rows(grad_TI), grad_SnR[..., first.ranks], a_SRI)
 
@@ -207,27 +207,6 @@ class Site:
             else:
                 blocks.append(Block((name,), ranks, a_rI))
         return Shares(tuple(blocks), tuple(members))
-
-
-def _gather_(adapters: Sequence[Adapter], names: Sequence[str], matrix: int, found: Tensor) -> None:
-    """Give each adapter its gradient [S, ...] of these linears, whose matrices lie side by side."""
-    first: tuple[list[Tensor], list[Tensor]] = ([], [])
-    later: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for adapter, own_found in zip(adapters, found.unbind(), strict=True):
-        if adapter.gradients is not None:
-            own, is_first = claim(adapter.gradients, names, matrix)
-            into = first if is_first else later
-            into[0].append(own)
-            into[1].append(own_found)
-    _put_(*first, are_first=True)
-    _put_(*later, are_first=False)
-
-
-def _put_(own: list[Tensor], found: list[Tensor], *, are_first: bool) -> None:
-    if own and are_first:
-        torch._foreach_copy_(own, found)  # pyright: ignore[reportPrivateImportUsage]
-    elif own:
-        torch._foreach_add_(own, found)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _without_gaps(x: Tensor) -> Tensor:

@@ -48,6 +48,11 @@ class Trained:
         else:
             self.gradient_P += gradient_P
 
+    def keep_own_gradient(self) -> None:
+        """What has accumulated in a block of many is copied out of it, if it is still there (`gradients`)."""
+        if self.gradient_P is not None and self.gradient_P.untyped_storage().nbytes() > self.gradient_P.nbytes:
+            self.gradient_P = self.gradient_P.clone()
+
     def gradient_or_zeros(self) -> Tensor:
         """What has accumulated."""
         return torch.zeros_like(self.adapter.flat_P) if self.gradient_P is None else self.gradient_P

@@ -72,6 +72,9 @@ class Trainer:
         models: Mapping[str, Trained],
         between: Callable[[], None] | None = None,
     ) -> list[PassResult | UserError]:
+        # Blocks of gradients last from step to step for nobody: who is not done with a row gets it to keep.
+        for trained in models.values():
+            trained.keep_own_gradient()
         refused: dict[int, UserError] = {}
         while True:
             left = [index for index in range(len(passes)) if index not in refused]
@@ -186,7 +189,7 @@ class Trainer:
         beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
         with self._claimed(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches make no room for gradients
-            gathered = {key: self._gradients(adapter) for key, adapter in adapters.items()}
+            gathered = dict(zip(adapters, self._gradients([*adapters.values()]), strict=True))
             try:
                 for key, adapter in adapters.items():
                     adapter.gradients = gathered[key]
@@ -201,8 +204,8 @@ class Trainer:
                     adapter.gradients = None
             return {key: gradients.finish() for key, gradients in gathered.items()}
 
-    def _gradients(self, adapter: Adapter) -> Gradients:
-        return Gradients(adapter.layout, self._base.device)
+    def _gradients(self, adapters: Sequence[Adapter]) -> Sequence[Gradients]:
+        return Gradients.of([adapter.layout for adapter in adapters], self._base.device)
 
     def _claimed(self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int) -> AbstractContextManager[None]:
         return (
