@@ -17,6 +17,15 @@ import torch
 SMALL_FORWARD_FLOPS = 1e9
 """Below this (2 x parameters x tokens) one thread is faster; measured with nano and a 50 M parameter model."""
 
+NARROW_FLOPS = 2e7
+"""For a token: below this a model's kernels stay short however many tokens there are, above all where these belong to
+many adapters. A step of 8 x 32 tokens of a 2.9 M parameter model takes as long on one thread as on two, which spend
+twice the time of a processor; where others want it, two take twice as long.
+"""
+
+SMALL_NARROW_FLOPS = 6e9
+"""What is small for such a model: 1,024 tokens of 2.9 M parameters."""
+
 DECODE_ROWS = 64
 """Up to so many rows, what adapters, norms and rotations take is too short to be shared."""
 
@@ -28,6 +37,7 @@ class Threads:
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._pinned = False
         self._flops_per_token = 2.0 * num_parameters
+        self._small_flops = SMALL_NARROW_FLOPS if self._flops_per_token < NARROW_FLOPS else SMALL_FORWARD_FLOPS
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
         self._mixed = False
@@ -40,7 +50,7 @@ class Threads:
         """Choose for the forward that begins, and what follows it."""
         if not self._active:
             return
-        small = not self._pinned and num_tokens * self._flops_per_token < SMALL_FORWARD_FLOPS
+        small = not self._pinned and num_tokens * self._flops_per_token < self._small_flops
         wanted = 1 if small else self._most
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

@@ -1,0 +1,32 @@
+"""How many threads a forward of so many tokens gets: by the size of the model and of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tinsmith.backends.torch.threads import NARROW_FLOPS, SMALL_FORWARD_FLOPS, SMALL_NARROW_FLOPS, Threads
+
+
+@pytest.fixture
+def two() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two")
+@pytest.mark.parametrize(
+    ("num_parameters", "small_flops"),
+    [(int(NARROW_FLOPS / 4), SMALL_NARROW_FLOPS), (int(NARROW_FLOPS), SMALL_FORWARD_FLOPS)],
+    ids=["narrow", "wide"],
+)
+def test_what_is_small_gets_one_thread_and_the_rest_all_of_them(num_parameters: int, small_flops: float) -> None:
+    threads = Threads(num_parameters, torch.device("cpu"))
+    most = int(small_flops / (2 * num_parameters))
+    for num_tokens, wanted in ((1, 1), (most - 1, 1), (most + 1, 2), (most - 1, 1), (100 * most, 2)):
+        threads.fit(num_tokens)
+        assert torch.get_num_threads() == wanted
