@@ -41,9 +41,10 @@ MOST_BYTES = 2**28
 MOST_WASTE = 2.0
 """Rows that a batched product computes, as a multiple of those that are wanted."""
 
-MANY_ROWS = 128
+MANY_ROWS = 256
 """Of one adapter, from which on each linear's own B in place is faster than the B's among zeros: 512 rows on gate and
-up of m50 467 us against 911, on queries, keys and values 192 against 293; 64 rows 111 and 85 against 153 and 65.
+up of m50 467 us against 911, on queries, keys and values 192 against 293; 128 rows on two threads 120 and 92 against
+161 and 58.
 """
 
 
