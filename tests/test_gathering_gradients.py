@@ -121,6 +121,17 @@ def test_neighbours_in_a_block_are_gathered_at_once(owned: str, expected: list[t
             assert not own["x0"][B].any(), "zeros until somebody writes"
 
 
+def test_a_run_that_goes_back_twice_fills_the_gradients_of_each_time() -> None:
+    owners = [make((16, (16,)), 2, seed) for seed in range(2)]
+    (run,) = Routing.of(owners, [4, 4]).runs
+    for _ in range(2):
+        made = Gradients.of([owner.layout for owner in owners], CPU)
+        for owner, own in zip(owners, made, strict=True):
+            owner.gradients = own
+        ((rows, found),) = run.groups
+        assert (rows.start, rows.stop) == (0, 2) and found[0] is made[0] and found[1] is made[1]
+
+
 def test_blocks_are_small_and_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = make((16, (16,)), 2, 0).layout, make((16, (16,)), 4, 0).layout
     monkeypatch.setattr(gradients, "BLOCK_BYTES", 8 * one.numel)

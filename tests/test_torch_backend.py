@@ -247,6 +247,29 @@ def test_eight_tenants_packed_equal_each_alone(qwen: ModelShape, max_tokens: int
         assert relative(weights(packed, f"m{i}"), weights(alone, f"m{i}").double()) < 1e-5
 
 
+def test_tenants_of_one_loss_keep_their_own_configurations(qwen: ModelShape) -> None:
+    """Neighbours of one formula are one call of it where their configurations are equal, and only there."""
+    oracle, rng, backend = Reference(qwen.path), np.random.default_rng(9), TorchBackend(qwen, device="cpu")
+    betas, found = (0.05, 0.05, 0.7), {}
+    passes = [
+        Pass("r", f"m{i}", tuple(rl(rng, 8, oracle) for _ in range(2)), "dro", {"beta": beta}, False)
+        for i, beta in enumerate(betas)
+    ]
+    for groups in ([passes], [[pass_] for pass_ in passes]):
+        for pass_ in passes:
+            backend.create_model(pass_.model_id, LoraSpec(4, seed=1))
+            warm(backend, pass_.model_id)
+        for group in groups:
+            run(backend, *group)
+        for pass_ in passes:
+            gradient_P = backend._models[pass_.model_id].gradient_P
+            assert gradient_P is not None
+            found.setdefault(pass_.model_id, []).append(gradient_P.clone())
+            backend.unload_model(pass_.model_id)
+    for packed_P, alone_P in found.values():
+        assert relative(packed_P, alone_P.double()) < 1e-4
+
+
 def test_who_keeps_a_gradient_keeps_nobody_elses_memory(qwen: ModelShape) -> None:
     """Gradients of one layout begin in one block. By the next step whoever has not used its own has it alone."""
     rng, backend = np.random.default_rng(8), TorchBackend(qwen, device="cpu")
