@@ -528,6 +528,12 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path) -> None:
         TorchBackend(ModelShape("mamba", str(tmp_path), 300, 128, "MambaForCausalLM"), device="cpu")
 
 
+def test_a_gpu_that_is_not_there_is_refused_by_name(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="device 'cuda:1' is not there .* use 'auto' or 'cpu'"):
+        TorchBackend(shape, device="cuda:1")
+
+
 def test_recomputed_activations_give_the_same_gradients(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     rng, calls = np.random.default_rng(18), []
     attend = PackedCausal.attend

@@ -105,6 +105,8 @@ class BaseModel:
         """Raises SettingsError if the model cannot be served exactly."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise SettingsError(f"device {device!r} is not there for torch {torch.__version__}; use 'auto' or 'cpu'")
         if dtype == "auto":
             dtype = "bfloat16" if device.startswith("cuda") else "float32"
         if dtype not in ("float32", "bfloat16"):
