@@ -530,7 +530,7 @@ def test_a_model_that_mixes_rows_is_refused(tmp_path: Path) -> None:
 
 def test_a_gpu_that_is_not_there_is_refused_by_name(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SettingsError, match="device 'cuda:1' is not there .* use 'auto' or 'cpu'"):
+    with pytest.raises(SettingsError, match=r"device 'cuda:1' is not there .* use 'auto' or 'cpu'"):
         TorchBackend(shape, device="cuda:1")
 
 
