@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tinsmith.backends.torch.threads import NARROW_FLOPS, SMALL_FORWARD_FLOPS, SMALL_NARROW_FLOPS, Threads
+from tinsmith.backends.torch.threads import NARROW_FLOPS, SMALL_FORWARD_FLOPS, SMALL_SHARED_FLOPS, Threads
 
 
 @pytest.fixture
@@ -20,13 +20,20 @@ def two() -> Iterator[None]:
 
 @pytest.mark.usefixtures("two")
 @pytest.mark.parametrize(
-    ("num_parameters", "small_flops"),
-    [(int(NARROW_FLOPS / 4), SMALL_NARROW_FLOPS), (int(NARROW_FLOPS), SMALL_FORWARD_FLOPS)],
-    ids=["narrow", "wide"],
+    ("num_parameters", "num_adapters", "small_flops"),
+    [
+        (int(NARROW_FLOPS / 4), 100_000, SMALL_SHARED_FLOPS),
+        (int(NARROW_FLOPS / 40), 2, SMALL_FORWARD_FLOPS),
+        (int(NARROW_FLOPS / 4), 1, SMALL_FORWARD_FLOPS),
+        (int(NARROW_FLOPS), 100_000, SMALL_FORWARD_FLOPS),
+    ],
+    ids=["narrow and shared by many", "narrow, with many tokens each", "narrow, of one", "wide"],
 )
-def test_what_is_small_gets_one_thread_and_the_rest_all_of_them(num_parameters: int, small_flops: float) -> None:
+def test_what_is_small_gets_one_thread_and_the_rest_all_of_them(
+    num_parameters: int, num_adapters: int, small_flops: float
+) -> None:
     threads = Threads(num_parameters, torch.device("cpu"))
     most = int(small_flops / (2 * num_parameters))
     for num_tokens, wanted in ((1, 1), (most - 1, 1), (most + 1, 2), (most - 1, 1), (100 * most, 2)):
-        threads.fit(num_tokens)
+        threads.fit(num_tokens, num_adapters)
         assert torch.get_num_threads() == wanted

@@ -173,7 +173,7 @@ class BaseModel:
         """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
         which ascend.
         """
-        self._threads.fit(len(tokens_T))
+        self._threads.fit(len(tokens_T), len(routing.segments))
         if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
             return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
         if self._written_out is not None and not torch.is_grad_enabled():

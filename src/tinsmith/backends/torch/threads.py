@@ -18,13 +18,16 @@ SMALL_FORWARD_FLOPS = 1e9
 """Below this (2 x parameters x tokens) one thread is faster; measured with nano and a 50 M parameter model."""
 
 NARROW_FLOPS = 2e7
-"""For a token: below this a model's kernels stay short however many tokens there are, above all where these belong to
-many adapters. With nothing else about, a step of 32 adapters takes a 2.9 M parameter model 1.4 times as long on one
-thread as on two; beside a server and its clients, which need a processor too, it is ready sooner.
+"""For a token: below this a model's kernels stay short where few tokens belong to each of many adapters. With nothing
+else about, a step of 32 adapters takes a 2.9 M parameter model 1.4 times as long on one thread as on two; beside a
+server and as many clients, which need a processor too, it is ready sooner.
 """
 
-SMALL_NARROW_FLOPS = 6e9
-"""What is small for such a model: 1,024 tokens of 2.9 M parameters."""
+FEW_TOKENS = 64
+"""Of an adapter. With 256 of each, a step takes 1.6 times as long on one thread, and clients have less to do."""
+
+SMALL_SHARED_FLOPS = 6e9
+"""What is small for such a model and such adapters: 1,024 tokens of 2.9 M parameters."""
 
 DECODE_ROWS = 64
 """Up to so many rows, what adapters, norms and rotations take is too short to be shared."""
@@ -37,7 +40,6 @@ class Threads:
     def __init__(self, num_parameters: int, device: torch.device) -> None:
         self._pinned = False
         self._flops_per_token = 2.0 * num_parameters
-        self._small_flops = SMALL_NARROW_FLOPS if self._flops_per_token < NARROW_FLOPS else SMALL_FORWARD_FLOPS
         self._most = torch.get_num_threads()
         self._active = device.type == "cpu" and self._most > 1
         self._mixed = False
@@ -46,11 +48,14 @@ class Threads:
         """All of them from now on: sums that threads share are added in another order by more or fewer."""
         self._pinned = True
 
-    def fit(self, num_tokens: int) -> None:
+    def fit(self, num_tokens: int, num_adapters: int = 1) -> None:
         """Choose for the forward that begins, and what follows it."""
         if not self._active:
             return
-        small = not self._pinned and num_tokens * self._flops_per_token < self._small_flops
+        is_shared = num_adapters > 1 and num_tokens <= FEW_TOKENS * num_adapters
+        is_narrow = self._flops_per_token < NARROW_FLOPS
+        limit = SMALL_SHARED_FLOPS if is_shared and is_narrow else SMALL_FORWARD_FLOPS
+        small = not self._pinned and num_tokens * self._flops_per_token < limit
         wanted = 1 if small else self._most
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
