@@ -246,13 +246,13 @@ class LocalSampler:
         routing = Routing.of(adapters, sizes)
         tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
         counts = [span.num_wanted for span in spans]
-        if sum(counts) in (0, sum(sizes)):
-            # Of a prompt's first pieces nobody asks anything: their last row stands for all.
-            counts, wanted = (sizes, None) if any(counts) else (counts, [sum(sizes) - 1])
-        else:
-            ends = accumulate(sizes)
-            wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        hidden_TD = self._base.hidden(tokens_T, plan.positions_T, plan, routing, wanted)
+        ends = accumulate(sizes)
+        wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        if not wanted:  # of a prompt's first pieces nobody asks anything: their last row stands for all
+            wanted = [len(tokens_T) - 1]
+        hidden_TD = self._base.hidden(
+            tokens_T, plan.positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted
+        )
         return list(zip(spans, counts, strict=True)), hidden_TD
 
     def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.lora import Adapter, Routing
-from tinsmith.backends.torch.products import add_linear, add_product_, linear_product, product
+from tinsmith.backends.torch.products import add_linear, add_product_, add_products_, linear_product, product
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.decoder import Fused, FusedLinear
@@ -201,10 +201,7 @@ class Work:
         if self._rows is None:
             inner_SnR, y_SnO = torch.bmm(x_TI.view(*self._shape, -1), a_SIR), y_TO.view(*self._shape, -1)
             for outputs, inner, b_SRO in pieces:
-                if y_TO.dtype == x_TI.dtype:
-                    y_SnO[..., outputs].baddbmm_(inner_SnR[..., inner], b_SRO)
-                else:
-                    y_SnO[..., outputs].add_(torch.bmm(inner_SnR[..., inner], b_SRO))
+                add_products_(y_SnO[..., outputs], inner_SnR[..., inner], b_SRO)
             return y_TO
         inner_SnR = torch.bmm(x_TI.index_select(0, self._rows).view(*self._shape, -1), a_SIR)
         for outputs, inner, b_SRO in pieces:
