@@ -2,6 +2,9 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# With an empty HOME and temporary directory, outside of which nothing may be written, and no process left behind.
+ISOLATED := $(BIN)/python scripts/isolated
+PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
 STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
@@ -9,56 +12,56 @@ AGAIN := --reruns 1 --reruns-delay 2 -raR
 .PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
-	$(BIN)/tinsmith demo
+	$(ISOLATED) $(BIN)/tinsmith demo
 
 test: $(STAMP)
 	scripts/setup-browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q -m "not slow" $(AGAIN)
+	$(PYTEST) -m "not slow" $(AGAIN)
 
 test-postgres: $(STAMP)
-	$(BIN)/python -m pytest -q -m "not slow and not recipes" --database postgres $(AGAIN)
+	$(PYTEST) -m "not slow and not recipes" --database postgres $(AGAIN)
 
 # Servers and engines as processes of their own, on both databases; make test does some of it.
 test-roles: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_roles.py tests/test_several_servers.py
+	$(PYTEST) tests/test_roles.py tests/test_several_servers.py
 
 test-crash: $(STAMP)
-	$(BIN)/python -m pytest -q tests/crash
+	$(PYTEST) tests/crash
 
 # lm-eval brings packages that nothing else needs, so it is installed when it is asked for.
 test-harness: $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt 'lm-eval[api]==0.4.13'
-	$(BIN)/python -m pytest -q tests/test_evaluation_harness.py
+	$(PYTEST) tests/test_evaluation_harness.py
 
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_vllm_export.py tests/test_vllm_sampler.py
+	$(PYTEST) tests/test_vllm_export.py tests/test_vllm_sampler.py
 
 # The benchmarks that are no part of `make bench`, each as small as it gets; what they find is not looked at.
 test-benchmarks: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_benchmarks_rare.py tests/test_gpu_benchmark.py
+	$(PYTEST) tests/test_benchmarks_rare.py tests/test_gpu_benchmark.py
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
-	$(BIN)/python -m pytest -q tests/test_ray.py tests/test_ray_nodes.py
+	$(PYTEST) tests/test_ray.py tests/test_ray_nodes.py
 
 test-recipes: $(STAMP)
-	$(BIN)/python -m pytest -q -m recipes
+	$(PYTEST) -m recipes
 
 # Base models on several ranks: four of them, every family on two, and ranks that die.
 test-ranks: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
+	$(PYTEST) --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
 
 # On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one.
 test-gpu: $(STAMP)
-	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(BIN)/python -m pytest -q --timeout 1200 tests/gpu
+	TEST_DEVICE=$${TEST_DEVICE:-cuda} $(PYTEST) --timeout 1200 tests/gpu
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
-	$(BIN)/python -m pytest -q --timeout 3600 tests/test_families.py tests/test_families_live.py
+	$(PYTEST) --timeout 3600 tests/test_families.py tests/test_families_live.py
 
 # What is too large for `make test` of the checks of deploy/: SkyPilot itself, in an environment of its own.
 lint-deploy:
@@ -66,13 +69,13 @@ lint-deploy:
 
 # Every property, with twenty times the examples, and others in each run.
 fuzz: $(STAMP)
-	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-20} $(BIN)/python -m pytest -q --timeout 7200 -m hypothesis
+	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-20} $(PYTEST) --timeout 7200 -m hypothesis
 
 check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_docs.py
+	$(PYTEST) tests/test_architecture.py tests/test_docs.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -80,7 +83,7 @@ format: $(STAMP)
 
 # The examples that `make test` leaves out.
 test-examples: $(STAMP)
-	$(BIN)/python -m pytest -q -m slow tests/test_documentation.py
+	$(PYTEST) -m slow tests/test_documentation.py
 
 # The site, into build/site; a warning is an error, and nothing is fetched.
 docs: $(STAMP)

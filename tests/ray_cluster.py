@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tinsmith.settings import prepare_ray
+from tinsmith.settings import prepare_ray, ray_root
 
 STORE_BYTES = 80_000_000
 # A node is given up after two seconds of silence, and not after fifteen; a slow machine may be silent for one.
@@ -55,7 +55,10 @@ def ray_nodes(*cpus: int) -> Iterator[Nodes]:
     from ray.cluster_utils import Cluster
 
     # Sockets lie in it, whose paths may have a hundred characters.
-    directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    directory = Path(tempfile.mkdtemp(prefix="ray-", dir=ray_root()))
+    # A cluster's address is written into the default directory, which nothing has made where Ray never ran.
+    monkeypatched.setenv("RAY_TMPDIR", str(directory))
+    (directory / "ray").mkdir()
     head = {
         "num_cpus": 0,
         "include_dashboard": False,

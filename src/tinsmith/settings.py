@@ -443,6 +443,13 @@ def prepare_ray(token_path: Path | None = None) -> None:
     os.environ.update(ray_variables(token_path))
 
 
+def ray_root() -> str:
+    """The directory in which Ray keeps its sessions: RAY_TMPDIR, else /tmp. The paths of its sockets must be short, so
+    TMPDIR, which is long on some systems, is not used.
+    """
+    return os.environ.get("RAY_TMPDIR", "/tmp")
+
+
 def portable(settings: Settings) -> dict[str, object]:
     """For another process on any machine, as JSON: with secrets, and with the places that are the same for all."""
     values: dict[str, object] = settings.model_dump(mode="json")

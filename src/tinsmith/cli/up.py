@@ -30,7 +30,7 @@ from tinsmith.placement.fleet import (
     others_from,
 )
 from tinsmith.placement.scaling import Rule
-from tinsmith.settings import Settings, load, portable, prepare_ray
+from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
 from tinsmith.signing import load_secret
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) 
     """Until Ctrl-C, SIGTERM, or `tinsmith down`."""
     file = settings.resolved_data_dir / ADDRESS_FILE
     told = threading.Event()
-    directory = tempfile.mkdtemp(prefix="tinsmith-ray-", dir="/tmp")  # sockets lie in it, whose paths must be short
+    directory = tempfile.mkdtemp(prefix="tinsmith-ray-", dir=ray_root())  # sockets lie in it, whose paths must be short
     try:
         address = cluster.start_local(fleet, directory)
         for number in (signal.SIGINT, signal.SIGTERM):
