@@ -94,10 +94,12 @@ def write_input(path: Path, rows: int, bad: tuple[int, ...] = ()) -> Path:
     return path
 
 
-def start(client: Client, directory: Path, function: Any, rows: int = 50, **options: Any) -> Job:  # noqa: ANN401
+def start(client: Client, directory: Path, function: Any, rows: int | str = 50, **options: Any) -> Job:  # noqa: ANN401
     bad = options.pop("bad", ())
     source = directory / "in.jsonl"
-    if not source.exists():
+    if isinstance(rows, str):
+        options["rows"] = rows
+    elif not source.exists():
         write_input(source, rows, bad)
     output = options.pop("output", None) or batch.JsonWriter(str(directory / "out.jsonl"))
     return Dataset(batch.JsonReader(str(source))).map(
@@ -166,6 +168,30 @@ def test_a_job_with_more_failed_rows_than_allowed_fails_and_keeps_the_rest(clien
     assert [error["idx"] for error in job.errors()] == [4]
 
 
+@batch.remote_function
+def too_few() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results(rows[:1])
+
+
+def test_a_batch_with_too_few_results_fails_the_job_at_once(client: Client, tmp_path: Path) -> None:
+    job = start(client, tmp_path, too_few, rows=5, batch_size=5)  # with the usual pauses between tries: 14 s
+    with pytest.raises(JobFailedError, match=r'gave 1 row for a batch of 5; .* With rows="any"'):
+        job.wait()
+    (state,) = job.batches()
+    assert (state["status"], state["attempt_id"]) == ("FAILED", 1), "neither tried again nor halved"
+    assert not (tmp_path / "out.jsonl").exists()
+
+    changed = start(
+        client, tmp_path, too_few, batch_size=2, rows="any", output=batch.JsonWriter(f"{tmp_path}/any.jsonl")
+    )
+    changed.wait()
+    assert [row["text"] for row in lines(tmp_path / "any.jsonl")] == ["t0", "t2", "t4"]
+    assert (changed.progress.rows_ok, changed.outputs[0].rows) == (5, 3)
+
+
 def test_a_mapper_that_cannot_start_fails_the_job_with_its_traceback(client: Client, tmp_path: Path) -> None:
     began = time.monotonic()
     job = start(client, tmp_path, broken)
@@ -173,6 +199,7 @@ def test_a_mapper_that_cannot_start_fails_the_job_with_its_traceback(client: Cli
         job.wait()
     assert time.monotonic() - began < 20
     assert job.status()["batch_completed_batches"] == 0
+    assert {state["attempt_id"] for state in job.batches()} <= {0, 1}, "an import fails on every worker alike"
 
 
 @pytest.mark.parametrize("victim", ["worker", "mapper"])

@@ -164,12 +164,15 @@ def test_a_loop_that_raises_fails_its_batch_and_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("save_results(rows[:1])", "1 results for a batch of 3 rows"),
+        ("save_results(rows[:1])", "gave 1 row for a batch of 3"),
+        ("save_results(rows + rows)", "gave 6 rows for a batch of 3"),
         ("pass", "before it called save_results"),
         ("return", "there were batches left"),
+        ("save_results(rows); save_results(rows)", "called twice"),
+        ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
     ],
 )
-def test_a_batch_that_is_not_saved_right_fails_and_the_rest_go_on(body: str, message: str, tmp_path: Path) -> None:
+def test_a_loop_that_breaks_a_rule_fails_its_batch_for_good(body: str, message: str, tmp_path: Path) -> None:
     source = tmp_path / "gen_module.py"
     source.write_text(
         "from tinsmith.batch import remote_function\n@remote_function\ndef gen():\n"
@@ -181,24 +184,67 @@ def test_a_batch_that_is_not_saved_right_fails_and_the_rest_go_on(body: str, mes
     exec(compile(source.read_text(), str(source), "exec"), namespace)
     ran = Ran(tmp_path, namespace["gen"])
     assert [each.failed for each in ran.outcomes] == [False, True, False, False]
+    assert [each.final for each in ran.outcomes] == [False, True, False, False]
     assert message in ran.outcomes[1].error
 
 
-def test_saving_twice_or_without_a_batch_is_refused(tmp_path: Path) -> None:
-    @batch.remote_function
-    def gen() -> None:
-        from tinsmith.batch import load, save_results
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ([{"n": 1}], 'gave 1 row for a batch of 3; it must give one for each row, in the same order. With rows="any"'),
+        ({"n": [1, 2]}, "gave 2 rows for a batch of 3"),
+        ({"n": [1, 2, 3], "m": [1]}, "unequal length: {'n': 3, 'm': 1}"),
+        (None, "returned a NoneType; it must return a list of dicts, a dict of columns or a table"),
+        (5, "returned a int"),
+        ("abc", "returned a str"),
+    ],
+)
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_batch_function_that_returns_no_row_for_each_row_is_not_tried_again(
+    returned: object, message: str, merge: bool, tmp_path: Path
+) -> None:
+    def short(rows: list[dict[str, Any]], returned: object) -> object:
+        return returned
 
-        for rows in load():
-            save_results(rows)
-            try:
-                save_results(rows)
-            except RuntimeError as error:
-                assert "twice" in str(error)
-            else:
-                raise AssertionError("saved twice")
+    ran = Ran(tmp_path, short, kind="batch", kwargs={"returned": returned}, options={"merge": merge}, rows=ROWS[:3])
+    (outcome,) = ran.outcomes
+    assert outcome.failed and outcome.final
+    assert (message if not merge else message.partition(";")[0]) in outcome.error
+    assert "Traceback" not in outcome.error
 
-    assert Ran(tmp_path, gen).output() == ROWS
+
+def test_any_number_of_rows_is_taken_where_the_job_says_so(tmp_path: Path) -> None:
+    def regroup(rows: list[dict[str, Any]]) -> list[Any]:
+        if rows[0]["n"] == 3:
+            return []
+        if rows[0]["n"] == 6:
+            return [{"n": 6}, None, [{"n": 7}, {"n": 8}], {"n": 9}, {"n": 10}]
+        return [{"sum": sum(row["n"] for row in rows)}]
+
+    ran = Ran(tmp_path, regroup, kind="batch", rows_mode="any")
+    assert ran.output() == [{"sum": 3}, *({"n": n} for n in range(6, 11)), {"sum": 9}]
+    assert [each.rows_ok for each in ran.outcomes] == [3, 3, 3, 1]
+    assert [each.parts[0].rows for each in ran.outcomes] == [1, 0, 5, 1]
+    strict = Ran(tmp_path / "strict", regroup, kind="batch")
+    assert [(each.failed, each.final) for each in strict.outcomes] == [(True, True)] * 3 + [(False, False)]
+
+
+@pytest.mark.parametrize("batch_size", [3, 1])
+def test_an_error_among_any_number_of_results_is_that_of_its_row_once_the_batch_is_that_row(
+    batch_size: int, tmp_path: Path
+) -> None:
+    def doubled(rows: list[dict[str, Any]]) -> list[Any]:
+        return [{"n": row["n"], "bad": object()} if row["n"] == 4 else row for row in rows for _ in range(2)]
+
+    ran = Ran(tmp_path, doubled, kind="batch", rows_mode="any", batch_size=batch_size)
+    if batch_size == 1:
+        assert ran.failed_rows == {4: "TypeError"} and len(ran.output()) == 18
+    else:
+        assert [(each.failed, each.final) for each in ran.outcomes] == [(n == 1, False) for n in range(4)]
+        assert "column 'bad'" in ran.outcomes[1].error
+
+
+def test_saving_without_a_batch_is_refused() -> None:
     with pytest.raises(RuntimeError, match="on a worker only"):
         batch.load()
     with pytest.raises(RuntimeError, match="on a worker only"):

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tinsmith.batch.functions import Mapper
-from tinsmith.batch.protocols import Row
+from tinsmith.batch.protocols import ProgramError, Row
 
 BATCH_FORMATS = ("list", "columns", "pandas", "arrow")
 
@@ -59,7 +59,13 @@ def _batches(mapper: Mapper, feed: Batches) -> None:
         try:
             made = call(*arguments, **kwargs)
             results = rows_of(asyncio.run(_awaited(made)) if inspect.isawaitable(made) else made)
-            if mapper.options.get("merge") and len(results) == len(rows):
+            if mapper.options.get("merge"):
+                if len(results) != len(rows):
+                    raise ProgramError(
+                        f"the function gave {len(results)} {'row' if len(results) == 1 else 'rows'} for a batch of "
+                        f"{len(rows)}; map(batched=True) puts each result over the columns of its row, so there must "
+                        'be one for each. map_batches with rows="any" takes any number of rows'
+                    )
                 results = [_over(row, result, mapper.options) for row, result in zip(rows, results, strict=True)]
         except Exception as error:  # noqa: BLE001 (a user's function raises what it likes)
             feed.fail_current(error)
@@ -82,12 +88,12 @@ def shaped(rows: list[Row], shape: str) -> object:
 
 
 def rows_of(made: object) -> list[Any]:
-    """The rows of what a function of a batch returned. Raises TypeError or ValueError for what is no rows."""
+    """The rows of what a function of a batch returned. Raises ProgramError for what is no rows."""
     if isinstance(made, Mapping):
         columns = {name: list(values) for name, values in made.items()}
         if len({len(values) for values in columns.values()}) > 1:
             lengths = {name: len(values) for name, values in columns.items()}
-            raise ValueError(f"the function returned columns of unequal length: {lengths}")
+            raise ProgramError(f"the function returned columns of unequal length: {lengths}")
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     if (to_pylist := getattr(made, "to_pylist", None)) is not None:
         return to_pylist()
@@ -95,7 +101,9 @@ def rows_of(made: object) -> list[Any]:
         return to_dict("records")
     if isinstance(made, Sequence) and not isinstance(made, str | bytes):
         return list(made)
-    raise TypeError(f"the function returned a {type(made).__name__}; it must return rows, columns or a table")
+    raise ProgramError(
+        f"the function returned a {type(made).__name__}; it must return a list of dicts, a dict of columns or a table"
+    )
 
 
 def _numbered(rows: list[Row], feed: Batches) -> list[tuple[Row, int]]:

@@ -50,6 +50,8 @@ class Lost:
     error: str
     infra: bool
     begun: bool = True
+    final: bool = False
+    """No other attempt can succeed: the batch has failed, and with it the job."""
 
 
 Settled = tuple[Claim, Outcome | Lost]
@@ -126,6 +128,8 @@ class Attempts:
             status = "PENDING" if tries <= MAX_INFRA_RETRIES else "FAILED"
             return self._give(claim, status, infra_retries=tries, **told)
         tries = claim.retry_count + 1
+        if lost.final:
+            return self._give(claim, "FAILED", retry_count=tries, **told)
         if tries <= self._max_retries:
             later = self._db.clock() + self._backoff_s * 2**tries
             return self._set(claim, status="PENDING", retry_count=tries, next_retry_at=later, **told)

@@ -83,7 +83,7 @@ def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
     try:
         mapper_runtime.run(spec, iter(given.get, None), lambda outcome: send({"outcome": outcome.to_dict()}), channel)
     except MapperStartError as error:
-        send({"start_error": str(error)})
+        send({"start_error": str(error), "final": error.final})
     except Exception as error:  # noqa: BLE001  whatever it is, the worker must hear of it
         send({"start_error": "".join(traceback.format_exception(error))})
 

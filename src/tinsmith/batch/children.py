@@ -137,8 +137,17 @@ class Attempt:
 Events = queue.SimpleQueue[Attempt | list[Message]]
 
 
-def lost(error_class: str, error: str, *, infra: bool = False, setup: bool = False, begun: bool = True) -> Message:
-    return {"lost": {"error_class": error_class, "error": error, "infra": infra, "setup": setup, "begun": begun}}
+def lost(
+    error_class: str,
+    error: str,
+    *,
+    infra: bool = False,
+    setup: bool = False,
+    begun: bool = True,
+    final: bool = False,
+) -> Message:
+    told = {"error_class": error_class, "error": error}
+    return {"lost": {**told, "infra": infra, "setup": setup, "begun": begun, "final": final}}
 
 
 class Mapper:
@@ -157,6 +166,7 @@ class Mapper:
         self._told_to_die: Message | None = None
         self._closed = False
         self.start_error = ""
+        self._start_is_final = False
 
     @property
     def ready(self) -> bool:
@@ -207,7 +217,7 @@ class Mapper:
         start_error = None
         for message in child.lines():
             if "start_error" in message:
-                start_error = message["start_error"]
+                start_error, self._start_is_final = message["start_error"], bool(message.get("final"))
                 break
             with self._lock:
                 self._answered, self.start_error = True, ""
@@ -251,7 +261,7 @@ class Mapper:
         told = self._told_to_die
         if start_error is not None and not self._answered:
             self.start_error = start_error
-            self._fail_all(lost("MapperStartError", start_error, setup=True))
+            self._fail_all(lost("MapperStartError", start_error, setup=True, final=self._start_is_final))
         elif told is None and not self._answered and status not in (0, -signal.SIGKILL):
             self.start_error = f"the mapper's process ended with status {status} before it answered\n{child.tail()}"
             if self._waiting:
@@ -312,7 +322,7 @@ class Mapper:
 
 def _result(outcome: Message) -> Message:
     if outcome["error"]:
-        return lost(outcome["error_type"] or "Error", outcome["error"])
+        return lost(outcome["error_type"] or "Error", outcome["error"], final=outcome["final"])
     return {"outcome": outcome}
 
 

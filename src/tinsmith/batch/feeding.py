@@ -39,7 +39,7 @@ class Pace:
 
 
 class Feeder:
-    def __init__(self, job_id: int, spec: JobSpec, report: Report, setup_failed: Callable[[str], None]) -> None:
+    def __init__(self, job_id: int, spec: JobSpec, report: Report, setup_failed: Callable[[str, bool], None]) -> None:
         self.in_flight: dict[int, RemoteWorker] = {}
         self._job_id = job_id
         self._spec = spec
@@ -79,7 +79,7 @@ class Feeder:
             self._tell(left, [(key, why) for key in left])
         except SetupFailedError as error:
             self._tell(left, [(key, Lost("SetupFailed", str(error), infra=True)) for key in left])
-            self._setup_failed(str(error))
+            self._setup_failed(str(error), error.final)
         finally:
             for claim in claims:
                 self.in_flight.pop(claim.batch_idx, None)

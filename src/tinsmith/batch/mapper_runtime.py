@@ -5,8 +5,10 @@ The mapper's own code runs in the calling thread alone.
 
 Invariants:
 - Every assignment is reported once: parts and counts, or why it failed.
-- A mapper that saves too few results, twice, or not at all, fails that batch, not the worker. One that raises is called
-  again, so what it loaded is loaded again, and the batch it raised in has failed.
+- A mapper that saves too few results, twice, or not at all, fails that batch with a ProgramError, which ends the job:
+  the same mapper does the same with every batch, and with half a batch the numbers may agree by accident. One that
+  raises is called again, so what it loaded is loaded again, and the batch it raised in has failed.
+- Where the job says `rows="any"`, a batch may give any number of results.
 - A row that cannot be read, whose result is an error, or that an output cannot write, is a failed row in every output;
   the others of its batch are stored.
 - A mapper that raises before it takes its first batch, or twice without taking one, is a MapperStartError.
@@ -32,6 +34,7 @@ from tinsmith.batch.encoding import plain
 from tinsmith.batch.operations import runtime as answering
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.protocols import (
+    FINAL_ERRORS,
     Assignment,
     InputReader,
     JobSpec,
@@ -39,6 +42,7 @@ from tinsmith.batch.protocols import (
     Outcome,
     OutputWriter,
     PartInfo,
+    ProgramError,
     Row,
     RowFailure,
 )
@@ -68,6 +72,22 @@ class _Batch:
     results: list[Row | list[Row] | None] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
+    error: BaseException | None = None
+
+    @property
+    def rows_made(self) -> list[Row | None]:
+        """The rows of the output: for each row of the span its results, None where it has none; or, where the number
+        of results is not that of the rows (`rows="any"`), the results."""
+        made: list[Row | None] = []
+        if len(self.results) != len(self.indices):
+            for result in self.results:
+                made += result if isinstance(result, list) else [result] if result is not None else []
+            return made
+        by_index = dict(zip(self.indices, self.results, strict=True))
+        for index in range(self.assignment.start_idx, self.assignment.end_idx + 1):
+            result = by_index.get(index)
+            made += result if isinstance(result, list) else [result]
+        return made
 
 
 class Feed:
@@ -112,7 +132,7 @@ class Feed:
     def next_rows(self) -> list[Row] | None:
         """The rows of the next batch that has any; None when there are no more batches."""
         while True:
-            self._let_go("the mapper asked for the next batch before it called save_results for this one")
+            self._let_go("the function asked for the next batch before it called save_results for this one")
             if self.ended:
                 return None
             got = self._read.get()
@@ -133,48 +153,58 @@ class Feed:
         if batch is None:
             raise RuntimeError("save_results was called before load() gave a batch; call it once for each batch")
         if batch.saved:
-            raise RuntimeError("save_results was called twice for one batch; call it once, with all results")
+            batch.error = ProgramError("save_results was called twice for one batch; call it once, with all results")
+            raise batch.error
         batch.saved = True
-        results = list(results)
-        if len(results) != len(batch.rows):
-            self._fail(
-                ValueError(
-                    f"save_results got {len(results)} results for a batch of {len(batch.rows)} rows; it takes one for "
-                    "each row, in the same order"
-                )
-            )
-            return
         batch.tokens = (tokens_in, tokens_out)
-        for index, row, result in zip(batch.indices, batch.rows, results, strict=True):
-            try:
-                batch.results.append(self._checked(result))
-            except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
-                batch.results.append(None)
-                batch.failures.append(_failure(index, row, error))
-        self._mapped.put(batch)
+        results = list(results)
+        if len(results) == len(batch.rows):
+            for index, row, result in zip(batch.indices, batch.rows, results, strict=True):
+                try:
+                    batch.results.append(self._checked(result))
+                except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
+                    batch.results.append(None)
+                    batch.failures.append(_failure(index, row, error))
+        elif self._spec.rows == "any":
+            self._save_any_number(batch, results)
+        else:
+            batch.error = wrong_number(len(results), len(batch.rows))
+
+    def _save_any_number(self, batch: _Batch, results: list[object]) -> None:
+        """Which row an error among these belongs to is known only where the batch is one row. A larger batch fails,
+        and is halved until it is."""
+        try:
+            batch.results = [self._checked(result) for result in results]
+        except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
+            if len(batch.rows) > 1:
+                batch.error = error
+                return
+            batch.results = [None]
+            batch.failures.append(_failure(batch.indices[0], batch.rows[0], error))
 
     def fail_current(self, error: BaseException) -> bool:
         """The batch at hand has failed; False if there is none that could have."""
         if self._current is None or self._current.saved:
             return False
-        self._current.saved = True
-        self._fail(error)
+        self._current.saved, self._current.error = True, error
         return True
 
     def finish(self) -> None:
         """Waits until everything is stored and reported."""
-        self._let_go("the mapper returned before it called save_results for this batch")
+        self._let_go("the function returned before it called save_results for this batch")
         self._mapped.put(None)
         self._storing.join()
 
     def _let_go(self, complaint: str) -> None:
-        if self._current is not None and not self._current.saved:
-            self._fail(RuntimeError(complaint))
-        self._current = None
-
-    def _fail(self, error: BaseException) -> None:
-        assert self._current is not None
-        self._report(_failed(self._current.assignment, error))
+        """The batch at hand is done with: only now is it certain that it was saved once."""
+        batch, self._current = self._current, None
+        if batch is None:
+            return
+        error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
+        if error is None:
+            self._mapped.put(batch)
+        else:
+            self._report(_failed(batch.assignment, error))
 
     def _checked(self, result: object) -> Row | list[Row] | None:
         """The result as it is written. Raises what is wrong with it."""
@@ -187,7 +217,7 @@ class Feed:
         elif isinstance(result, dict):
             rows = [result]
         else:
-            allowed = "an object, a list of them or None" if self._spec.rows == "any" else "an object"
+            allowed = "a dict, a list of them or None" if self._spec.rows == "any" else 'a dict (see also rows="any")'
             raise TypeError(f"the result of a row is a {type(result).__name__}; it must be {allowed}")
         for row in rows:
             if not isinstance(row, dict):
@@ -222,7 +252,7 @@ class Feed:
                 except (ValueError, TypeError, KeyError) as error:
                     batch.failures.append(_failure(index, None, error))
         if len(batch.rows) != len(batch.indices):
-            raise RuntimeError(
+            raise ProgramError(
                 f"the {type(self._reader).__name__} gave {len(batch.rows)} rows for {start} to {end}, both included"
             )
         return batch
@@ -237,11 +267,7 @@ class Feed:
 
     def _store(self, batch: _Batch) -> Outcome:
         assignment = batch.assignment
-        by_index = dict(zip(batch.indices, batch.results, strict=True))
-        rows: list[Row | None] = []
-        for index in range(assignment.start_idx, assignment.end_idx + 1):
-            result = by_index.get(index)
-            rows += result if isinstance(result, list) else [result]
+        rows = batch.rows_made
         parts: list[PartInfo] = [
             writer.write_part(rows, assignment.span, base)
             for writer, base in zip(self._writers, assignment.part_bases, strict=True)
@@ -286,7 +312,8 @@ def load(source: InputReader | str | Sequence[Row] | None = None) -> Feed | Data
 
 
 def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: int = 0) -> None:
-    """On a worker: the results of the batch at hand, one for each row, in order; each an object or a RowError."""
+    """On a worker: the results of the batch at hand, one for each row, in order, or with `rows="any"` any number of
+    them; each a dict or a RowError. Another number of them fails the job."""
     if _feed is None:
         raise RuntimeError("save_results stores results on a worker only; there was no load() before it")
     _feed.save(results, tokens_in, tokens_out)
@@ -305,7 +332,7 @@ def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report, channe
         mapper = functions.load_mapper(spec.batch_serialized_fn) if steps is None else None
         feed = Feed(spec, assignments, report)
     except Exception as error:
-        raise MapperStartError(_text(error)) from error
+        raise MapperStartError(_text(error), final=True) from error
     _feed = feed
     try:
         if mapper is None:
@@ -329,13 +356,20 @@ def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
         if asyncio.iscoroutine(made):
             asyncio.run(made)
         if not feed.ended and feed.taken == taken:
-            raise RuntimeError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
+            raise ProgramError(f"the mapper {name!r} returned without taking a batch; it must loop over load()")
         if not feed.ended:
-            feed.fail_current(RuntimeError(f"the mapper {name!r} returned while there were batches left"))
+            feed.fail_current(ProgramError(f"the mapper {name!r} returned while there were batches left"))
     except Exception as error:
         # After the last batch, what the mapper raises takes nothing away from what it saved.
         if not feed.fail_current(error) and feed.taken == taken and not feed.ended:
-            raise MapperStartError(_text(error)) from error
+            raise MapperStartError(_text(error), final=isinstance(error, FINAL_ERRORS)) from error
+
+
+def wrong_number(results: int, rows: int) -> ProgramError:
+    return ProgramError(
+        f"the function gave {results} {'row' if results == 1 else 'rows'} for a batch of {rows}; it must give one for "
+        'each row, in the same order. With rows="any" (in the shell: --rows any) a batch may give any number of rows'
+    )
 
 
 def _failed(assignment: Assignment, error: BaseException) -> Outcome:
@@ -344,6 +378,7 @@ def _failed(assignment: Assignment, error: BaseException) -> Outcome:
         attempt_id=assignment.attempt_id,
         error_type=type(error).__name__,
         error=_text(error),
+        final=isinstance(error, FINAL_ERRORS),
     )
 
 
@@ -359,7 +394,9 @@ def _failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
 
 
 def _text(error: BaseException) -> str:
-    """The traceback, without the frames of this package that lead to the mapper's."""
+    """The traceback, without this package's frames that lead to the mapper's; of a broken rule, the rule alone."""
+    if isinstance(error, ProgramError):
+        return str(error)
     frames = error.__traceback__
     while frames is not None and "/tinsmith/batch/" in frames.tb_frame.f_code.co_filename and frames.tb_next:
         frames = frames.tb_next

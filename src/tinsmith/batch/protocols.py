@@ -250,6 +250,8 @@ class Outcome:
     row_failures: tuple[RowFailure, ...] = ()
     error_type: str = ""
     error: str = ""
+    final: bool = False
+    """Whether no other attempt can succeed, so that the job fails now."""
 
     @property
     def failed(self) -> bool:
@@ -267,8 +269,22 @@ class Outcome:
         return cls(**{**data, **made})
 
 
+class ProgramError(RuntimeError):
+    """The function breaks a rule that holds for every batch. The same batch again, or half of it, cannot succeed, or
+    succeeds with wrong rows: the job fails at once."""
+
+
+FINAL_ERRORS = (ProgramError, ImportError)
+"""What no retry can help against. The message of an ImportError names the module that the interpreter lacks."""
+
+
 class MapperStartError(Exception):
-    """The mapper failed before it took its first batch: loading it, or its own setup. No batch is to blame."""
+    """The mapper failed before it took its first batch: loading it, or its own setup. No batch is to blame. `final`
+    says that it will fail in the same way on every worker."""
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,11 @@ class OperationError(Exception):
 
 
 class SetupFailedError(Exception):
-    """The mapper does not start; the message is its traceback."""
+    """The mapper does not start; the message is its traceback. `final`: it starts on no other worker either."""
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class RemoteWorker:
@@ -91,21 +95,21 @@ class RemoteWorker:
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Told]]:
         """What attempts came to, as it is told. Raises WorkerLostError, SetupFailedError for what was not told."""
         left = len(assignments)
-        setup_error = ""
+        setup_error: SetupFailedError | None = None
         async for told in self._fed(assignments):
             left -= len(told)
             settled: list[Told] = []
             for each in told:
                 result = self._result(each)
                 if isinstance(result, SetupFailedError):
-                    setup_error = str(result)
+                    setup_error = result
                 else:
                     settled.append(((each["key"][0], each["key"][1]), result))
             if settled:
                 yield settled
-        if setup_error:
+        if setup_error is not None:
             self.setup_failures += 1
-            raise SetupFailedError(setup_error)
+            raise setup_error
         if left:
             raise self._gone("the answer has no end")
 
@@ -128,9 +132,9 @@ class RemoteWorker:
             return Outcome.from_dict(told["outcome"])
         lost = told["lost"]
         if lost["setup"]:
-            return SetupFailedError(lost["error"])
+            return SetupFailedError(lost["error"], lost["final"])
         self.infra_failures += bool(lost["infra"] and lost["begun"])
-        return Lost(lost["error_class"], lost["error"], lost["infra"], lost["begun"])
+        return Lost(lost["error_class"], lost["error"], lost["infra"], lost["begun"], lost["final"])
 
     async def operate(self, op: str, **request: object) -> AsyncIterator[dict[str, Any]]:
         """The lines of an operation; the last one is its result, as `end`. Raises OperationError, WorkerLostError."""

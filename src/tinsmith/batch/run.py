@@ -94,7 +94,7 @@ class JobRun:
             if worker is not None:
                 await self._feed_while(worker, should_yield)
         except (WorkerStartError, WorkerLostError, SetupFailedError) as error:
-            self._setup_failed(str(error))
+            self._setup_failed(str(error), isinstance(error, SetupFailedError) and error.final)
         except SupersededError:
             self._supersede()
         finally:
@@ -130,9 +130,9 @@ class JobRun:
         if not is_end:
             self._turn_due.set()
 
-    def _setup_failed(self, why: str) -> None:
+    def _setup_failed(self, why: str, final: bool) -> None:
         self._setup_failures += 1
-        if self._setup_failures >= MAX_SETUP_FAILURES:
+        if final or self._setup_failures >= MAX_SETUP_FAILURES:
             self.fail(f"setup_failed: {why}")
 
     # Turns.

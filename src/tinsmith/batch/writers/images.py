@@ -16,7 +16,7 @@ import orjson
 
 from tinsmith.batch import publishing
 from tinsmith.batch.encoding import selected
-from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, ProgramError, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
 from tinsmith.storage.stores import join, open_store
@@ -45,7 +45,7 @@ class ImageWriter(OutputWriter):
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         if len(rows) != span.rows:
-            raise ValueError("images are named after the rows of the input, so a row cannot become several or none")
+            raise ProgramError("images are named after the rows of the input, so a row cannot become several or none")
         listing = []
         for index, row in enumerate(rows, span.start_idx):
             if row is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from tinsmith.batch import publishing
 from tinsmith.batch.encoding import encode
-from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, ProgramError, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.readers.webdataset import WebdatasetReader
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
@@ -39,7 +39,7 @@ class WebdatasetWriter(OutputWriter):
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         if len(rows) != span.rows:
-            raise ValueError("samples are named after the rows of the input, so a row cannot become several or none")
+            raise ProgramError("samples are named after the rows of the input, so a row cannot become several or none")
         buffer, count = io.BytesIO(), 0
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for index, row in enumerate(rows, span.start_idx):
