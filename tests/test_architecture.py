@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": set(),
     "settings": {"errors"},
     "crashpoints": {"errors"},
+    "background": set(),
     "clocks": set(),
     "observing.meters": set(),
     "observing.tracing": {"errors"},
@@ -68,9 +69,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange.hub": VALUES | {"exchange.adapters", "checkpoints", "storage"},
     "cli.checkpoints": {"exchange.adapters", "bases", "errors", "exchange.merging", "settings", "exchange.transfer"},
     "notify": {"errors"},
-    "listen": {"db", "notify"},
+    "listen": {"background", "db", "notify"},
     "observing.logs": set(),
-    "batch": VALUES | {"batch", "chat", "crashpoints", "db", "tables", "settings", "storage", "wire"},
+    "batch": VALUES | {"background", "batch", "chat", "crashpoints", "db", "tables", "settings", "storage", "wire"},
     "cli.batch": {"batch", "errors"},
     "answers": VALUES
     | {
@@ -93,6 +94,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dashboard": set(),
     "files": {"db", "tables", "errors", "storage"},
     "openai_batches": {
+        "background",
         "batch",
         "crashpoints",
         "db",
@@ -141,7 +143,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "observing.traces": {"db", "tables"},
     "models": VALUES | {"db", "tables", "prepared"},
     "sampling_sessions": VALUES | {"db", "prepared", "tables"},
-    "fleet.engines": {"db", "fleet.executors", "notify", "prepared", "tables"},
+    "fleet.engines": {"background", "db", "fleet.executors", "notify", "prepared", "tables"},
     "checkpoints": VALUES | {"db", "tables", "models", "storage"},
     "samplers": VALUES | {"samplers", "backends", "plan"},
     "backends": VALUES | {"heap", "losses", "loss_graphs", "samplers", "backends", "plan"},
@@ -149,6 +151,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": VALUES
     | DURABLE
     | {
+        "background",
         "backends",
         "fleet.ownership",
         "fleet.running_notes",
@@ -176,6 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "janitor": DURABLE | {"clocks", "db", "heap", "files", "settings", "storage"},
     "fleet.supervisor": {
+        "background",
         "bases",
         "fleet.early",
         "fleet.engines",
@@ -223,6 +227,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     | {
         "answers",
         "app",
+        "background",
         "connections",
         "bases",
         "batch",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 import structlog
 
+from tinsmith.background import kept_thread
 from tinsmith.db import sqlalchemy_url
 from tinsmith.notify import Mailbox, WakeUps, socket_dir
 
@@ -57,8 +58,7 @@ class PostgresMailbox:
         self._woken, self._wake = os.pipe()
         self._told_to_end, self._end = os.pipe()
         os.set_blocking(self._woken, False)
-        self._thread = threading.Thread(target=self._run, name=f"listen-{channel}", daemon=True)
-        self._thread.start()
+        self._thread = kept_thread(f"listen-{channel}", self._run, self._ends_within)
 
     def fileno(self) -> int:
         return self._woken

@@ -28,6 +28,7 @@ from starlette.applications import Starlette
 from tinsmith import bases as base_models
 from tinsmith.answers import ServiceAnswers
 from tinsmith.app import Services, create_app, create_probe_app
+from tinsmith.background import Background
 from tinsmith.bases import Bases
 from tinsmith.batch.coordinator import Coordinator
 from tinsmith.batch.pools import local
@@ -198,6 +199,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     )
     database.time_use(meters.database_used)
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
+    background = Background(meters.background_failed)
     supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
     arm(settings.crash_point, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
@@ -220,14 +222,14 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
         if wake:
             wake.bind(loop)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
-        supervisor.start()
-        tasks = [asyncio.create_task(_poll_slowly(services))]
+        supervisor.start(background)
+        background.start("lost_wake_ups", partial(_poll_slowly, services))
         if settings.runs_bulk_jobs:
             local.sweep(services.coordinator.logs)
-            services.coordinator.start()
+            services.coordinator.start(background)
         if settings.answers_clients:
-            services.batch_keeper.start()
-            tasks.append(asyncio.create_task(janitor.run()))
+            services.batch_keeper.start(background)
+            background.start("janitor", janitor.run)
         try:
             yield
         finally:
@@ -236,8 +238,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
             await services.coordinator.stop()
             await supervisor.stop()
             await asyncio.to_thread(services.tracing.close)
-            for task in tasks:
-                task.cancel()
+            await background.stop()
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
             database.close()

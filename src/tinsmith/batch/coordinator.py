@@ -12,17 +12,19 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.background import Background
 from tinsmith.batch import permissions
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, WorkerStartError, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
-from tinsmith.batch.protocols import DEFAULT_POOL
+from tinsmith.batch.protocols import DEFAULT_POOL, JobSpec
 from tinsmith.batch.questions import Answers
 from tinsmith.batch.remote import RemoteWorker, WorkerLostError
 from tinsmith.batch.run import JobRun, clean
@@ -68,8 +70,9 @@ def pools_of(settings: Settings) -> list[PoolSpec]:
 class _Pool:
     """The slots of one pool, and the jobs that want them."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, background: Background) -> None:
         self.pool = pool
+        self._background = background
         self.runs: dict[int, JobRun] = {}
         self.slots: dict[int, asyncio.Task[None]] = {}
         self.changed = asyncio.Event()
@@ -81,7 +84,8 @@ class _Pool:
         self.pool.spec = spec
         for slot in range(spec.workers):
             if slot not in self.slots:
-                self.slots[slot] = asyncio.create_task(self._serve(slot))
+                work = partial(self._serve, slot)
+                self.slots[slot] = self._background.start("batch_slot", work, pool=spec.name, slot=slot)
         self.wake()
 
     def wake(self) -> None:
@@ -100,22 +104,20 @@ class _Pool:
         return [job_id for job_id, run in self.runs.items() if run.runnable(at)]
 
     async def _serve(self, slot: int) -> None:
-        try:
-            while slot < self.pool.spec.workers:
-                job_id = self.share.choose(self._runnable())
-                if job_id is None:
-                    await self._wait()
-                    continue
-                self.share.hold(job_id, slot)
-                try:
-                    await self.runs[job_id].serve(slot, lambda job_id=job_id: self._should_yield(job_id, slot))
-                except SQLAlchemyError as error:
-                    log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
-                    await asyncio.sleep(POLL_S)
-                finally:
-                    self.share.give_back(job_id, slot)
-        finally:
-            self.slots.pop(slot, None)
+        while slot < self.pool.spec.workers:
+            job_id = self.share.choose(self._runnable())
+            if job_id is None:
+                await self._wait()
+                continue
+            self.share.hold(job_id, slot)
+            try:
+                await self.runs[job_id].serve(slot, lambda job_id=job_id: self._should_yield(job_id, slot))
+            except SQLAlchemyError as error:
+                log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
+                await asyncio.sleep(POLL_S)
+            finally:
+                self.share.give_back(job_id, slot)
+        self.slots.pop(slot, None)
 
     def _should_yield(self, job_id: int, slot: int) -> bool:
         if slot >= self.pool.spec.workers:
@@ -152,13 +154,14 @@ class Coordinator:
         self._next_sweep = 0.0
         self._seen: dict[int, float] = {}  # jobs that nobody had, and since when
 
-    def start(self) -> None:
+    def start(self, background: Background | None = None) -> None:
         """Call on the running event loop."""
+        background = background or Background()
         self._loop = asyncio.get_running_loop()
         for spec in self._specs:
-            self._pools[spec.name] = _Pool(self._make(spec))
+            self._pools[spec.name] = _Pool(self._make(spec), background)
             self._pools[spec.name].resize(spec)
-        self._main = asyncio.create_task(self._run())
+        self._main = background.start("batch_coordinator", self._run)
 
     def _make(self, spec: PoolSpec) -> Pool:
         if spec.infra == LOCAL:
@@ -250,12 +253,13 @@ class Coordinator:
             if job is None:
                 continue
             pool = self._pools.get(job.pool)
-            why = await asyncio.to_thread(self._refusal, job_id)
+            spec = await asyncio.to_thread(self._jobs.spec, job_id)
+            why = self._refusal(spec)
             if pool is None or why:
                 why = why or f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
                 await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
                 continue
-            run = JobRun(self._jobs, job, self._token, pool.pool, pool.wake, self._answers)
+            run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._answers)
             pool.join(run)
             self._runs[job_id] = run
             self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
@@ -266,9 +270,9 @@ class Coordinator:
             return True
         return time.monotonic() - self._seen[job_id] >= HAND_ON_S * min(len(self._runs), MOST_HAND_ONS)
 
-    def _refusal(self, job_id: int) -> str:
+    def _refusal(self, spec: JobSpec) -> str:
         """Why a job that was stored, perhaps under other settings, is not run now; empty if it is."""
-        code = "" if self._settings.batch_user_code else permissions.code_of(self._jobs.spec(job_id))
+        code = "" if self._settings.batch_user_code else permissions.code_of(spec)
         return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
 
     async def _keep(self, run: JobRun, pool: _Pool) -> None:

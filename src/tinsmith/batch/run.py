@@ -29,7 +29,7 @@ from tinsmith.batch.attempts import Claim, Lost, Settled
 from tinsmith.batch.crew import Crew, FailedError
 from tinsmith.batch.feeding import Feeder
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
-from tinsmith.batch.protocols import OutputInfo
+from tinsmith.batch.protocols import JobSpec, OutputInfo
 from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import RemoteWorker, SetupFailedError, WorkerLostError
 from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError
@@ -49,6 +49,7 @@ class JobRun:
         self,
         jobs: BatchJobs,
         job: Job,
+        spec: JobSpec,
         token: str,
         pool: Pool,
         on_change: Callable[[], None],
@@ -60,7 +61,7 @@ class JobRun:
         self._jobs = jobs
         self._token = token
         self._on_change = on_change
-        self._spec = jobs.spec(job.job_id)
+        self._spec = spec
         self._limits = self._spec.limits
         self._desk: Desk | None = None
         if answers is not None and operations.steps_of(self._spec.batch_serialized_fn) is not None:

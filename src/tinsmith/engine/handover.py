@@ -25,6 +25,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedReader
@@ -35,6 +36,7 @@ from urllib.parse import quote, unquote
 import structlog
 
 from tinsmith.backends import Capture
+from tinsmith.background import kept_thread
 from tinsmith.errors import CorruptFilesError
 
 PREFIX = "/versions/"
@@ -81,10 +83,9 @@ class Outbox:
         self._written: OrderedDict[str, tuple[Capture, Path]] = OrderedDict()
         self._listener = _Listener((host, 0), self)
         self.address = f"{host}:{self._listener.server_address[1]}"
-        self._thread = threading.Thread(
-            target=self._listener.serve_forever, args=(CLOSING_S,), name="outbox", daemon=True
-        )
-        self._thread.start()
+        self._closing = threading.Event()
+        serve = partial(self._listener.serve_forever, CLOSING_S)
+        self._thread = kept_thread("outbox", serve, self._closing.wait)
 
     def offer(self, version_id: str, capture: Capture) -> None:
         """From the engine's thread: whoever asks for this version gets it; the newest, if it is offered again."""
@@ -95,6 +96,7 @@ class Outbox:
         self._captures.pop(version_id, None)
 
     def close(self) -> None:
+        self._closing.set()
         self._listener.shutdown()
         self._listener.server_close()
         self._thread.join()

@@ -28,6 +28,7 @@ import structlog
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.background import kept_thread
 from tinsmith.db import Database, Fence, now
 from tinsmith.fleet.executors import pass_on
 from tinsmith.notify import EVERYTHING, engine_mailbox
@@ -242,8 +243,7 @@ class Renewal:
         self._on_loss = on_loss
         self.lost = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
-        self._thread.start()
+        self._thread = kept_thread("lease", self._run, self._ended.wait)
 
     def _run(self) -> None:
         while not self._ended.wait(self._lease_s / 3):

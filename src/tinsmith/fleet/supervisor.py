@@ -16,11 +16,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.background import Background
 from tinsmith.bases import Bases
 from tinsmith.fleet.early import EarlyEngine, Process
 from tinsmith.fleet.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
@@ -65,10 +67,13 @@ class Supervisor:
         self.refused = asyncio.Event()
         self.refusal = ""
 
-    def start(self) -> None:
+    def start(self, background: Background | None = None) -> None:
         """Begin to keep the engines; call on the running event loop."""
+        background = background or Background()
         self._tasks = [
-            asyncio.create_task(self._keep(shape, seat)) for shape in self._bases for seat in self._seats(shape)
+            background.start("engine", partial(self._keep, shape, seat), engine_id=self._engines.id_of(seat))
+            for shape in self._bases
+            for seat in self._seats(shape)
         ]
 
     async def stop(self) -> None:

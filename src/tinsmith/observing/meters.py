@@ -80,6 +80,13 @@ _TABLE = (
         ("kind", "outcome"),
     ),
     Meter("tinsmith_tenant_requests_total", "counter", "server", "requests that were stored, by tenant", ("tenant",)),
+    Meter(
+        "tinsmith_background_failures_total",
+        "counter",
+        "server",
+        "errors that ended background work, which began again after a pause",
+        ("task",),
+    ),
     Meter("tinsmith_held_polls", "gauge", "server", "polls that wait for a result now"),
     Meter(
         "tinsmith_server_database_seconds",
@@ -230,6 +237,7 @@ class ServerMeters:
         self._responses = counter("tinsmith_http_responses_total", self._registry)
         self._submitted = counter("tinsmith_futures_submitted_total", self._registry)
         self._of_tenant = counter("tinsmith_tenant_requests_total", self._registry)
+        self._background = counter("tinsmith_background_failures_total", self._registry)
         self._held = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
@@ -243,6 +251,9 @@ class ServerMeters:
     def submitted(self, kind: str, tenant_id: str, *, refused: bool) -> None:
         self._submitted.labels(kind, "refused" if refused else "accepted").inc()
         self._of_tenant.labels(self._tenants(tenant_id)).inc()
+
+    def background_failed(self, task: str) -> None:
+        self._background.labels(task).inc()
 
     def held_polls(self, count: Callable[[], int]) -> None:
         """Whom to ask how many polls are held."""

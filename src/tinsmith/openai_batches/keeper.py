@@ -20,6 +20,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
+from tinsmith.background import Background
 from tinsmith.batch.operations import payload_of
 from tinsmith.batch.operations.openai_request import OpenAIRequest
 from tinsmith.batch.protocols import JobSpec, Limits
@@ -80,10 +81,10 @@ class Keeper:
         self._stopping = threading.Event()
         self._next_sweep = 0.0
 
-    def start(self) -> None:
+    def start(self, background: Background) -> None:
         """Call on the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._task = asyncio.create_task(self._run())
+        self._task = background.start("openai_batches", self._run)
 
     async def stop(self) -> None:
         """Ends after the step that is being taken."""

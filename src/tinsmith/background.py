@@ -1,0 +1,119 @@
+"""Background work: what runs beside the requests of a process for as long as that process lives.
+
+`Background` keeps the tasks of one event loop. Work that raises is logged, counted by its name, and begun again after
+a pause that doubles while it keeps failing. Work that returns has ended. `kept_thread` does the same for a thread.
+Errors that a piece of work expects (a database that is busy) are its own affair; this covers those that it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+import structlog
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""Work that ran this long without an error was healthy: its next failure starts again with the first pause."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Pauses:
+    """How long to wait before work begins again."""
+
+    first_s: float = FIRST_PAUSE_S
+    longest_s: float = LONGEST_PAUSE_S
+    _next_s: float = 0.0
+
+    def after(self, ran_s: float) -> float:
+        """The pause after work that failed when it had run for `ran_s`."""
+        pause_s = self.first_s if ran_s >= STEADY_S or not self._next_s else self._next_s
+        self._next_s = min(2 * pause_s, self.longest_s)
+        return pause_s
+
+
+def _ignore(_name: str) -> None: ...
+
+
+class Background:
+    """The background tasks of one event loop. `failed` is told the name of work that raised."""
+
+    def __init__(
+        self,
+        failed: Callable[[str], None] = _ignore,
+        first_pause_s: float = FIRST_PAUSE_S,
+        longest_pause_s: float = LONGEST_PAUSE_S,
+    ) -> None:
+        self._failed = failed
+        self._first_pause_s = first_pause_s
+        self._longest_pause_s = longest_pause_s
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(
+        self, name: str, work: Callable[[], Coroutine[object, object, None]], **about: object
+    ) -> asyncio.Task[None]:
+        """Run `work` until it returns; call on the running event loop. `about` goes to the log with each failure.
+
+        The task that is returned ends when the work has ended, or is cancelled with it.
+        """
+        task = asyncio.create_task(self._keep(name, work, about), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self) -> None:
+        """Cancel what still runs, and wait until it has ended."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(
+        self, name: str, work: Callable[[], Coroutine[object, object, None]], about: dict[str, object]
+    ) -> None:
+        pauses = Pauses(self._first_pause_s, self._longest_pause_s)
+        while True:
+            began = time.monotonic()
+            try:
+                return await work()
+            except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
+                pause_s = pauses.after(time.monotonic() - began)
+                _report(name, error, pause_s, about, self._failed)
+            await asyncio.sleep(pause_s)
+
+
+def kept_thread(
+    name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = _ignore
+) -> threading.Thread:
+    """A started daemon thread that runs `work` until it returns. `ended` waits for as many seconds as it is given, and
+    says whether the work is over: it is called for the pauses.
+    """
+
+    def keep() -> None:
+        pauses = Pauses()
+        while True:
+            began = time.monotonic()
+            try:
+                return work()
+            except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
+                pause_s = pauses.after(time.monotonic() - began)
+                _report(name, error, pause_s, {}, failed)
+            if ended(pause_s):
+                return
+
+    thread = threading.Thread(target=keep, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def _report(
+    name: str, error: Exception, pause_s: float, about: dict[str, object], failed: Callable[[str], None]
+) -> None:
+    log.error("background work failed; it begins again", task=name, pause_s=pause_s, exc_info=error, **about)
+    failed(name)
