@@ -90,7 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "records.curves": VALUES | {"db", "prepared", "tables"},
     "records.recent_steps": {"db", "tables"},
     "records.kept_samples": {"db", "prepared", "tables", "errors"},
-    "observing.overview": {"db", "tables", "errors"},
+    "observing.overview": {"db", "tables", "errors", "observing.census"},
     "dashboard": set(),
     "files": {"db", "tables", "errors", "storage"},
     "openai_batches": {

@@ -12,12 +12,13 @@ from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_
 from tinsmith import dashboard
 from tinsmith.fleet.engines import Engines, Seat
 from tinsmith.futures import Futures, NewFuture
+from tinsmith.observing.census import Census
 from tinsmith.prepared import execute
 from tinsmith.quotas import Limits
 from tinsmith.records.curves import Curves
 from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.records.recent_steps import RecentStep
-from tinsmith.tables import MODELS, SESSIONS
+from tinsmith.tables import BATCH, MODELS
 from tinsmith.tenants.keys import Keys
 
 FILES = Path(dashboard.__file__).parent
@@ -212,13 +213,30 @@ def test_the_overview_counts_what_is_ones_own(harness: Harness) -> None:
     harness.saved(model_id)
     harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
     counts = harness.get("dashboard/overview").json()["counts"]
-    expected = {"runs": 1, "loaded_runs": 1, "open_sessions": 1, "checkpoints": 1, "waiting_requests": 1}
-    assert expected.items() <= counts.items()
+    ones = ("runs", "loaded_runs", "sessions", "active_sessions", "checkpoints", "waiting_requests")
+    assert {name: counts[name] for name in ones} == dict.fromkeys(ones, 1)
     assert counts["checkpoint_bytes"] > 0 and counts["waiting_bytes"] > 0
-    with harness.services.models._db.write() as connection:
-        connection.execute(SESSIONS.update().values(closed_at=1.0))
-    assert harness.get("dashboard/overview").json()["counts"]["open_sessions"] == 0
     assert set(harness.get("dashboard/overview", BOB).json()["counts"].values()) == {0}
+
+
+def test_a_session_is_active_in_every_place_until_its_client_says_farewell(harness: Harness) -> None:
+    kept, ended = harness.session(), harness.session()
+    harness.post(f"sessions/{ended}/finish", {"reason": {"type": "success"}}).raise_for_status()
+    counts = harness.get("dashboard/overview").json()["counts"]
+    listed = harness.post("sessions/search", {"statuses": [{"type": "active"}]}).json()["sessions"]
+    census = {one.meter: one.value for one in Census(harness.services.models._db, "server").counts()}
+    assert [one["session_id"] for one in listed] == [kept]
+    assert (counts["active_sessions"], counts["sessions"]) == (1, 2)
+    assert census["tinsmith_sessions_open"] == 1
+
+
+def test_a_job_that_is_being_cancelled_is_not_finished(harness: Harness) -> None:
+    row = {"tenant_id": "alice", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "spec": {}, "sealed": True}
+    row |= {"max_failed_rows": 0.0, "cleaned": False, "created_at": 0.0, "updated_at": 0.0}
+    with harness.services.models._db.write() as connection:
+        connection.execute(BATCH.jobs.insert(), [row | {"status": one} for one in ("CANCELLING", "RUNNING", "FAILED")])
+    counts = harness.get("dashboard/overview").json()["counts"]
+    assert (counts["unfinished_jobs"], counts["jobs"]) == (2, 3)
 
 
 def test_keys_and_quotas_of_the_tenant_are_shown_without_secrets(tmp_path: Path) -> None:

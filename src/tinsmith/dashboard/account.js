@@ -2,8 +2,9 @@
 
 import { get, poll } from "./api.js";
 import { stacked } from "./charts.js";
-import { h, keep, page, section, state } from "./dom.js";
+import { empty, h, keep, page, put, section, state } from "./dom.js";
 import { bytes, count, percent, when } from "./format.js";
+import { isNumber } from "./scale.js";
 import { KINDS, iso, tokenBars } from "./overview.js";
 import { table } from "./table.js";
 
@@ -15,7 +16,7 @@ const QUOTAS = {
   models: "Models loaded",
   checkpoint_bytes: "Checkpoints",
   file_bytes: "Files",
-  tokens_per_minute: "Tokens a minute",
+  tokens_per_minute: "Tokens per minute",
 };
 
 const KEYS = [
@@ -29,12 +30,12 @@ const sized = (name, value) => (name.endsWith("_bytes") ? bytes(value) : count(v
 
 const LIMITS = [
   { label: "Quota", cell: (row) => QUOTAS[row.name] || row.name },
-  { label: "Used", number: true, cell: (row) => (row.used === null ? "-" : sized(row.name, row.used)) },
+  { label: "Used", number: true, cell: (row) => sized(row.name, row.used) },
   { label: "Limit", number: true, cell: (row) => (row.limit ? sized(row.name, row.limit) : "none") },
   {
     label: "Share",
     cell: (row) =>
-      row.limit && row.used !== null
+      row.limit && isNumber(row.used)
         ? h("span", { class: "progress" }, h("meter", { min: 0, max: row.limit, high: 0.8 * row.limit, value: Math.min(row.used, row.limit), "aria-label": `${QUOTAS[row.name] || row.name} used` }), ` ${percent(row.used / row.limit)}`)
         : "-",
   },
@@ -48,15 +49,15 @@ export default {
     const usage = h("div");
     const drawKeys = keep(keys);
     const drawQuotas = keep(quotas);
-    page(main, "Keys and usage", section(`Tokens of the last ${DAYS} days`, usage), section("Quotas", quotas), section("Keys", keys));
+    page(main, "Keys and usage", section(`Tokens in the last ${DAYS} days`, usage), section("Quotas", quotas), section("Keys", keys));
     const look = async () => {
       const found = await get("/dashboard/tenant", signal);
       drawQuotas(found.quotas, () => table("Quotas", LIMITS, found.quotas));
       drawKeys([found.keys, found.takes_any_key], () => [
         found.takes_any_key
-          ? h("p", {}, "This server has no keys: it listens on this machine only, and everyone on it is the tenant ", h("code", {}, found.tenant_id), ".")
+          ? h("p", {}, "This server has no keys. It listens on this machine only, and all its clients are the tenant ", h("code", {}, found.tenant_id), ".")
           : table(`Keys of ${found.tenant_id}`, KEYS, found.keys),
-        h("p", { class: "quiet" }, "Whoever runs the server makes and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
+        h("p", { class: "quiet" }, "The operator of the server makes and revokes keys: ", h("code", {}, "tinsmith keys create TENANT"), ", ", h("code", {}, "tinsmith keys revoke KEY_ID"), "."),
       ]);
     };
     const tokens = async () => {
@@ -64,7 +65,8 @@ export default {
       const start = end - DAYS * DAY_MS;
       const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
       const bars = tokenBars(found.data, start, DAY_MS, DAYS, (at) => at.toISOString().slice(0, 10));
-      usage.replaceChildren(stacked("Tokens by the day (UTC)", KINDS, bars));
+      const any = bars.some((bar) => bar.parts.some(Boolean));
+      put(usage, any ? stacked("Tokens per day (UTC)", KINDS, bars) : empty(`No tokens were trained or sampled in the last ${DAYS} days.`));
     };
     await Promise.all([poll(signal, 5, look), poll(signal, 60, tokens)]);
   },

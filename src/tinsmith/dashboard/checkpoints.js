@@ -25,7 +25,7 @@ async function download(row) {
 
 async function setPublic(row, again) {
   const text = row.public
-    ? "Nobody else will be able to load it. Whoever has loaded it already keeps it."
+    ? "Other tenants will no longer be able to load it. Those that have loaded it already keep it."
     : "Every tenant of this server will be able to load and sample it.";
   const sure = await question(`${row.public ? "Unpublish" : "Publish"} ${partsOf(row).name}?`, h("p", {}, text), row.public ? "Unpublish" : "Publish");
   if (!sure) return;
@@ -41,21 +41,21 @@ async function setTtl(row, again) {
     days.disabled = forever.checked;
   });
   const body = [
-    h("p", {}, row.expires_at ? `It expires at ${when(row.expires_at)}.` : "It is kept for ever."),
+    h("p", {}, row.expires_at ? `It expires at ${when(row.expires_at)}.` : "It does not expire."),
     h("label", { for: "days" }, "Days from now"),
     days,
-    h("label", { class: "check", for: "forever" }, forever, "Keep it for ever"),
+    h("label", { class: "check", for: "forever" }, forever, "Do not expire"),
   ];
   const read = () => ({ ttl_seconds: forever.checked ? null : Math.round(Number(days.value) * DAY_S) });
   const asked = await question(`When does ${partsOf(row).name} expire?`, body, "Set", { read });
   if (!asked) return;
   await ask("PUT", at(row, "/ttl"), asked);
-  tell("The time is set.");
+  tell("The expiry is set.");
   await again();
 }
 
 async function remove(row, again) {
-  const body = [h("p", {}, "Its files are deleted, and it cannot be had back."), h("p", {}, h("code", {}, row.tinker_path))];
+  const body = [h("p", {}, "Its files are deleted. This cannot be undone."), h("p", {}, h("code", {}, row.tinker_path))];
   if (!(await question(`Delete ${partsOf(row).name}?`, body, "Delete", { danger: true }))) return;
   await ask("DELETE", at(row));
   tell("The checkpoint is deleted.");

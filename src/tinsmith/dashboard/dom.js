@@ -19,21 +19,28 @@ function fill(element, attributes, children) {
     } else if (name === "value") element.value = value;
     else element.setAttribute(name, value === true ? "" : String(value));
   }
-  element.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(...present(children));
   return element;
 }
 
-// Says something to everyone: it is shown for a while, and screen readers read it.
+// The browser would write "null" for a child that is not there.
+const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false);
+
+// Replaces the children of an element. Everything that is shown passes through here or through `h`.
+export function put(element, ...children) {
+  element.replaceChildren(...present(children));
+}
+
+// Shows a note for a while; screen readers read it.
 export function tell(text, kind = "info") {
-  const news = document.getElementById("news");
   const note = h("p", { class: `note ${kind}` }, text);
-  news.replaceChildren(note);
+  put(document.getElementById("news"), note);
   setTimeout(() => note.remove(), kind === "error" ? 12000 : 5000);
 }
 
 export function page(main, title, ...children) {
   const heading = h("h1", { tabindex: "-1" }, title);
-  main.replaceChildren(heading, ...children.flat());
+  put(main, heading, children);
   document.title = `${title} - Tinsmith`;
   return heading;
 }
@@ -47,7 +54,8 @@ export function empty(text) {
 }
 
 export function state(text) {
-  return h("span", { class: `state ${text.toLowerCase().replaceAll("_", "-")}` }, text.replaceAll("_", " ").toLowerCase());
+  const name = text ? text.toLowerCase() : "unknown";
+  return h("span", { class: `state ${name.replaceAll("_", "-")}` }, name.replaceAll("_", " "));
 }
 
 // What goes wrong with what it does is told; that a page was left meanwhile is nothing wrong.
@@ -69,7 +77,7 @@ export function keep(element) {
     const text = JSON.stringify(data);
     if (text === shown) return;
     shown = text;
-    element.replaceChildren(...[make(data)].flat());
+    put(element, make(data));
   };
 }
 

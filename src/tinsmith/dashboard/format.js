@@ -1,58 +1,75 @@
-// Numbers, sizes and moments as people read them.
+// Numbers, sizes and moments as people read them. What is missing or not finite is shown as a dash.
+
+import { isNumber } from "./scale.js";
 
 const COUNT = new Intl.NumberFormat("en-GB");
 const SHORT = new Intl.NumberFormat("en-GB", { notation: "compact", maximumFractionDigits: 1 });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+const NONE = "-";
 
-export const count = (value) => (value === null || value === undefined ? "-" : COUNT.format(value));
-export const short = (value) => (value === null || value === undefined ? "-" : SHORT.format(value));
+const known = (format) => (value) => (isNumber(value) ? format(value) : NONE);
+const fixed = (value, digits) => value.toLocaleString("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-export function number(value) {
-  if (value === null || value === undefined) return "-";
+export const count = known((value) => COUNT.format(value || 0)); // and no minus at zero
+export const short = known((value) => SHORT.format(value || 0));
+
+// A count where zero says nothing, as in a table of mostly zeros.
+export const some = (value) => (value ? count(value) : NONE);
+
+// "1 token", "2 tokens".
+export const counted = (value, noun, nouns = `${noun}s`) => `${count(value)} ${value === 1 ? noun : nouns}`;
+
+export const number = known((value) => {
   const size = Math.abs(value);
-  if (size !== 0 && (size < 0.001 || size >= 1e6)) return value.toExponential(2);
-  if (Number.isInteger(value)) return COUNT.format(value);
-  return value.toFixed(size < 1 ? 4 : size < 100 ? 3 : 1);
-}
+  if (size !== 0 && (size < 0.001 || size >= 1e9)) return value.toExponential(2).replace("e+", "e");
+  if (Number.isInteger(value)) return count(value);
+  return fixed(value, size < 1 ? 4 : size < 100 ? 3 : 1);
+});
 
-// The same without zeros at its end, for scales.
-export function plain(value) {
-  const text = number(value);
-  return text.includes(".") ? text.replace(/\.?0+(?=e|$)/, "") : text;
-}
-
-export function bytes(value) {
-  if (value === null || value === undefined) return "-";
+export const bytes = known((value) => {
   let unit = 0;
   let rest = value;
-  while (rest >= 1024 && unit < UNITS.length - 1) {
+  while (rest >= 1023.5 && unit < UNITS.length - 1) {
     rest /= 1024;
     unit += 1;
   }
-  return `${unit && rest < 100 ? rest.toFixed(1) : Math.round(rest)} ${UNITS[unit]}`;
-}
+  return `${unit && rest < 99.95 ? rest.toFixed(1) : Math.round(rest)} ${UNITS[unit]}`;
+});
 
-export function seconds(value) {
-  if (value === null || value === undefined) return "-";
-  if (value < 1) return `${Math.round(value * 1000)} ms`;
-  if (value < 90) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
-  if (value < 5400) return `${Math.round(value / 60)} min`;
-  return value < 129600 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} d`;
-}
+export const seconds = known((value) => {
+  if (value > 0 && value < 0.0005) return "under 1 ms";
+  if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
+  if (value < 89.5) return `${value.toFixed(value < 9.95 ? 1 : 0)} s`;
+  if (value < 5370) return `${Math.round(value / 60)} min`;
+  return value < 127800 ? `${Math.round(value / 3600)} h` : `${Math.round(value / 86400)} d`;
+});
 
 export function ago(moment, now = Date.now()) {
   const since = (now - Date.parse(moment)) / 1000;
-  if (Number.isNaN(since)) return "-";
+  if (Number.isNaN(since)) return NONE;
   if (since < 0) return `in ${seconds(-since)}`;
   return since < 2 ? "now" : `${seconds(since)} ago`;
 }
 
-export const when = (moment) => (moment ? new Date(moment).toLocaleString("sv-SE").slice(0, 16) : "-");
+const dated = (show) => (moment) => {
+  const at = new Date(moment ?? NaN);
+  return Number.isNaN(at.getTime()) ? NONE : show(at);
+};
 
-export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
+export const when = dated((at) => at.toLocaleString("sv-SE").slice(0, 16));
+export const clock = dated((at) => at.toLocaleTimeString("en-GB"));
+
+// Only nothing is 0 %, and only all is 100 %.
+export const percent = known((share) => {
+  if (share > 0 && share < 0.0005) return "under 0.1 %";
+  if (share > 0.9995 && share < 1) return "over 99.9 %";
+  const digits = (share > 0 && share < 0.0995) || (share > 0.99 && share < 1) ? 1 : 0;
+  return `${(100 * share).toFixed(digits)} %`;
+});
 
 // An id without most of its session's, and without digests.
 export function shortId(id) {
+  if (!id || typeof id !== "string") return NONE;
   const [session, ...rest] = id.split(":");
   const shown = rest.map((part) => (part.length > 16 ? `${part.slice(0, 14)}\u2026` : part));
   return [session.length > 16 ? session.slice(0, 8) : session, ...shown].join(":");

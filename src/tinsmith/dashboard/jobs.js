@@ -1,8 +1,9 @@
 // Bulk jobs: how far they are, what failed, what is there already.
 
 import { ask, get, path, poll } from "./api.js";
-import { button, empty, h, keep, page, question, section, state, tell } from "./dom.js";
-import { bytes, count, percent, seconds, when } from "./format.js";
+import { button, h, keep, page, question, section, state, tell } from "./dom.js";
+import { bytes, count, counted, percent, seconds, some, when } from "./format.js";
+import { isNumber } from "./scale.js";
 import { facts, pager, table } from "./table.js";
 
 const LIMIT = 50;
@@ -10,13 +11,15 @@ const MOST_ERRORS = 100;
 const MOST_PARTS = 100;
 const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 
-const moment = (at) => (at === null ? "-" : when(new Date(at * 1000).toISOString()));
+const ended = (job) => ENDED.includes(job.status);
+const moment = (at) => (isNumber(at) ? when(at * 1000) : "-");
 
 function progress(job) {
   const total = job.batch_total_batches || 0;
   const done = job.batch_completed_batches || 0;
-  const text = total ? `${count(done)} of ${count(total)} batches (${percent(done / total)})` : "not counted yet";
-  return h("span", { class: "progress" }, h("progress", { max: total || 1, value: total ? done : 0, "aria-label": `Progress of job ${job.job_id}` }), ` ${text}`);
+  if (!total) return ended(job) ? "no batches" : "not counted yet";
+  const text = `${count(done)} of ${counted(total, "batch", "batches")} (${percent(done / total)})`;
+  return h("span", { class: "progress" }, h("progress", { max: total, value: done, "aria-label": `Progress of job ${job.job_id}` }), ` ${text}`);
 }
 
 const COLUMNS = [
@@ -25,7 +28,7 @@ const COLUMNS = [
   { label: "Status", cell: (row) => state(row.status) },
   { label: "Progress", cell: progress },
   { label: "Rows", number: true, cell: (row) => count(row.rows_ok) },
-  { label: "Failed rows", number: true, cell: (row) => count(row.rows_failed) },
+  { label: "Failed rows", number: true, cell: (row) => some(row.rows_failed) },
   { label: "Pool", cell: (row) => row.pool },
   { label: "Submitted", number: true, cell: (row) => moment(row.created_at) },
 ];
@@ -50,18 +53,19 @@ async function showList(main, signal) {
 }
 
 function describe(job) {
-  const took = job.started_at === null ? null : (job.ended_at ?? Date.now() / 1000) - job.started_at;
+  const took = isNumber(job.started_at) ? (job.ended_at ?? Date.now() / 1000) - job.started_at : null;
+  const failed = job.rows_failed ? `, ${count(job.rows_failed)} failed` : "";
   return facts([
     ["Status", state(job.status)],
     ["Progress", progress(job)],
-    ["Rows", `${count(job.rows_ok)} done, ${count(job.rows_failed)} failed of ${count(job.total_rows)}`],
+    ["Rows", job.batch_total_batches ? `${count(job.rows_ok)} of ${count(job.total_rows)} done${failed}` : null],
     ["Tokens", job.tokens_in || job.tokens_out ? `${count(job.tokens_in)} in, ${count(job.tokens_out)} out` : null],
     ["Pool", job.pool],
-    ["Weight", String(job.weight)],
+    ["Weight", job.weight === 1 ? null : count(job.weight)],
     ["Submitted", moment(job.created_at)],
     ["Took", took === null ? null : seconds(took)],
-    ["Resumes", job.resume_from === null ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
-    ["Error", job.error],
+    ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
+    ["Error", job.error ? h("pre", {}, job.error.trim()) : null],
   ]);
 }
 
@@ -77,8 +81,8 @@ const OUTPUTS = [
   { label: "Size", number: true, cell: (row) => bytes(row.bytes) },
 ];
 const PARTS = [
-  { label: "Rows", number: true, cell: (row) => `${count(row.start_idx)} to ${count(row.end_idx - 1)}` },
-  { label: "Parts", kind: "mono", cell: (row) => row.parts.map((part) => part.path).join(", ") },
+  { label: "Rows", number: true, cell: (row) => `${count(row.start_idx)} to ${count(row.end_idx)}` },
+  { label: "Parts", kind: "mono", cell: (row) => (row.parts || []).map((part) => part.path).join(", ") },
 ];
 const WORKERS = [
   { label: "Worker", kind: "mono", cell: (row) => row.worker_id },
@@ -87,14 +91,14 @@ const WORKERS = [
 ];
 
 async function cancel(job) {
-  const text = "Batches that run now are given up. What is done stays, and the job can be resumed.";
+  const text = "The batches that run now are stopped. Finished batches stay, and the job can be resumed.";
   if (!(await question(`Cancel job ${job.job_id}?`, h("p", {}, text), "Cancel the job", { danger: true }))) return;
   await ask("POST", path`/batch/jobs/${job.job_id}/cancel`);
   tell("The job is being cancelled.");
 }
 
 async function resume(job) {
-  const text = "A new job does what this one has left.";
+  const text = "A new job processes the rows that this one has not.";
   if (!(await question(`Resume job ${job.job_id}?`, h("p", {}, text), "Resume"))) return;
   const made = await ask("POST", path`/batch/jobs/${job.job_id}/resume`);
   location.hash = `#/jobs/${made.job_id}`;
@@ -102,36 +106,47 @@ async function resume(job) {
 
 function actions(job, look) {
   const found = [];
-  if (!ENDED.includes(job.status)) found.push(button("Cancel the job", () => cancel(job).then(look), { class: "danger" }));
+  if (!ended(job)) found.push(button("Cancel the job", () => cancel(job).then(look), { class: "danger" }));
   if (["FAILED", "CANCELLED"].includes(job.status)) found.push(button("Resume", () => resume(job), { class: "primary" }));
   return found;
 }
 
+// What a job has to show: a section without content is left out, and a job that has ended has no workers.
+
+function outputs(job) {
+  if (job.outputs.length) return section("Outputs", table("Outputs", OUTPUTS, job.outputs));
+  return h("p", { class: "quiet" }, ended(job) ? "The job has ended without output." : "The outputs are published when all batches are done.");
+}
+
+const first = (most, all) => (all > most ? h("p", { class: "quiet" }, `The first ${count(most)} are shown.`) : null);
+
+function failedRows(job, errors) {
+  return errors.length ? section("Failed rows", table("Failed rows", ERRORS, errors), first(MOST_ERRORS, job.rows_failed)) : null;
+}
+
+function partialResults(job, batches) {
+  if (!batches.length || job.status === "SUCCEEDED") return null;
+  return section("Partial results", table("Committed batches", PARTS, batches), first(MOST_PARTS, job.batch_completed_batches));
+}
+
+const workers = (job) => (job.workers.length && !ended(job) ? section("Workers", table("Workers", WORKERS, job.workers)) : null);
+
 async function showJob(main, id, signal) {
-  const names = ["about", "actions", "outputs", "errors", "parts", "workers"];
-  const places = Object.fromEntries(names.map((name) => [name, h("div")]));
-  const draw = Object.fromEntries(names.map((name) => [name, keep(places[name])]));
+  const places = Array.from({ length: 6 }, () => h("div"));
+  const [drawAbout, drawActions, drawOutputs, drawErrors, drawParts, drawWorkers] = places.map(keep);
+  places[1].className = "actions";
   const look = async () => {
     const job = await get(path`/batch/jobs/${id}`, signal);
-    draw.about(job, () => describe(job));
-    draw.actions(job.status, () => actions(job, look));
-    draw.outputs([job.outputs, job.status], () => table("Outputs", OUTPUTS, job.outputs, { none: ENDED.includes(job.status) ? "It has published no output." : "They are published when all batches are done." }));
-    draw.workers(job.workers, () => table("Workers", WORKERS, job.workers, { none: "None at the moment." }));
+    drawAbout(job, () => describe(job));
+    drawActions(job.status, () => actions(job, look));
+    drawOutputs([job.outputs, job.status], () => outputs(job));
+    drawWorkers([job.workers, job.status], () => workers(job));
     const { errors } = await get(path`/batch/jobs/${id}/errors` + `?limit=${MOST_ERRORS}`, signal);
-    draw.errors(errors, () => table("Failed rows", ERRORS, errors, { none: "No row has failed." }));
+    drawErrors([errors, job.rows_failed], () => failedRows(job, errors));
     const { batches } = await get(path`/batch/jobs/${id}/partial` + `?limit=${MOST_PARTS}`, signal);
-    draw.parts([batches, job.status], () => (job.status === "SUCCEEDED" ? empty("The outputs are complete.") : table("Committed batches", PARTS, batches, { none: "Nothing is committed yet." })));
+    drawParts([batches, job.status], () => partialResults(job, batches));
   };
-  page(
-    main,
-    `Job ${id}`,
-    places.about,
-    h("div", { class: "actions" }, places.actions),
-    section("Outputs", places.outputs),
-    section("Failed rows", places.errors),
-    section("Partial results", places.parts),
-    section("Workers", places.workers),
-  );
+  page(main, `Job ${id}`, places);
   await poll(signal, 2, look);
 }
 

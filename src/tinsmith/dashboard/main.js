@@ -1,7 +1,7 @@
 // Which page is shown, the key, and the theme. A page is {title, show(main, parts, signal)}; its address is in the hash.
 
 import { ApiError, get, key } from "./api.js";
-import { button, h, page, tell } from "./dom.js";
+import { button, h, page, put, tell } from "./dom.js";
 import account from "./account.js";
 import checkpoints from "./checkpoints.js";
 import jobs from "./jobs.js";
@@ -26,7 +26,7 @@ function drawNav(current) {
   const items = Object.entries(PAGES).map(([name, { title }]) =>
     h("li", {}, h("a", { href: `#/${name}`, "aria-current": name === current ? "page" : null }, title)),
   );
-  document.getElementById("nav").replaceChildren(h("ul", {}, items));
+  put(document.getElementById("nav"), h("ul", {}, items));
 }
 
 async function route({ focus = true } = {}) {
@@ -36,7 +36,7 @@ async function route({ focus = true } = {}) {
   const { signal } = shown;
   const [name, ...rest] = parts();
   drawNav(name);
-  main.replaceChildren(h("p", { class: "quiet" }, "Loading"));
+  put(main, h("p", { class: "quiet" }, "Loading"));
   try {
     await PAGES[name].show(main, rest, signal);
   } catch (error) {
@@ -58,7 +58,7 @@ async function begin() {
   try {
     const me = await get("/auth/apikey/me");
     hasKey = true;
-    document.getElementById("tenant").textContent = me.details?.org_details?.name || me.name;
+    document.getElementById("tenant").textContent = me.details?.org_details?.name || me.name || "";
     document.getElementById("forget").hidden = me.key_id === 0;
     await route({ focus: false });
   } catch (error) {
@@ -74,7 +74,7 @@ function askForKey(reason) {
   hasKey = false;
   document.getElementById("forget").hidden = true;
   document.getElementById("tenant").textContent = "";
-  document.getElementById("nav").replaceChildren();
+  put(document.getElementById("nav"));
   const input = h("input", {
     id: "key",
     type: "password",
@@ -98,7 +98,7 @@ function askForKey(reason) {
     },
     h("label", { for: "key" }, "API key"),
     input,
-    h("p", { id: "keyhelp", class: "quiet" }, "Kept in this tab until it is closed. Whoever runs the server makes keys: tinsmith keys create TENANT."),
+    h("p", { id: "keyhelp", class: "quiet" }, "The key is kept in this tab until the tab is closed. The operator of the server makes keys: tinsmith keys create TENANT."),
     h("button", { class: "primary" }, "Open the dashboard"),
   );
   page(main, "Enter a key", key.get() ? h("p", { class: "warning", role: "alert" }, `The server did not take the key: ${reason}`) : null, form);

@@ -2,8 +2,9 @@
 
 import { get, path, poll } from "./api.js";
 import { stacked } from "./charts.js";
-import { h, keep, page, section, state } from "./dom.js";
+import { empty, h, keep, page, put, section, state } from "./dom.js";
 import { ago, bytes, count, number, short, shortId } from "./format.js";
+import { isNumber } from "./scale.js";
 import { table } from "./table.js";
 
 const HOUR_MS = 3600e3;
@@ -27,7 +28,7 @@ export function tokenBars(events, startMs, stepMs, bars, label) {
   for (const event of events) {
     const kind = kindOf(event.event_info);
     const index = Math.floor((Date.parse(event.bucket_start) - startMs) / stepMs);
-    if (kind >= 0 && found[index]) found[index].parts[kind] += event.event_info.token_count;
+    if (kind >= 0 && found[index] && isNumber(event.event_info.token_count)) found[index].parts[kind] += event.event_info.token_count;
   }
   return found;
 }
@@ -39,36 +40,39 @@ function card(name, value, note, href) {
 function cards({ counts }) {
   return [
     card("Runs loaded", count(counts.loaded_runs), `of ${count(counts.runs)}`, "#/runs"),
-    card("Open sessions", count(counts.open_sessions), "with a live client", "#/sessions"),
-    card("Waiting", count(counts.waiting_requests), `requests, ${bytes(counts.waiting_bytes)}`, "#/queue"),
-    card("Checkpoints", count(counts.checkpoints), bytes(counts.checkpoint_bytes), "#/checkpoints"),
-    card("Bulk jobs", count(counts.running_jobs), "running", "#/jobs"),
+    card("Active sessions", count(counts.active_sessions), `of ${count(counts.sessions)}`, "#/sessions"),
+    card("Waiting requests", count(counts.waiting_requests), counts.waiting_requests ? bytes(counts.waiting_bytes) : "none", "#/queue"),
+    card("Checkpoints", count(counts.checkpoints), counts.checkpoints ? bytes(counts.checkpoint_bytes) : "none", "#/checkpoints"),
+    card("Unfinished jobs", count(counts.unfinished_jobs), `of ${count(counts.jobs)}`, "#/jobs"),
   ];
 }
 
 // What is held, of the budget if there is one; who holds it is said when it is pointed at.
 function memory({ budget, ...holders }) {
-  const held = Object.values(holders).reduce((sum, value) => sum + value, 0);
+  const held = Object.values(holders).filter(isNumber).reduce((sum, value) => sum + value, 0);
   const who = Object.entries(holders).map(([name, value]) => `${name} ${bytes(value)}`);
   return held ? h("span", { title: who.join(", ") }, budget ? `${bytes(held)} of ${bytes(budget)}` : bytes(held)) : "-";
 }
 
-const ENGINES = [
+const BASES = [
   { label: "Base model", cell: (row) => row.base_model },
-  { label: "Engine", cell: (row) => state(row.state) },
-  { label: "Context", number: true, cell: (row) => count(row.max_context_length) },
+  { label: "State", cell: (row) => state(row.state) },
+  { label: "Context (tokens)", number: true, cell: (row) => count(row.max_context_length) },
   { label: "Vocabulary", number: true, cell: (row) => count(row.vocab_size) },
   { label: "Memory", number: true, cell: (row) => memory(row.memory) },
-  { label: "Why", cell: (row) => row.reason || "-" },
 ];
+const REASON = { label: "Reason", cell: (row) => row.reason || "-" };
+
+// With a column of reasons only where there is one.
+const reasoned = (columns, rows) => (rows.some((row) => row.reason) ? [...columns, REASON] : columns);
 
 const SEATS = [
   { label: "Process", kind: "mono", cell: (row) => row.name },
   { label: "Kind", cell: (row) => row.kind },
   { label: "Base model", cell: (row) => row.base_model },
   { label: "State", cell: (row) => state(row.state) },
-  { label: "Runs of yours", number: true, cell: (row) => count(row.runs) },
-  { label: "Waiting of yours", number: true, cell: (row) => count(row.waiting_requests) },
+  { label: "Your runs", number: true, cell: (row) => count(row.runs) },
+  { label: "Your waiting requests", number: true, cell: (row) => count(row.waiting_requests) },
   { label: "Started", number: true, cell: (row) => ago(row.started_at) },
 ];
 
@@ -79,7 +83,7 @@ const NEWEST = [
   { label: "Base model", cell: (row) => row.base_model },
   { label: "State", cell: (row) => state(row.state) },
   { label: "Step", number: true, cell: (row) => count(row.step) },
-  { label: "Loss per token", number: true, cell: (row) => number(row.metrics.loss_per_token) },
+  { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Last request", number: true, cell: (row) => ago(row.last_request_at) },
 ];
 
@@ -98,10 +102,10 @@ export default {
     const look = async () => {
       const found = await get("/dashboard/overview", signal);
       drawCounts(found.counts, () => cards(found));
-      drawEngines(found.engines, () => table("Engines", ENGINES, found.engines));
-      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", SEATS, found.seats));
+      drawEngines(found.engines, () => table("Base models", reasoned(BASES, found.engines), found.engines));
+      drawSeats([found.seats, Math.floor(Date.now() / 10000)], () => table("Engines and samplers", reasoned(SEATS, found.seats), found.seats, { none: "No engine runs." }));
       const newest = await get("/dashboard/runs?limit=6&sort=last_request_at", signal);
-      drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Runs that were used last", NEWEST, newest.runs, { none: "No run yet. A training client makes one." }));
+      drawRuns([newest.runs, Math.floor(Date.now() / 10000)], () => table("Recent runs", NEWEST, newest.runs, { none: "No run yet. A training client makes one." }));
     };
     const tokens = async () => {
       const end = (Math.floor(Date.now() / HOUR_MS) + 1) * HOUR_MS;
@@ -109,9 +113,10 @@ export default {
       const found = await get(`/billing/usage/events?starting_on=${iso(start)}&ending_before=${iso(end)}`, signal);
       const bars = tokenBars(found.data, start, HOUR_MS, 24, (at) => at.toLocaleString("sv-SE").slice(11, 16));
       const total = bars.flatMap((bar) => bar.parts).reduce((sum, part) => sum + part, 0);
-      usage.replaceChildren(stacked("Tokens by the hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`));
+      const sum = () => [stacked("Tokens per hour", KINDS, bars), h("p", { class: "quiet" }, `${short(total)} tokens in 24 hours.`)];
+      put(usage, total ? sum() : empty("No tokens were trained or sampled in the last 24 hours."));
     };
-    page(main, "Overview", counts, section("Tokens of the last day", usage), section("Runs that were used last", runs), section("Engines", engines, seats));
+    page(main, "Overview", counts, section("Tokens in the last 24 hours", usage), section("Recent runs", runs), section("Base models", engines), section("Engines and samplers", seats));
     await Promise.all([poll(signal, 2, look), poll(signal, 60, tokens)]);
   },
 };

@@ -1,9 +1,9 @@
 // The same prompt to several models side by side, token by token.
 
 import { ask, get } from "./api.js";
-import { button, h, page, tell } from "./dom.js";
-import { count, seconds } from "./format.js";
-import { legend, tokens } from "./tokens.js";
+import { button, h, page, put, tell } from "./dom.js";
+import { count, counted, seconds } from "./format.js";
+import { endedBy, legend, tokens } from "./tokens.js";
 
 const MOST_COLUMNS = 4;
 const TOP = 5; // alternatives of each token
@@ -16,9 +16,9 @@ function field(id, label, attributes) {
 const settings = () => ({
   temperature: field("temperature", "Temperature", { type: "number", min: 0, max: 10, step: "any", value: "0.7" }),
   top_p: field("top_p", "Top-p", { type: "number", min: 0.01, max: 1, step: "any", value: "1" }),
-  max_tokens: field("max_tokens", "Most tokens", { type: "number", min: 1, step: 1, value: "48" }),
+  max_tokens: field("max_tokens", "Max tokens", { type: "number", min: 1, step: 1, value: "48" }),
   seed: field("seed", "Seed", { type: "number", step: 1, placeholder: "random" }),
-  stop: field("stop", "Stop at", { type: "text", placeholder: "none; \\n is a new line" }),
+  stop: field("stop", "Stop at", { type: "text", placeholder: "text, or \\n" }),
 });
 
 function paramsOf(fields) {
@@ -74,22 +74,23 @@ function tokensOf(choice) {
 async function sample(one, body, chat, signal) {
   const model = one.input.value.trim();
   const started = performance.now();
-  one.answer.replaceChildren(h("p", { class: "quiet" }, "Sampling"));
+  put(one.answer, h("p", { class: "quiet" }, "Sampling"));
   one.answer.setAttribute("aria-busy", "true");
   try {
     const asked = { model, ...body, ...(chat ? { logprobs: true, top_logprobs: TOP, separate_reasoning: false } : { logprobs: TOP }) };
     const found = await ask("POST", chat ? "/oai/api/v1/chat/completions" : "/oai/api/v1/completions", asked, signal);
     const [choice] = found.choices;
     const took = (performance.now() - started) / 1000;
-    const about = `${count(found.usage.prompt_tokens)} + ${count(found.usage.completion_tokens)} tokens, ${seconds(took)}, ended by ${choice.finish_reason}`;
+    const about = `${count(found.usage?.prompt_tokens)} prompt + ${counted(found.usage?.completion_tokens, "sampled token")}, ${seconds(took)}${endedBy(choice.finish_reason)}`;
     const text = chat ? choice.message.content : choice.text;
-    one.answer.replaceChildren(
+    put(
+      one.answer,
       h("p", { class: "text" }, text || "(no text)"),
       h("p", { class: "quiet about" }, about),
       tokens(`the answer of ${model}`, tokensOf(choice)),
     );
   } catch (error) {
-    if (error.name !== "AbortError") one.answer.replaceChildren(h("p", { class: "warning", role: "alert" }, error.message));
+    if (error.name !== "AbortError") put(one.answer, h("p", { class: "warning", role: "alert" }, error.message));
   } finally {
     one.answer.removeAttribute("aria-busy");
   }
@@ -138,7 +139,7 @@ export default {
       go.disabled = true;
       await Promise.all(columns.map((one) => sample(one, body, chat.checked, signal)));
       go.disabled = false;
-      if (!signal.aborted) tell("All answers are there.");
+      if (!signal.aborted) tell("All models have answered.");
     };
     const go = h("button", { class: "primary" }, "Sample");
     const form = h(

@@ -2,13 +2,14 @@
 
 import { get, path, poll } from "./api.js";
 import { h, keep, page, section } from "./dom.js";
-import { ago, count, shortId, when } from "./format.js";
+import { ago, count, counted, shortId, when } from "./format.js";
+import { isNumber } from "./scale.js";
 import { facts, pager, table } from "./table.js";
-import { legend, tokens } from "./tokens.js";
+import { endedBy, legend, tokens } from "./tokens.js";
 
 const LIMIT = 25;
 
-const weightsOf = (row) => row.weights || row.base_model;
+const weightsOf = (row) => row.weights || row.base_model || "-";
 
 const oneLine = (text) => text.replaceAll(/\s+/g, " ").trim();
 
@@ -20,8 +21,8 @@ const COLUMNS = [
   },
   { label: "End of the prompt", kind: "preview", cell: (row) => oneLine(row.prompt_ends ?? "") || "-" },
   { label: "Weights", kind: "mono", cell: (row) => h("span", { title: weightsOf(row) }, shortId(weightsOf(row).replace("tinker://", ""))) },
-  { label: "Prompt", number: true, cell: (row) => count(row.prompt_tokens) },
-  { label: "Sampled", number: true, cell: (row) => count(row.sampled_tokens) },
+  { label: "Prompt tokens", number: true, cell: (row) => count(row.prompt_tokens) },
+  { label: "Sampled tokens", number: true, cell: (row) => count(row.sampled_tokens) },
   { label: "Answers", number: true, cell: (row) => count(row.num_sequences) },
   { label: "When", number: true, cell: (row) => ago(row.created_at) },
 ];
@@ -36,7 +37,7 @@ async function showList(main, signal) {
   const look = async () => {
     const found = await get(`/dashboard/samples?${new URLSearchParams({ ...asked, limit: LIMIT })}`, signal);
     about.textContent = found.kept
-      ? `Of fast bursts some are kept, ${count(found.kept)} at most, for a day. Nobody else can read them.`
+      ? `The server keeps up to ${counted(found.kept, "sample")} for a day, and only some of many at once. Other tenants cannot read them.`
       : "This server keeps no samples (TINSMITH_KEPT_SAMPLES is 0).";
     draw([found.samples, Math.floor(Date.now() / 10000)], () => table("Samples", COLUMNS, found.samples, { none: "No sample is kept." }));
     const move = (offset) => {
@@ -72,9 +73,9 @@ function list(found, logprobs = null) {
 function answers(sample) {
   return sample.sequences.map((sequence, index) => {
     const name = sample.sequences.length > 1 ? `Answer ${index + 1}` : "Answer";
-    const finite = sequence.logprobs.filter((value) => value !== null);
+    const finite = sequence.logprobs.filter(isNumber);
     const mean = finite.length ? finite.reduce((sum, value) => sum + value, 0) / finite.length : null;
-    const about = `${count(sequence.tokens.length)} tokens, ended by ${sequence.stop_reason}${mean === null ? "" : `, mean logprob ${mean.toFixed(3)}`}`;
+    const about = `${counted(sequence.tokens.length, "token")}${endedBy(sequence.stop_reason)}${mean === null ? "" : `, mean logprob ${mean.toFixed(3)}`}`;
     return h("article", { class: "turn sampled" }, h("h3", {}, name), h("p", { class: "quiet about" }, about), tokens(name.toLowerCase(), list(sequence, sequence.logprobs)));
   });
 }
@@ -94,18 +95,22 @@ function repeated(sample, before) {
 // What a turn's prompt adds to the conversation so far.
 function asked(sample, before) {
   const known = repeated(sample, before);
-  const cut = sample.prompt_cut ? h("p", { class: "quiet" }, `${count(sample.prompt_cut)} tokens before it were not kept.`) : null;
+  const cut = sample.prompt_cut ? h("p", { class: "quiet" }, `The server did not keep the ${counted(sample.prompt_cut, "token")} before this.`) : null;
   const all = list(sample.prompt);
   const shown = known ? all.slice(known) : all;
   const name = known ? "What was added" : "Prompt";
   return h("article", { class: "turn" }, h("h3", {}, name), cut, tokens(name.toLowerCase(), shown));
 }
 
+const PARAMS = { max_tokens: "Max tokens", seed: "Seed", temperature: "Temperature", top_k: "Top-k", top_p: "Top-p" };
+
+// A top-k below 1 limits nothing.
+const paramOf = (name, value) => (!isNumber(value) || (name === "top_k" && value < 1) ? null : String(value));
+
 async function showSample(main, id, signal) {
   const last = await get(path`/dashboard/samples/${id}`, signal);
   const before = await Promise.all(last.turns_before.map((one) => get(path`/dashboard/samples/${one}`, signal)));
   const turns = [...before, last];
-  const params = Object.entries(last.params).filter(([, value]) => value !== null);
   page(
     main,
     `Sample ${shortId(id)}`,
@@ -113,7 +118,7 @@ async function showSample(main, id, signal) {
       ["Weights", h("code", {}, weightsOf(last))],
       ["When", when(last.created_at)],
       ["Tokens", `${count(last.prompt_tokens)} prompt, ${count(last.sampled_tokens)} sampled`],
-      ...params.map(([name, value]) => [name.replaceAll("_", " "), String(value)]),
+      ...Object.entries(PARAMS).map(([name, label]) => [label, paramOf(name, last.params[name])]),
     ]),
     legend(),
     turns.map((turn, index) =>

@@ -10,7 +10,7 @@ const LIMIT = 50;
 
 const statusOf = (row) => {
   if (!row.status) return "expired";
-  return row.status.type === "active" ? "active" : row.status.reason.type;
+  return row.status.type === "active" ? "active" : row.status.reason?.type;
 };
 
 const COLUMNS = [
@@ -31,7 +31,7 @@ const RUNS = [
   { label: "Base model", cell: (row) => row.base_model },
   { label: "State", cell: (row) => state(row.state) },
   { label: "Step", number: true, cell: (row) => count(row.step) },
-  { label: "Loss", number: true, cell: (row) => number(row.metrics.loss_per_token) },
+  { label: "Loss per token", number: true, cell: (row) => number(row.metrics?.loss_per_token) },
   { label: "Last request", number: true, cell: (row) => when(row.last_request_at) },
 ];
 
@@ -100,8 +100,8 @@ async function showSession(main, id, signal) {
     drawAbout(session, () =>
       facts([
         ["Name", session.display_name],
-        ["Runs", count(session.training_run_ids.length)],
-        ["Samplers", count(session.sampler_ids.length)],
+        ["Runs", count(session.training_run_ids?.length)],
+        ["Samplers", count(session.sampler_ids?.length)],
         ...Object.entries(session.user_metadata || {}),
         ["Id", h("code", {}, id)],
       ]),

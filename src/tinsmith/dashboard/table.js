@@ -48,5 +48,5 @@ export function pager({ offset, limit, total_count: total }, move) {
 
 export function facts(pairs) {
   const shown = pairs.filter(([, value]) => value !== null && value !== undefined && value !== "");
-  return h("dl", { class: "facts" }, shown.map(([name, value]) => h("div", { class: value.tagName === "CODE" ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
+  return h("dl", { class: "facts" }, shown.map(([name, value]) => h("div", { class: ["CODE", "PRE"].includes(value.tagName) ? "wide" : null }, h("dt", {}, name), h("dd", {}, value))));
 }

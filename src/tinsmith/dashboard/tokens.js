@@ -1,23 +1,27 @@
 // Tokens with what the model thought of each: coloured by probability, read with the arrow keys, or as a table.
 
-import { h } from "./dom.js";
-import { percent } from "./format.js";
+import { h, put } from "./dom.js";
+import { counted, percent } from "./format.js";
+import { isNumber } from "./scale.js";
 import { table } from "./table.js";
 
 const STEPS = [0.9, 0.5, 0.2, 0.05, 0.01]; // a token is of the first class whose bound its probability reaches
 
 const rank = (logprob) => {
-  if (logprob === null || logprob === undefined) return "p-none";
+  if (!isNumber(logprob)) return "p-none";
   const at = STEPS.findIndex((bound) => Math.exp(logprob) >= bound);
   return `p${at < 0 ? STEPS.length : at}`;
 };
 
-const spelled = (text) => (text === "" ? "(empty)" : text.replaceAll("\n", "\\n").replaceAll("\t", "\\t"));
+const spelled = (text) => (!text ? "(empty)" : text.replaceAll("\n", "\\n").replaceAll("\t", "\\t"));
+
+// Why an answer ended, as the end of a sentence.
+export const endedBy = (reason) => (reason ? `, ended by ${reason}` : "");
 
 function inWords(token) {
   const parts = [`"${spelled(token.text)}"`];
-  if (token.id !== undefined) parts.push(`token ${token.id}`);
-  if (token.logprob === null || token.logprob === undefined) parts.push("no logprob");
+  if (isNumber(token.id)) parts.push(`token ${token.id}`);
+  if (!isNumber(token.logprob)) parts.push("no logprob");
   else parts.push(`logprob ${token.logprob.toFixed(3)} (${percent(Math.exp(token.logprob))})`);
   if (token.others?.length) {
     parts.push(`likeliest: ${token.others.map((one) => `"${spelled(one.text)}" ${percent(Math.exp(one.logprob))}`).join(", ")}`);
@@ -44,7 +48,7 @@ export function tokens(name, list) {
       class: "tokens",
       tabindex: "0",
       role: "group",
-      "aria-label": `${name}, ${list.length} tokens; left and right arrows read them one by one`,
+      "aria-label": `${name}, ${counted(list.length, "token")}; left and right arrows read them one by one`,
       on: {
         keydown: (event) => {
           const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
@@ -68,13 +72,13 @@ function asTable(name, list) {
   const columns = [
     { label: "No.", number: true, cell: (row) => String(row.index + 1) },
     { label: "Token", kind: "mono", cell: (row) => spelled(row.text) },
-    { label: "Logprob", number: true, cell: (row) => (row.logprob === null || row.logprob === undefined ? "-" : row.logprob.toFixed(4)) },
-    { label: "Probability", number: true, cell: (row) => (row.logprob === null || row.logprob === undefined ? "-" : percent(Math.exp(row.logprob))) },
+    { label: "Logprob", number: true, cell: (row) => (isNumber(row.logprob) ? row.logprob.toFixed(4) : "-") },
+    { label: "Probability", number: true, cell: (row) => (isNumber(row.logprob) ? percent(Math.exp(row.logprob)) : "-") },
     { label: "Likeliest", cell: (row) => (row.others || []).map((one) => `${spelled(one.text)} ${percent(Math.exp(one.logprob))}`).join(", ") || "-" },
   ];
   const details = h("details", {}, h("summary", {}, "As a table", h("span", { class: "hidden" }, ` (${name})`)), numbers);
   details.addEventListener("toggle", () => {
-    if (details.open) numbers.replaceChildren(table(`Tokens of ${name}`, columns, list.map((token, index) => ({ ...token, index }))));
+    if (details.open) put(numbers, table(`Tokens of ${name}`, columns, list.map((token, index) => ({ ...token, index }))));
   });
   return details;
 }

@@ -1,4 +1,4 @@
-"""How many of everything there are now, for operators: counted in the rows when somebody asks, across all tenants.
+"""How many of everything there are now, for operators: counted in the rows at each scrape, across all tenants.
 
 Every query is answered by an index over what is unfinished, so that its cost does not grow with the past. The memory of
 this server's own engines is asked of the system.
@@ -17,7 +17,9 @@ from tinsmith.db import Database, now
 from tinsmith.tables import BATCH, ENGINES, FUTURES, MODELS, SESSIONS
 
 LOADED = ("creating", "ready")
-ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
+ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
+"""The client's heartbeats come. One that said farewell is kept open for its last requests, and is no longer active."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,11 @@ class Census:
             yield from self._queues(connection)
             yield from self._engines(connection)
             yield from _models(connection)
-            opened = sa.select(sa.func.count()).select_from(SESSIONS).where(SESSIONS.c.closed_at.is_(None))
+            opened = sa.select(sa.func.count()).select_from(SESSIONS).where(ACTIVE_SESSION)
             yield Counted("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
             jobs = BATCH.jobs.c.status
             for status, count in connection.execute(
-                sa.select(jobs, sa.func.count()).where(jobs.not_in(ENDED)).group_by(jobs)
+                sa.select(jobs, sa.func.count()).where(jobs.not_in(ENDED_JOB)).group_by(jobs)
             ):
                 yield Counted("tinsmith_batch_jobs", (status,), float(count))
 

@@ -1,7 +1,7 @@
 """Overview: what a tenant has and waits for, over several tables at once, for people to look at. Reads only.
 
-Every query is of one tenant, and of rows that an index finds: what is waiting, not what ever was. Numbers that describe
-a queue are of the moment; nobody may decide by them.
+Every query is of one tenant, and of rows that an index finds. Numbers that describe a queue are of the moment: they are
+shown, and nothing is decided by them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sqlalchemy as sa
 
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.observing.census import ACTIVE_SESSION, ENDED_JOB, LOADED
 from tinsmith.tables import BATCH, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
-
-RUNNING_JOBS = ("PENDING", "RUNNING", "WINDING_DOWN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Overview:
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
         state = sa.case((silent, "silent"), else_=ENGINES.c.state)
-        mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(("creating", "ready"))
+        mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
         runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine).scalar_subquery()
         given = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
         waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given).scalar_subquery()
@@ -139,21 +138,22 @@ class Overview:
 
     def counts(self, tenant_id: str) -> dict[str, int]:
         """How many of everything the tenant has now."""
-        loaded = MODELS.c.state.in_(("creating", "ready"))
         unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
         stored = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.state == "completed") & unexpired
         waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
-        jobs = BATCH.jobs.c.status.in_(RUNNING_JOBS) & (BATCH.jobs.c.tenant_id == tenant_id)
+        sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH.jobs.c.tenant_id == tenant_id
         queries = {
             "runs": _count(MODELS, MODELS.c.tenant_id == tenant_id),
-            "loaded_runs": _count(MODELS, (MODELS.c.tenant_id == tenant_id) & loaded),
-            "open_sessions": _count(SESSIONS, (SESSIONS.c.tenant_id == tenant_id) & SESSIONS.c.closed_at.is_(None)),
+            "loaded_runs": _count(MODELS, (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)),
+            "sessions": _count(SESSIONS, sessions),
+            "active_sessions": _count(SESSIONS, sessions & ACTIVE_SESSION),
             "checkpoints": _count(CHECKPOINTS, stored),
             "checkpoint_bytes": _sum(CHECKPOINTS.c.size_bytes, stored),
             "waiting_requests": _count(FUTURES, waiting),
             "waiting_bytes": _sum(FUTURES.c.body_bytes, waiting),
             "file_bytes": _sum(UPLOADS.c.size_bytes, UPLOADS.c.tenant_id == tenant_id),
-            "running_jobs": _count(BATCH.jobs, jobs),
+            "jobs": _count(BATCH.jobs, jobs),
+            "unfinished_jobs": _count(BATCH.jobs, jobs & BATCH.jobs.c.status.not_in(ENDED_JOB)),
         }
         with self._db.read() as connection:
             return {name: int(connection.scalar(query) or 0) for name, query in queries.items()}

@@ -1,0 +1,68 @@
+// Ranges, ticks and labels of charts, for any numbers at all: equal or nearly equal ones, huge, tiny, negative, missing.
+//
+// Values are divided by a power of ten first (`exponentOf`), so that ranges and ticks are made of numbers near 1: nothing
+// overflows, and no step between two ticks is lost in rounding.
+
+const FLAT = 1e-6; // a smaller difference, relative to the values, is rounding: single precision has seven digits
+const MOST_EXPONENT = 300;
+const LONG = 1e9; // from here on, and below SHORT, labels have exponents
+const SHORT = 1e-4;
+
+export const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+// The power of ten of the largest value; 0 if there is none.
+export function exponentOf(values) {
+  const most = values.filter(isNumber).reduce((found, value) => Math.max(found, Math.abs(value)), 0);
+  if (most === 0) return 0;
+  return Math.max(-MOST_EXPONENT, Math.min(MOST_EXPONENT, Math.floor(Math.log10(most))));
+}
+
+// Values by the power of ten; what is no number is missing.
+export const scaled = (values, exponent) => values.map((value) => (isNumber(value) ? value / 10 ** exponent : null));
+
+// What an axis of values shows: more than their extent, and zero if they are as good as equal.
+export function valueRange(low, high) {
+  if (!isNumber(low) || !isNumber(high)) return [0, 1];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (size === 0) return [0, 1];
+  if (high - low <= FLAT * size) return low > 0 ? [0, 2 * size] : [-2 * size, 0];
+  const margin = 0.1 * (high - low);
+  return [low >= 0 ? Math.max(0, low - margin) : low - margin, high <= 0 ? Math.min(0, high + margin) : high + margin];
+}
+
+// What an axis of steps shows: their extent, and a little around a single one.
+export function stepRange(low, high) {
+  if (!isNumber(low) || !isNumber(high)) return [0, 1];
+  const margin = Math.max(0.5, 1e-9 * Math.abs(high));
+  return high - low >= margin ? [low, high] : [low - margin, high + margin];
+}
+
+// At most `most` + 1 round numbers from `low` to `high`; whole ones for steps.
+export function ticksOf(low, high, most, whole = false) {
+  const raw = (high - low) / most;
+  if (!(raw > 0)) return [];
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const round = power * ([1, 2, 5].find((times) => times * power >= raw * (1 - 1e-9)) ?? 10);
+  const step = whole ? Math.max(1, round) : round;
+  const first = Math.ceil(low / step - 1e-9);
+  const count = Math.floor(high / step + 1e-9) - first + 1;
+  return Array.from({ length: Math.max(0, count) }, (_, index) => (first + index) * step);
+}
+
+// One text for each tick, all with as many digits as tell them apart.
+export function labelsOf(ticks, exponent = 0) {
+  const size = ticks.reduce((found, tick) => Math.max(found, Math.abs(tick)), 0);
+  const step = ticks.length > 1 ? Math.abs(ticks[1] - ticks[0]) : size;
+  if (size === 0) return ticks.map(() => "0");
+  const place = Math.floor(Math.log10(step) + 1e-9); // of the last digit that differs
+  const largest = Math.floor(Math.log10(size) + 1e-9);
+  const whole = size * 10 ** exponent;
+  const text = (tick, format) => (Math.abs(tick) < step / 2 ? "0" : format(tick));
+  if (whole < LONG && whole >= SHORT) {
+    const digits = Math.min(20, Math.max(0, -(place + exponent)));
+    const format = new Intl.NumberFormat("en-GB", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+    return ticks.map((tick) => text(tick, (value) => format.format(value * 10 ** exponent)));
+  }
+  const digits = Math.min(15, Math.max(0, largest - place));
+  return ticks.map((tick) => text(tick, (value) => `${(value / 10 ** largest).toFixed(digits)}e${largest + exponent}`));
+}
