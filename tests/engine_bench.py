@@ -82,7 +82,7 @@ class Bench:
 
     def __init__(self, directory: Path, sockets: Path, url: str = "") -> None:
         self.directory = directory
-        self.db = Database(url or fresh_url(directory))
+        self.db = self.open_database(url or fresh_url(directory))
         self.mailbox = Mailbox(sockets, "engine")
         self.server_mailbox = Mailbox(sockets, "server")
         self.futures = Futures(self.db, lambda _base, _engine_id=None: self.server_mailbox.wake("engine"))
@@ -91,6 +91,9 @@ class Bench:
         self.checkpoints = Checkpoints(self.db, self.directories("checkpoints"))
         self.settings = Settings(data_dir=directory, seq_gap_s=5)
         self.restart()
+
+    def open_database(self, url: str) -> Database:
+        return Database(url)
 
     def directories(self, kind: str) -> Directories:
         return Directories(self.directory / kind)

@@ -176,6 +176,11 @@ _ADVANCE = Prepared(
 )
 
 
+def _text(error: TinsmithError) -> str:
+    """As any database stores it: Postgres refuses NUL, and no encoding has lone surrogates."""
+    return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()
+
+
 def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
     created_at = now()
     return {
@@ -190,7 +195,7 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
         "seq_id": new.seq_id,
         "num_tokens": new.num_tokens,
         "body_bytes": len(new.body) if state == "pending" else 0,
-        "error": str(refusal) if refusal else None,
+        "error": _text(refusal) if refusal else None,
         "category": refusal.category if refusal else None,
         "result_type": "json" if state == "done" else None,
         "created_at": created_at,
@@ -375,7 +380,7 @@ class Futures:
                     {
                         "settled_id": settlement.request_id,
                         "state": "failed" if error else "done",
-                        "error": str(error) if error else None,
+                        "error": _text(error) if error else None,
                         "category": error.category if error else None,
                         "result_type": None if error else settlement.result_type,
                         "settled_at": settled_at,

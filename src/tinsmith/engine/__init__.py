@@ -35,6 +35,7 @@ from tinsmith.engine.recording import Recorder
 from tinsmith.engine.recovery import Between, Recovery
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.sending import POLL_S, Sending, Sendings
+from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
 from tinsmith.engine.snapshots import RETRY_S, Snapshots
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.versions import Versions
@@ -83,8 +84,10 @@ class Engine:
             shape.name, nouns.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
         self._worklog = Worklog(self.meters, nouns.tracing)
+        self._patience = Patience()
+        self._outbox = Outbox(nouns.futures, self._worklog, self._patience, self._settled)
         self._sampling = Sampling(
-            backend, nouns, self._prepare_version, self._suspects, self._settle, self._tell, self._worklog, self.meters
+            backend, nouns, self._prepare_version, self._suspects, self._outbox, self._tell, self._worklog, self.meters
         )
         self._recorder = Recorder(shape.name, nouns.records)
         self._fairness = Fairness()
@@ -100,12 +103,17 @@ class Engine:
         self._writes_at_once = False
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Work until `stopping`; a step that has begun is finished and settled first."""
-        self.start()
+        """Work until `stopping`; a step that has begun is finished and settled first.
+
+        A turn that the database interrupts is begun again: until a request is settled, it stays where the next turn
+        finds it.
+        """
+        self._patience.stopping = stopping
         try:
+            self._patience.insist(self.start)
             while not stopping():
-                self.turn(SAFETY_POLL_S)
-        except (SQLAlchemyError, OSError, LeaseLostError):
+                self._patience.insist(partial(self.turn, SAFETY_POLL_S))
+        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
             self.pardon()
             raise
         self.stop()
@@ -128,6 +136,7 @@ class Engine:
         """Wait until what was begun to be written is written."""
         self._sendings.wait()
         self._settle_sent()
+        self._outbox.flush()
         self._snapshots.flush()
 
     def start(self) -> None:
@@ -138,6 +147,7 @@ class Engine:
 
     def turn(self, patience_s: float) -> bool:
         """One step of training and a share of decoding; without either, wait for work. False if there was none."""
+        self._outbox.flush()
         self._snapshots.collect()
         if self._sendings:
             self._settle_sent()
@@ -245,16 +255,19 @@ class Engine:
 
     def _unload(self) -> None:
         while self._queues.unloads:
-            request = self._queues.unloads.pop(0)
+            # All that is read is read first: an error of the database leaves the request where it is.
+            request = self._queues.unloads[0]
             assert request.model_id is not None
             body = self._nouns.futures.bodies([request.request_id]).get(request.request_id, b"{}")
+            model = self._nouns.models.find(request.model_id)
+            del self._queues.unloads[0]
             reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
             waiting = self._queues.forget_lane(request.model_id)
             self._recorder.forget(request.model_id)
             self._operations.unload(request.model_id)
             reach("model.unloaded")
-            if model := self._nouns.models.find(request.model_id):
+            if model is not None:
                 self._snapshots.forget(model)
             answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
             settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
@@ -265,7 +278,7 @@ class Engine:
                 entry(request.tenant_id, "model_unloaded", unloaded),
             ]
             settlements.append(Settlement(request.request_id, body=answer, effects=effects))
-            self._settle(settlements, {})
+            self._outbox.settle(settlements)
 
     def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
         """The requests whose models are (or come back) in memory, with their bodies; the others are settled."""
@@ -281,7 +294,7 @@ class Engine:
             if error is None and request.model_id not in usable:
                 try:
                     with self._suspects.running([request.request_id]):
-                        usable[request.model_id] = self._bring_back(request.model_id, self._sampling.slice)
+                        usable[request.model_id] = self._bring_back(request.model_id, self._sampling.between)
                 except UnreachableError as unreachable:
                     self._try_later(request, unreachable)
                     later.add(request.model_id)
@@ -300,7 +313,9 @@ class Engine:
         return self._versions.prepare(sampler, self._bring_back)
 
     def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
-        """Why a model cannot be had in memory; None if it is there."""
+        """Why a model cannot be had in memory; None if it is there. Raises UnreachableError and SQLAlchemyError, after
+        which another attempt may succeed.
+        """
         if self._backend.has_model(model_id):
             return None
         model = self._nouns.models.find(model_id)
@@ -311,7 +326,7 @@ class Engine:
             self._recovery.restore(model, between)
         except TinsmithError as error:
             return error
-        except UnreachableError:
+        except (UnreachableError, SQLAlchemyError):
             raise
         except Exception as error:  # one model's unreadable state must not stop the others
             log.error("a model could not be brought back", model_id=model_id, exc_info=error)
@@ -330,7 +345,9 @@ class Engine:
         try:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
-                outcomes = self._backend.run_passes(passes, between=self._sampling.slice)
+                outcomes = self._backend.run_passes(passes, between=self._sampling.between)
+        except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
+            raise
         except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
             if len(ready) > 1:
                 log.warning("a packed step failed; running its requests one by one", error=repr(error))
@@ -394,6 +411,8 @@ class Engine:
         except UnreachableError as error:
             self._try_later(request, error)
             return
+        except SQLAlchemyError:  # the request stays in its lane
+            raise
         except Exception as error:  # noqa: BLE001  the answer of this request alone
             failure = _as_error(error, request)
             effects = self._operations.failed(request, body, failure)
@@ -463,26 +482,20 @@ class Engine:
             applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
             if settlement.keep_body:
                 changed.add(request.model_id)
-        self._settle([settlement for _, settlement in settled], applied)
+        self._outbox.settle([settlement for _, settlement in settled], applied)
         for model_id, seq_id in applied.items():
             self._snapshots.applied(model_id, seq_id, changed=model_id in changed)
 
     def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
-        self._settle([Settlement(request.request_id, error=error) for request in requests], {})
+        self._outbox.settle([Settlement(request.request_id, error=error) for request in requests])
 
-    def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
-        reach("engine.ran")
-        settlements = self._worklog.timed(settlements)
-        self._nouns.futures.settle(settlements, applied)
-        reach("settle.committed")
+    def _settled(self, settlements: Sequence[Settlement]) -> None:
+        """They are committed."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._suspects.forget(ids)
         self._mailbox.wake(SERVER, ids)
         self._worklog.settled(settlements)
-        for settlement in settlements:
-            if settlement.clean_up:
-                settlement.clean_up()
 
 
 def _as_error(error: Exception, request: Pending) -> TinsmithError:

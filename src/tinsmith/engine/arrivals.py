@@ -23,6 +23,8 @@ from tinsmith.models import Models
 from tinsmith.notify import EVERYTHING
 from tinsmith.ops import Pending
 
+_WITHOUT_LANE = ("sample", "unload_model", "cancel")
+
 Fail = Callable[[Sequence[Pending], TinsmithError], None]
 
 log = structlog.get_logger()
@@ -49,6 +51,7 @@ class Arrivals:
         self._last_arrival = 0
         self._others: list[str] = []
         self._left_to_others: set[str] = set()
+        self._is_to_heed = False
 
     def fetch(self, named: Collection[str] = ()) -> None:
         """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
@@ -86,6 +89,7 @@ class Arrivals:
 
     def _take(self, found: Sequence[Arrival]) -> None:
         wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
+        self._is_to_heed |= bool(wanted)  # also where the database does not say what was claimed
         claimed = self._ownership.claim(wanted) if wanted else set[str]()
         if claimed:
             reach("engine.claimed")
@@ -97,7 +101,9 @@ class Arrivals:
             for one in self._missed():
                 if not one.free:
                     self._enqueue(one.request)
+        if self._is_to_heed:
             self._suspects.heed(self._ownership.suspects(), self._queues.known)
+            self._is_to_heed = False
 
     def _is_to_claim(self, one: Arrival) -> bool:
         if not self._others or one.request.request_id in self._left_to_others:
@@ -108,6 +114,10 @@ class Arrivals:
     def _enqueue(self, request: Pending) -> None:
         if request.request_id in self._queues.known:
             return
+        lane, refusal = None, None
+        if request.kind not in _WITHOUT_LANE and request.model_id is not None:
+            # First, since it reads: what the database interrupts here is found again by the slow poll.
+            lane, refusal = self._lane_of(request, request.model_id)
         if request.state == "pending":
             self._queues.known.add(request.request_id)
             self._worklog.arrived(request)
@@ -118,25 +128,24 @@ class Arrivals:
             self._queues.unloads.append(request)
         elif request.kind == "cancel":
             self._queues.cancels.append(request)
-        elif request.model_id is not None:
-            self._enqueue_in_lane(request, request.model_id)
+        elif lane is not None:
+            lane.add(request)
+        elif refusal is not None and request.state == "pending":
+            self._fail([request], refusal)
 
-    def _enqueue_in_lane(self, request: Pending, model_id: str) -> None:
+    def _lane_of(self, request: Pending, model_id: str) -> tuple[Lane, None] | tuple[None, TinsmithError]:
+        """The lane that a request belongs to, or why it cannot run any more."""
         lane = self._queues.lanes.get(model_id)
         if lane is None:
             model = self._models.find(model_id)
             if model is None:
-                if request.state == "pending":
-                    self._fail([request], UserError(f"model_id {model_id!r} is unknown"))
-                return
+                return None, UserError(f"model_id {model_id!r} is unknown")
             if request.state == "pending" and model.state == "unloaded":
                 # What was waiting at its end was failed without being applied: a new lane would wait for it.
-                self._fail([request], GoneError(f"model {model_id!r} was unloaded: {model.reason}"))
-                return
+                return None, GoneError(f"model {model_id!r} was unloaded: {model.reason}")
             lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
             self._queues.lanes[model_id] = lane
         if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
             late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
-            self._fail([request], UserError(late))
-            return
-        lane.add(request)
+            return None, UserError(late)
+        return lane, None

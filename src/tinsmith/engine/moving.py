@@ -10,6 +10,7 @@ is forgotten here. The other brings it back from its files at its next request, 
 from __future__ import annotations
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.crashpoints import reach
 from tinsmith.engine.operations import Operations
@@ -53,15 +54,24 @@ class Moving:
             return
         reach("run.parked")
         model_id, self._chosen = self._chosen, None
-        if not self._ownership.hand_over(model_id, taker):
-            return
+        try:
+            if not self._ownership.hand_over(model_id, taker):
+                return
+        except SQLAlchemyError:
+            # It may have been committed. All of the run is in files, so it can be forgotten in either case; what stayed
+            # in memory would be out of date if the run came back.
+            self._forget(model_id)
+            raise
         reach("run.moved")
+        self._forget(model_id)
+        self._mailbox.wake(engine_mailbox(self._ownership.base_model, taker), [EVERYTHING])
+        log.info("an idle run was handed over", model_id=model_id, engine_id=taker)
+
+    def _forget(self, model_id: str) -> None:
         self._queues.forget_lane(model_id)
         self._recorder.forget(model_id)
         self._operations.unload(model_id)
         self._snapshots.left(model_id)
-        self._mailbox.wake(engine_mailbox(self._ownership.base_model, taker), [EVERYTHING])
-        log.info("an idle run was handed over", model_id=model_id, engine_id=taker)
 
     def _idle(self) -> list[str]:
         lanes = self._queues.lanes

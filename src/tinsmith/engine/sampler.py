@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -24,7 +25,8 @@ from tinsmith.engine.metering import EngineMeters
 from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
-from tinsmith.engine.stock import Stock
+from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
+from tinsmith.engine.stock import Failure, Stock
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
@@ -73,20 +75,24 @@ class SamplerEngine:
             self._base_model, self._engine_id, settings.step_token_budget, settings.metrics_tenants
         )
         self._worklog = Worklog(self.meters, nouns.tracing)
+        self._patience = Patience()
+        self._outbox = Outbox(nouns.futures, self._worklog, self._patience, self._settled)
         self._sampling = Sampling(
-            holder, nouns, self._key_of, self._suspects, self._settle, self._tell, self._worklog, self.meters
+            holder, nouns, self._key_of, self._suspects, self._outbox, self._tell, self._worklog, self.meters
         )
+        self._failures: list[Failure] = []
         self._last_arrival = 0
         self._next_check = 0.0
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Work until `stopping`, then finish what was begun, as far as that is soon done."""
-        self.start()
+        self._patience.stopping = stopping
         try:
+            self._patience.insist(self.start)
             while not stopping():
-                self.turn(SAFETY_POLL_S)
+                self._patience.insist(partial(self.turn, SAFETY_POLL_S))
             self.drain()
-        except (SQLAlchemyError, OSError, LeaseLostError):
+        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
             self.pardon()
             raise
         self.pardon()
@@ -102,6 +108,7 @@ class SamplerEngine:
 
     def turn(self, patience_s: float) -> bool:
         """One decode step, or, without anything to decode, wait for work. False if there was none."""
+        self._outbox.flush()
         self._admit()
         busy = self._sampling.turn(self._queues, None)
         if time.monotonic() >= self._next_check:
@@ -123,6 +130,7 @@ class SamplerEngine:
         deadline = time.monotonic() + DRAIN_S
         while self._holder.sampler.has_work and time.monotonic() < deadline:
             self._sampling.turn(self._queues, None)
+        self._outbox.flush()
 
     # Reading what arrived.
 
@@ -149,27 +157,36 @@ class SamplerEngine:
             self._last_arrival = max(self._last_arrival, request.arrival)
             if request.request_id in self._queues.known:
                 continue
-            self._queues.known.add(request.request_id)
-            self._worklog.arrived(request)
-            if request.kind == "cancel":
-                self._queues.cancels.append(request)
-            else:
+            if request.kind != "cancel":
                 self._enqueue_sample(request, seen)
+                continue
+            self._note(request)
+            self._queues.cancels.append(request)
+
+    def _note(self, request: Pending) -> None:
+        self._queues.known.add(request.request_id)
+        self._worklog.arrived(request)
 
     def _enqueue_sample(self, request: Pending, seen: dict[str, Wanted | None]) -> None:
-        """`seen` are the sampling sessions that were looked up for requests of the same look."""
+        """`seen` are the sampling sessions that were looked up for requests of the same look. An error of the database
+        changes nothing, and the slow poll finds the request again.
+        """
         name = request.sampling_session_id or ""
         try:
             if name not in seen:
                 seen[name] = self._wanted(name)
         except TinsmithError as error:  # the checkpoint is gone, for one
-            self._settle([Settlement(request.request_id, error=error)], {})
+            self._note(request)
+            self._outbox.settle([Settlement(request.request_id, error=error)])
             return
         wanted = seen[name]
+        if wanted is not None and wanted.sampler.is_inflight:
+            # Its weights change under their name; only their engine knows which count.
+            self._hand_on([request], to_samplers=False)
+            return
+        self._note(request)
         if wanted is None:
             self._queues.add_sample(request)
-        elif wanted.sampler.is_inflight:  # its weights change under their name; only their engine knows which count
-            self._hand_on([request], to_samplers=False)
         else:
             self._stock.add(request, wanted)
 
@@ -195,13 +212,16 @@ class SamplerEngine:
         ready, failures = self._stock.ready()
         for request in ready:
             self._queues.add_sample(request)
-        for failure in failures:
+        self._failures += failures
+        while self._failures:
+            failure = self._failures[0]
             ids = [request.request_id for request in failure.requests]
             if isinstance(failure.error, UserError):
-                self._settle([Settlement(request_id, error=failure.error) for request_id in ids], {})
+                self._outbox.settle([Settlement(request_id, error=failure.error) for request_id in ids])
             else:
                 log.warning("a version cannot be had here; its samples go to the engines", error=repr(failure.error))
                 self._hand_on(failure.requests, to_samplers=False)
+            del self._failures[0]
 
     def _load(self, key: str, directory: Path, requests: Sequence[Pending]) -> None:
         with self._suspects.running([request.request_id for request in requests]):
@@ -211,22 +231,22 @@ class SamplerEngine:
         return self._stock.key_of(request.request_id)
 
     def _hand_on(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
+        if not requests:
+            return
         ids = [request.request_id for request in requests]
+        self._executors.hand_on(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
         self._stock.remove(ids)
         self._queues.known.difference_update(ids)
-        self._executors.hand_on(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
+        self._worklog.forget(ids)
         self._mailbox.wake(engine_mailbox(self._base_model), ids)
 
-    # Telling and settling.
+    # Telling.
 
     def _tell(self, partials: Sequence[Partial]) -> None:
         self._mailbox.wake(SERVER, map(line_of, partials))
 
-    def _settle(self, settlements: Sequence[Settlement], applied: dict[str, int]) -> None:
-        reach("engine.ran")
-        settlements = self._worklog.timed(settlements)
-        self._nouns.futures.settle(settlements, applied)
-        reach("settle.committed")
+    def _settled(self, settlements: Sequence[Settlement]) -> None:
+        """They are committed."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
         self._suspects.forget(ids)

@@ -8,10 +8,11 @@ the queue or the batch and is settled as failed, together with the request to ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import sequences
 from tinsmith.cancelling import cancelled_name, deletion
@@ -20,6 +21,7 @@ from tinsmith.engine.metering import DECODE, EngineMeters
 from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.recording import BegunSample, SampleKeeper
+from tinsmith.engine.settling import Outbox, TurnFailedError
 from tinsmith.engine.suspects import Suspects
 from tinsmith.engine.worklog import Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
@@ -39,7 +41,6 @@ MOST_AT_ONCE = 500
 """Cancelled samples that are settled in one transaction: others want to write, too."""
 
 log = structlog.get_logger()
-Settle = Callable[[Sequence[Settlement], dict[str, int]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Sampling:
         nouns: Nouns,
         prepare_version: Callable[[SamplingSession, Pending], str | None],
         suspects: Suspects,
-        settle: Settle,
+        outbox: Outbox,
         tell: Callable[[Sequence[Partial]], None],
         worklog: Worklog,
         meters: EngineMeters,
@@ -69,7 +70,7 @@ class Sampling:
         self._nouns = nouns
         self._prepare_version = prepare_version
         self._suspects = suspects
-        self._settle = settle
+        self._outbox = outbox
         self._tell = tell
         self._worklog = worklog
         self._meters = meters
@@ -90,8 +91,17 @@ class Sampling:
             self.slice()
         return True
 
+    def between(self) -> None:
+        """One decode step in the middle of a training step. Raises TurnFailedError: the training step is not to blame
+        for what goes wrong here, and nothing of what was finished here is lost.
+        """
+        try:
+            self.slice()
+        except Exception as error:
+            raise TurnFailedError(f"a decode step beside a training step failed: {type(error).__name__}") from error
+
     def slice(self) -> None:
-        """One decode step; finished requests are settled at once."""
+        """One decode step; finished requests are settled as soon as the database permits it."""
         if not self._backend.sampler.has_work:
             return
         started = time.monotonic()
@@ -119,20 +129,28 @@ class Sampling:
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
             return
-        cancels, queues.cancels = queues.cancels, []
-        bodies = self._nouns.futures.bodies([cancel.request_id for cancel in cancels])
+        bodies = self._nouns.futures.bodies([cancel.request_id for cancel in queues.cancels])
         settlements: list[Settlement] = []
-        for cancel in cancels:
-            name = cancelled_name(cancel.request_id)
-            reason = UserError(bodies[cancel.request_id].decode())
-            gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
-            if not gone and self._nouns.ownership.forward(cancel.request_id, name):
-                queues.known.discard(cancel.request_id)  # its sample was given to another one in between
-                continue
-            settlements += [Settlement(request_id, error=reason) for request_id in gone]
-            settlements.append(Settlement(cancel.request_id, effects=[deletion(cancel.request_id)]))
-        for start in range(0, len(settlements), MOST_AT_ONCE):
-            self._finish(settlements[start : start + MOST_AT_ONCE])
+        try:
+            while queues.cancels:
+                settlements += self._cancelled(queues, queues.cancels[0], bodies)
+                del queues.cancels[0]
+        finally:  # also if the database interrupts the loop: these samples are in no queue any more
+            for start in range(0, len(settlements), MOST_AT_ONCE):
+                self._finish(settlements[start : start + MOST_AT_ONCE])
+
+    def _cancelled(self, queues: Queues, cancel: Pending, bodies: Mapping[str, bytes]) -> list[Settlement]:
+        """Withdraw what a request to cancel names; the settlements of that and of the request itself. An error of the
+        database changes nothing.
+        """
+        name = cancelled_name(cancel.request_id)
+        reason = UserError(bodies[cancel.request_id].decode())
+        gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
+        if not gone and self._nouns.ownership.forward(cancel.request_id, name):
+            queues.known.discard(cancel.request_id)  # its sample was given to another one in between
+            return []
+        settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
+        return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
 
     def _withdraw(self, name: str) -> list[str]:
         """Take one sample, or all of one sampling session, out of the sampler."""
@@ -144,7 +162,6 @@ class Sampling:
         if room <= 0 or not queues.samples:
             return
         taken = self._next(queues, room)
-        queues.take_samples(taken)
         bodies = self._nouns.futures.bodies([request.request_id for request in taken])
         seen: dict[str, SamplingSession | None] = {}
         for request in taken:
@@ -152,6 +169,7 @@ class Sampling:
                 # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
                 raise LeaseLostError(f"{request.request_id} was settled by another process")
             self._submit(request, body, seen)
+            queues.take_samples([request])
 
     def _next(self, queues: Queues, room: int) -> list[Pending]:
         if self._suspects:
@@ -165,7 +183,9 @@ class Sampling:
         return taken
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
-        """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn."""
+        """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn.
+        An error of the database changes nothing.
+        """
         self._inside[request.request_id] = _Inside(0, None)
         self._worklog.began([request])
         try:
@@ -186,6 +206,9 @@ class Sampling:
                 reach("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
+        except SQLAlchemyError:
+            del self._inside[request.request_id]
+            raise
         except Exception as error:  # the answer of this request alone
             ids = {"request_id": request.request_id, "tenant_id": request.tenant_id}
             log.error("a sample could not start", exc_info=error, **ids)
@@ -193,9 +216,9 @@ class Sampling:
             self._finish([Settlement(request.request_id, error=failure)])
 
     def _finish(self, settlements: Sequence[Settlement]) -> None:
-        self._settle(settlements, {})
         for settlement in settlements:
             self._inside.pop(settlement.request_id, None)
+        self._outbox.leave(settlements)
 
     def _settlement(self, request_id: str, outcome: SampleResult | TinsmithError) -> Settlement:
         if not isinstance(outcome, SampleResult):

@@ -39,6 +39,11 @@ class Worklog:
     def arrived(self, request: Pending) -> None:
         self._entries[request.request_id] = _Entry(request)
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Others work on these now."""
+        for request_id in request_ids:
+            self._entries.pop(request_id, None)
+
     def planned(self, requests: Iterable[Pending], planned_at: float) -> None:
         """These are one step; to plan it was begun at `planned_at`."""
         self._step += 1

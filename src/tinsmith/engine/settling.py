@@ -1,0 +1,144 @@
+"""Settlements on their way into the database, and what an engine does while the database is away.
+
+An error of the database is never the failure of a request. A transient one (a lost connection, a deadlock, a full
+disk) is waited out: what is finished stays here until its settlement is committed, and nothing of it is computed again.
+A settlement whose commit was not confirmed is sent again, which changes nothing if it did commit. Any other error ends
+the engine, and its successor computes from the log what was not committed.
+
+`settle` returns when everything is committed. `leave` tries once and never waits, so that it may be called in the
+middle of a training step; the next `flush` or `settle` commits what it had to keep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import structlog
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
+
+from tinsmith.crashpoints import reach
+from tinsmith.engine.worklog import Worklog
+from tinsmith.futures import Futures, Settlement
+
+FIRST_PAUSE_S = 0.05
+"""Before the second attempt; each later pause is twice as long."""
+
+LONGEST_PAUSE_S = 1.0
+"""Also how long an engine that was told to stop may take to notice."""
+
+log = structlog.get_logger()
+T = TypeVar("T")
+
+
+class TurnFailedError(BaseException):
+    """The engine's own work failed: no request is to blame. No Exception, so that no handler of a request's errors can
+    take it for one. It ends the engine; `__cause__` says why.
+    """
+
+
+def is_transient(error: SQLAlchemyError) -> bool:
+    """Whether the same transaction may succeed later."""
+    if isinstance(error, OperationalError | InterfaceError | InternalError | TimeoutError):
+        return True
+    return isinstance(error, DBAPIError) and error.connection_invalidated
+
+
+class Patience:
+    """How an engine waits for a database that is away: with growing pauses, for as long as it is not told to stop.
+
+    It waits without a limit, since a restarted engine would wait for the same database with less in memory. Another
+    engine that takes over meanwhile raises this one's epoch, and the next write fails with LeaseLostError.
+    """
+
+    def __init__(self) -> None:
+        self.stopping: Callable[[], bool] = lambda: False
+
+    def insist(self, action: Callable[[], T]) -> T:
+        """Repeat `action` until the database permits it. Raises the SQLAlchemyError if it is not transient, or if the
+        engine is to stop.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return action()
+            except SQLAlchemyError as error:
+                if not is_transient(error) or self.stopping():
+                    raise
+                log.warning("the database does not answer as it should; trying again", error=repr(error))
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+class Outbox:
+    def __init__(
+        self,
+        futures: Futures,
+        worklog: Worklog,
+        patience: Patience,
+        committed: Callable[[Sequence[Settlement]], None],
+    ) -> None:
+        """`committed` is told of settlements that are in the database, once of each."""
+        self._futures = futures
+        self._worklog = worklog
+        self._patience = patience
+        self._committed = committed
+        self._kept: list[Settlement] = []
+        self._retry_at = 0.0
+        self._pause_s = FIRST_PAUSE_S
+
+    def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int] | None = None) -> None:
+        """Commit these, and what was kept before them, however long it takes. `applied` is the progress of models.
+
+        Raises TurnFailedError if that is impossible, or if the engine is to stop first.
+        """
+        reach("engine.ran")
+        batch = [*self._kept, *self._worklog.timed(settlements)]
+        self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, applied or {})))
+
+    def leave(self, settlements: Sequence[Settlement]) -> None:
+        """Commit these now if the database permits it at once, else keep them. Raises TurnFailedError."""
+        reach("engine.ran")
+        self._kept += self._worklog.timed(settlements)
+        if time.monotonic() >= self._retry_at:
+            self._guarded(self._try_once)
+
+    def flush(self) -> None:
+        """Commit what was kept, however long it takes. Raises TurnFailedError."""
+        if self._kept:
+            batch = list(self._kept)
+            self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, {})))
+
+    def _try_once(self) -> None:
+        try:
+            self._commit(list(self._kept), {})
+        except SQLAlchemyError as error:
+            if not is_transient(error):
+                raise
+            log.warning("finished requests wait for the database", waiting=len(self._kept), error=repr(error))
+            self._retry_at = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+
+    def _commit(self, batch: Sequence[Settlement], applied: Mapping[str, int]) -> None:
+        self._futures.settle(batch, applied)
+        reach("settle.committed")
+        self._kept.clear()
+        self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._committed(batch)
+        for settlement in batch:
+            if settlement.clean_up:
+                self._clean_up(settlement.clean_up)
+
+    def _clean_up(self, clean_up: Callable[[], None]) -> None:
+        """What fails here fails no request: it is settled, and files that no row names are swept."""
+        try:
+            self._patience.insist(clean_up)
+        except (SQLAlchemyError, OSError) as error:
+            log.error("what a settled request leaves behind could not be cleaned up", exc_info=error)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            raise TurnFailedError(f"finished requests could not be settled: {type(error).__name__}") from error

@@ -1,0 +1,72 @@
+"""A database that fails when a test says so: once at a chosen point of a chosen transaction, or for a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+from sqlalchemy import exc
+from sqlalchemy.engine import Connection
+
+from tinsmith.db import Database
+
+Moment = Literal["read", "begin", "uncommitted", "committed"]
+"""A reader, or a writer at its beginning, before its commit, or after a commit that was not confirmed."""
+
+WRITING: tuple[Moment, ...] = ("begin", "uncommitted", "committed")
+
+
+Fails = Callable[[Moment, int], BaseException | None]
+"""What a transaction raises, by the moment and the number of transactions that came to it before."""
+
+
+def never(_moment: Moment, _number: int) -> None:
+    return None
+
+
+def lost() -> exc.OperationalError:
+    return exc.OperationalError("UPDATE futures SET state = ?", {}, Exception("server closed the connection"))
+
+
+class FaultyDatabase(Database):
+    """Counts its transactions by moment, and raises what `fails` returns for one of them (its moment, its number)."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self, fails: Fails = never, counts: dict[Moment, int] | None = None) -> None:
+        """Count from `counts` on, or anew."""
+        self.fails = fails
+        self.counts: dict[Moment, int] = counts or dict.fromkeys(("read", *WRITING), 0)
+        self.raised = 0
+
+    def fail_once(self, moment: Moment, nth: int = 0, error: BaseException | None = None) -> None:
+        """At the `nth` transaction from now."""
+        self.reset(lambda at, number: (error or lost()) if (at, number) == (moment, nth) else None)
+
+    def _reach(self, moment: Moment) -> None:
+        with self._lock:
+            number = self.counts[moment]
+            self.counts[moment] += 1
+            error = self.fails(moment, number)
+            self.raised += error is not None
+        if error is not None:
+            raise error
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        self._reach("read")
+        with super().read() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        self._reach("begin")
+        with super().write() as connection:
+            yield connection
+            self._reach("uncommitted")
+        self._reach("committed")
