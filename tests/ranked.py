@@ -89,6 +89,8 @@ def agree_on(one: Either, many: Either, passes: Sequence[Pass]) -> None:
         for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
             assert found.shape == expected.shape and found.dtype == expected.dtype
         assert np.abs(found - expected).max() < TOLERANCE, passes[number].loss_fn
+        for expected, found in zip(theirs.elementwise_loss, ours.elementwise_loss, strict=True):
+            assert found.shape == expected.shape and np.abs(found - expected).max() < 10 * TOLERANCE
         assert theirs.metrics.keys() == ours.metrics.keys()
         for key, value in theirs.metrics.items():
             assert abs(ours.metrics[key] - value) < TOLERANCE * max(1.0, abs(value)), (passes[number].loss_fn, key)

@@ -122,8 +122,8 @@ def test_a_whole_run_goes_by_token(keyed: Keyed) -> None:
 @pytest.mark.covers("RestClient.whoami")
 def test_the_sdk_knows_who_it_is(keyed: Keyed) -> None:
     identity = tinker.RestClient(base_url=keyed.server.url, api_key=keyed.bob).whoami().result()
-    assert (identity.user_urn, identity.org_urn) == ("tml:user:bob", "tml:organization:bob")
-    assert identity.email is None
+    assert (identity.user_urn, identity.org_urn) == ("tml:organization_user:bob", "tml:organization:bob")
+    assert identity.email == "bob@tinsmith.invalid"
 
 
 def test_the_sdk_exchanges_its_key_again_when_its_token_is_refused(keyed: Keyed) -> None:
@@ -211,7 +211,7 @@ def run_tinker(keyed: Keyed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_logging_in_working_and_logging_out(keyed: Keyed, run_tinker: Callable[..., tuple[int, str]]) -> None:
     status, said = run_tinker("auth", "login", typed=f"{keyed.alice}\n")
     assert status == 0, said
-    assert "(alice)" in said and "'laptop'" in said
+    assert "alice@tinsmith.invalid (alice)" in said and "'laptop'" in said
     status, said = run_tinker("auth", "status")
     assert (status, "Tinker accessible: yes" in said) == (0, True), said
     status, said = run_tinker("-f", "json", "auth", "whoami")

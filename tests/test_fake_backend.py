@@ -123,6 +123,27 @@ def test_forward_leaves_no_gradient_and_forward_backward_adds_one(backend: Backe
     assert logprobs(backend, "a") != before
 
 
+def test_cross_entropy_says_what_each_target_costs(backend: Backend) -> None:
+    backend.create_model("m", SPEC)
+    tokens = np.array([5, 6, 7], np.int32)
+    targets = tokens.astype(np.int64)
+    pairs = SparseRows(np.array([5, 6]), np.array([0, 1, 2, 2]), np.array([0, 1]), (3, 2))
+    weights = SparseRows(np.ones(2, np.float32), pairs.crow_indices, pairs.col_indices, (3, 2))
+    data = (
+        Datum(tokens, {"target_tokens": targets, "weights": np.array([0.0, 0.5, -2.0], np.float32)}),
+        Datum(tokens, {"target_tokens": targets}),
+        Datum(tokens, {"target_tokens": pairs, "weights": weights}),
+    )
+    (result,) = backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only=True)])
+    assert isinstance(result, PassResult)
+    given, none, sparse = zip(result.elementwise_loss, result.logprobs, strict=True)
+    assert given[0].tolist() == [0.0, -0.5 * given[1][1], 2.0 * given[1][2]]
+    assert none[0].tolist() == (-none[1]).tolist()
+    assert sparse[0].tolist() == [[-sparse[1][0, 0], 0.0], [0.0, -sparse[1][1, 1]], [0.0, 0.0]]
+    total = sum(float(array.sum(dtype=np.float64)) for array in result.elementwise_loss)
+    assert result.metrics["loss:sum"] == pytest.approx(total, rel=1e-6)
+
+
 def test_a_step_uses_its_gradient_up(backend: Backend) -> None:
     backend.create_model("a", SPEC)
     train(backend, "a")

@@ -109,6 +109,10 @@ def test_every_gradient_is_the_models_own(shape: ModelShape, loss_fn: str) -> No
     total = reference_loss(reference, data, loss_fn)
     total.backward()
     assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
+    if loss_fn == "cross_entropy":
+        summed = sum(float(array.sum(dtype=np.float64)) for array in result.elementwise_loss)
+        assert summed == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
+        assert [array.shape for array in result.elementwise_loss] == [(5,), (19,), (1,), (12,)]
     found = gradients(backend, "m")
     expected = {name: p.grad for name, p in reference.model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()

@@ -50,6 +50,7 @@ class Things:
             sampling_session_id=self.sampler_id,
             request_id=f"{self.model_id}:0",
             job_id=self.job_id,
+            checkpoint_id="one",
             file_id=self.file_id,
             batch_id=self.batch_id,
             repo=repository_of(parse_path(self.weights)) if self.weights.startswith("tinker://") else "weights",
@@ -388,7 +389,7 @@ def test_what_is_anothers_is_told_from_what_is_not_there_by_nothing(harness: Har
 
 
 PARTS = ("session_id", "run_id", "kind", "name", "sampling_session_id", "request_id", "job_id", "file_id", "batch_id")
-PARTS += ("repo", "revision", "file", "directory")
+PARTS += ("repo", "revision", "file", "directory", "checkpoint_id")
 STRANGE_IDS = {
     "a way up": "..%2F..%2Fsigning.key",
     "a way up, twice encoded": "%252e%252e%252f",

@@ -103,6 +103,7 @@ def test_good_passes_are_admitted() -> None:
     check_pass(pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))), SHAPE)
     for name in LOSSES.keys() - {"cross_entropy", "custom"}:
         check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)
+    check_pass(pass_of(policy()), SHAPE)  # cross_entropy without weights: every target counts once
     # A datum may carry inputs of other losses, whatever they hold.
     check_pass(pass_of(policy(weights=np.array([np.nan], F32)), loss_fn="dro"), SHAPE)
 
@@ -124,8 +125,9 @@ REFUSED: list[tuple[Pass, str]] = [
     (pass_of(), "data is empty"),
     (pass_of(plain(), plain((), (), ())), "data[1].model_input has no tokens"),
     (pass_of(plain(range(9), range(9), [1.0] * 9)), "data[0].model_input has 9 tokens; base takes at most 8"),
-    (pass_of(policy(), loss_fn="cross_entropy"),
-     "data[0].loss_fn_inputs has no 'weights'; cross_entropy needs target_tokens, weights"),
+    (pass_of(Datum(np.arange(3, dtype=np.int32), {"weights": np.ones(3, F32)})),
+     "data[0].loss_fn_inputs has no 'target_tokens'; cross_entropy needs target_tokens"),
+    (pass_of(policy(advantages=policy().inputs["logprobs"][:2]), loss_fn="ppo"), "['advantages'] has shape [2]"),
     (pass_of(plain(targets=(1, 2))), "data[0].loss_fn_inputs['target_tokens'] has shape [2]; it must be [3]"),
     (pass_of(plain(), plain(weights=(1.0,))),
      "data[1].loss_fn_inputs['weights'] has shape [1]; it must be [3]: as target_tokens"),

@@ -31,6 +31,10 @@ def found(harness: Harness, key: str = ALICE, **query: object) -> list[str]:
     return [session.session_id for session in answer.sessions]
 
 
+def urn(tenant_id: str) -> str:
+    return f"tml:organization_user:{tenant_id}"
+
+
 def end(harness: Harness, session_id: str, reason: str, detail: str | None = None) -> None:
     harness.ok(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": detail})
 
@@ -130,8 +134,8 @@ def test_sessions_are_found_by_every_filter(harness: Harness) -> None:
     assert found(harness, user_metadata={"lr": "2"}) == []
     assert found(harness, project_ids=["p"], display_name="blue") == []
     assert found(harness, owner={"type": "accessible"}) == [bare, blue, red]
-    assert found(harness, owner={"type": "user", "owner_urns": ["alice", "bob"]}) == [bare, blue, red]
-    assert found(harness, owner={"type": "user", "owner_urns": ["bob"]}) == []
+    assert found(harness, owner={"type": "user", "owner_urns": [urn("alice"), urn("bob")]}) == [bare, blue, red]
+    assert found(harness, owner={"type": "user", "owner_urns": [urn("bob")]}) == []
 
 
 def test_sessions_are_found_by_how_they_ended(harness: Harness) -> None:
@@ -190,7 +194,7 @@ def test_a_search_result_says_what_the_session_stores(harness: Harness) -> None:
         harness.checkpoint(model_id, name=name)
     (session,) = SessionSearchResponse.model_validate(harness.ok("sessions/search", {})).sessions
     assert (session.checkpoints_count, session.checkpoint_storage_bytes) == (2, 14)
-    assert (session.owner, session.project_id, session.display_name) == ("alice", "p", "mine")
+    assert (session.owner, session.project_id, session.display_name) == (urn("alice"), "p", "mine")
     assert session.user_metadata == {"n": "3"}
     assert session.created_at.tzinfo is not None
 
@@ -247,7 +251,8 @@ def test_usage_is_attributed_to_its_session(harness: Harness) -> None:
         {"type": "sampling_prefill", "cached": False, "token_count": 1},
     ]
     event = usage.data[0]
-    assert (event.session_id, event.project_id, event.base_model, event.user_id) == (session_id, "p", BASE, "alice")
+    assert (event.session_id, event.project_id, event.base_model) == (session_id, "p", BASE)
+    assert (event.user_id, event.user_name) == (urn("alice"), "alice")
     assert event.bucket_end - event.bucket_start == timedelta(hours=1)
     assert event.bucket_start <= datetime.now(UTC) < event.bucket_end
     assert event.estimated_cost_usd is None
@@ -266,7 +271,8 @@ def test_stored_checkpoints_are_listed_by_project(harness: Harness) -> None:
         ("p", 2, 14),
     ]
     assert answer.data[1].size_gigabytes == 14e-9
-    assert answer.data[1].org_user_urn == "alice"
+    assert answer.data[1].org_user_urn == urn("alice")
+    assert (answer.data[1].user_email, answer.data[1].user_name) == ("alice@tinsmith.invalid", "alice")
     assert len(harness.get("billing/usage/checkpoints/current?project_id=p").json()["data"]) == 1
     assert harness.get("billing/usage/checkpoints/current", BOB).json() == {"data": []}
     events = BillingUsageResponse.model_validate(harness.get(f"billing/usage/events?{window()}").json()).data

@@ -24,6 +24,7 @@ def test_a_run_shows_its_metadata_and_newest_checkpoints(harness: Harness) -> No
     sampler = harness.checkpoint(model_id, "sampler_weights", "three")
     run = TrainingRun.model_validate(harness.get(f"training_runs/{model_id}?access_scope=owned").json())
     assert (run.training_run_id, run.base_model, run.lora_rank, run.corrupted) == (model_id, BASE, 4, False)
+    assert run.model_owner == "tml:organization_user:alice"
     assert run.user_metadata == {"renderer_name": "role_colon", "steps": "3"}
     assert run.last_request_time.tzinfo is not None
     assert run.last_checkpoint is not None and run.last_sampler_checkpoint is not None
@@ -70,6 +71,20 @@ def test_a_deleted_checkpoint_is_gone(harness: Harness) -> None:
     assert harness.send("DELETE", address(path)).status_code == 200
     assert harness.send("DELETE", address(path)).status_code == 404
     assert harness.post("weights_info", {"tinker_path": path}).status_code == 404
+
+
+def test_an_id_without_its_kind_is_refused_with_the_form(harness: Harness) -> None:
+    run_id = harness.model()
+    harness.checkpoint(run_id, name="0001")
+    address = f"training_runs/{run_id}/checkpoints/0001"
+    for method, path in (("DELETE", address), ("GET", f"{address}/archive"), ("DELETE", f"{address}/publish")):
+        answer = harness.send(method, path)
+        assert answer.status_code == 400, (method, path, answer.text)
+        assert "weights, sampler_weights" in answer.json()["detail"]
+    answer = harness.send("DELETE", address)
+    assert answer.json()["detail"].startswith("checkpoint_id is '0001'; it must be KIND/NAME")
+    assert harness.send("DELETE", address, key=BOB).status_code == 404
+    assert len(harness.get(f"training_runs/{run_id}/checkpoints").json()["checkpoints"]) == 1
 
 
 def test_publishing_is_idempotent_and_reversible(harness: Harness) -> None:

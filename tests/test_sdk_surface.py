@@ -37,8 +37,10 @@ pytestmark = [
 ]
 
 
-def data() -> list[types.Datum]:
-    inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)}
+def data(*, weights: tuple[float, ...] | None = (1.0, 1.0, 1.0, 1.0)) -> list[types.Datum]:
+    inputs = {"target_tokens": np.array(TOKENS[1:])}
+    if weights is not None:
+        inputs["weights"] = np.array(weights, np.float32)
     return [types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)]
 
 
@@ -119,6 +121,17 @@ def test_a_service_makes_every_client_for_those_who_await(fake_service: tinker.S
         assert capabilities.supported_models[0].model_name == NANO
 
     asyncio.run(drive())
+
+
+def test_a_forward_tells_the_loss_of_every_token(model: tinker.TrainingClient) -> None:
+    (output,) = model.forward(data(weights=(0.0, 0.5, 1.0, 1.0)), "cross_entropy").result().loss_fn_outputs
+    logprobs, losses = output["logprobs"].to_numpy(), output["elementwise_loss"].to_numpy()
+    assert losses.tolist() == [0.0, *(-np.array([0.5, 1, 1], np.float32) * logprobs[1:]).tolist()]
+
+
+def test_weights_may_be_left_out(model: tinker.TrainingClient) -> None:
+    given, left_out = (model.forward(data(weights=each), "cross_entropy").result() for each in ((1.0,) * 4, None))
+    assert left_out.metrics == given.metrics
 
 
 @pytest.mark.covers(

@@ -204,7 +204,8 @@ def test_a_token_names_the_keys_tenant_and_reads_as_the_sdk_expects(tenants: Sto
     claims = jwt_claims(token)
     assert claims["exp"] - claims["iat"] == LIFETIME_S
     assert 0.45 * LIFETIME_S <= _refresh_delay(token) <= 0.55 * LIFETIME_S
-    assert (claims["org_id"], claims["email"]) == ("alice", "")
+    assert (claims["org_id"], claims["email"]) == ("alice", "alice@tinsmith.invalid")
+    assert claims["sub"] == "tml:organization_user:alice"
     assert claims["iss"].startswith("passport-")
 
 

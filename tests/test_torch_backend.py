@@ -112,15 +112,26 @@ def check_against_reference(
     leaves = oracle.leaves(backend._models[model_id].adapter.weights)
     total = torch.zeros((), dtype=torch.float64)
     config = {**LOSSES[loss_fn].config, **CONFIGS.get(loss_fn, {})}
+    all_inputs: list[dict[str, np.ndarray]] = []
+    all_lp: list[Tensor] = []
     for datum, logprobs in zip(data, result.logprobs, strict=True):
         inputs = {name: dense(array) for name, array in datum.inputs.items()}
+        if loss_fn == "cross_entropy":
+            inputs.setdefault("weights", np.ones(inputs["target_tokens"].shape, np.float32))
+        all_inputs.append(inputs)
         targets = torch.from_numpy(inputs["target_tokens"]).reshape(len(datum.tokens_N), -1)
         lp = oracle.logprobs(datum.tokens_N, leaves).gather(1, targets).reshape(inputs["target_tokens"].shape)
         assert logprobs.dtype == np.float32 and logprobs.shape == inputs["target_tokens"].shape
         assert np.abs(logprobs - lp.detach().numpy()).max() < 1e-4
+        all_lp.append(lp)
         total = total + loss(loss_fn, lp, inputs, config)
     assert result.metrics["loss:sum"] == pytest.approx(total.item(), rel=1e-4, abs=1e-4)
     assert all(key.count(":") == 1 for key in result.metrics)
+    assert len(result.elementwise_loss) == (len(data) if loss_fn == "cross_entropy" else 0)
+    for losses_N, lp, inputs in zip(result.elementwise_loss, all_lp, all_inputs, strict=bool(result.elementwise_loss)):
+        assert losses_N.dtype == np.float32 and losses_N.shape == lp.shape
+        assert np.abs(losses_N + inputs["weights"] * lp.detach().numpy()).max() < 1e-4
+        assert not losses_N[inputs["weights"] == 0].any()
     total.backward()
     for name, pair in gradient(backend, model_id).items():
         for found, leaf in zip(pair, leaves[name], strict=True):
@@ -164,6 +175,19 @@ def test_sparse_targets_mean_the_same_as_dense_ones(qwen: ModelShape) -> None:
     (first, second) = (run(backend, fb("m", [d], forward_only=True))[0] for d in (sparse, half))
     assert np.array_equal(first.logprobs[0], second.logprobs[0])
     assert first.metrics == second.metrics
+
+
+@pytest.mark.parametrize("form", ["one", "several", "sparse"])
+def test_targets_without_weights_count_once_each(qwen: ModelShape, form: str) -> None:
+    backend, oracle, rng = TorchBackend(qwen, device="cpu"), Reference(qwen.path), np.random.default_rng(7)
+    backend.create_model("m", LoraSpec(4))
+    warm(backend, "m")
+    tokens = rng.integers(0, tiny_models.VOCAB, 8).astype(np.int32)
+    targets = rng.integers(0, tiny_models.VOCAB, 8 if form == "one" else (8, 3))
+    if form == "sparse":
+        targets[rng.random(targets.shape) < 0.5] = 0
+    inputs = {"target_tokens": csr(targets) if form == "sparse" else targets}
+    check_against_reference(backend, oracle, "m", [Datum(tokens, inputs), sft(rng, 5)], "cross_entropy")
 
 
 def csr(array: np.ndarray) -> SparseRows:

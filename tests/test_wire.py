@@ -31,7 +31,7 @@ from tinker.types import (
 from properties import examples
 from tinsmith import ops
 from tinsmith.errors import NotSupportedError, TooLargeError, UnsupportedMediaError, UserError
-from tinsmith.wire import bodies, fields, sampling, training, weights
+from tinsmith.wire import bodies, dialect, fields, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
@@ -216,6 +216,18 @@ def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray],
             assert got["logprobs"].shape == list(sent.shape)
         assert got["logprobs"].dtype == "float32"
         np.testing.assert_array_equal(got["logprobs"].to_numpy().ravel(), sent.ravel())
+
+
+def test_the_sdk_reads_elementwise_losses_beside_logprobs() -> None:
+    logprobs = (np.array([-1, -2], np.float32), np.array([[-1, -2], [-3, -4]], np.float32))
+    result = ops.PassResult(logprobs, {"loss:sum": 0.0}, tuple(-2 * array for array in logprobs))
+    body = training.write_pass_result(result)
+    read = response_conv.deserialize_forward_backward_output(body)
+    assert [set(output) for output in read.loss_fn_outputs] == [{"logprobs", "elementwise_loss"}] * 2
+    for output, sent in zip(read.loss_fn_outputs, result.elementwise_loss, strict=True):
+        np.testing.assert_array_equal(output["elementwise_loss"].to_numpy(), sent)
+    outputs = dialect.pass_result(body)["loss_fn_outputs"]
+    assert [output["elementwise_loss"]["data"] for output in outputs] == [[2, 4], [2, 4, 6, 8]]  # type: ignore[union-attr]
 
 
 sampled = st.integers(1, 6).flatmap(

@@ -44,7 +44,8 @@ _POLICY = ("target_tokens", "logprobs", "advantages")
 _CLIPS = (CLIP_LOW, CLIP_HIGH)
 
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(("target_tokens", "weights"), many_targets=True),
+    # Every target counts once where no weights are given.
+    "cross_entropy": Loss(("target_tokens",), ("weights",), many_targets=True),
     "importance_sampling": Loss(_POLICY),
     # Bounds of the ratio itself, not distances from 1 (tinker's documentation of ppo and cispo).
     "ppo": Loss(_POLICY, _CLIPS, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
@@ -134,6 +135,17 @@ def dense(array: Array) -> F32 | I64:
 def floats(array: Array) -> F32:
     """An input as dense float32. Integers were admitted only if float32 holds them exactly."""
     return np.asarray(dense(array), np.float32)
+
+
+def cross_entropy_weights(datum: Datum) -> F32:
+    """In the shape of target_tokens. Ones if the datum has none, whether target_tokens are dense or sparse."""
+    weights = datum.inputs.get("weights")
+    return np.ones(datum.inputs["target_tokens"].shape, np.float32) if weights is None else floats(weights)
+
+
+def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
+    """Both of one shape. 0 where the weight is 0, even if the log probability is -inf."""
+    return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
 def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:

@@ -152,10 +152,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """`logprobs[i]` is float32 with the shape of datum i's target_tokens; metric names carry one ':'."""
+    """`logprobs[i]` is float32 with the shape of datum i's target_tokens; metric names carry one ':'.
+
+    `elementwise_loss[i]` has that shape, too, and sums to the loss. Losses that report none have an empty tuple.
+    """
 
     logprobs: tuple[F32, ...]
     metrics: Mapping[str, float]
+    elementwise_loss: tuple[F32, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

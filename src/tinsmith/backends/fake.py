@@ -17,6 +17,7 @@ import numpy as np
 
 from tinsmith.backends import Capture
 from tinsmith.errors import NonFiniteGradientError, UserError
+from tinsmith.losses import cross_entropy_weights, elementwise_cross_entropy
 from tinsmith.ops import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 from tinsmith.samplers.fake import FakeSampler
 
@@ -73,10 +74,15 @@ class FakeBackend:
         for pass_ in passes:
             weight = self._models[pass_.model_id].weight
             logprobs = tuple(_logprobs(datum, weight) for datum in pass_.data)
-            loss = -float(sum(values.sum(dtype=np.float64) for values in logprobs))
+            elementwise: tuple[F32, ...] = ()
+            if pass_.loss_fn == "cross_entropy":
+                weights = map(cross_entropy_weights, pass_.data)
+                elementwise = tuple(map(elementwise_cross_entropy, weights, logprobs))
+            loss = float(sum(values.sum(dtype=np.float64) for values in elementwise or [-lp for lp in logprobs]))
             if not pass_.forward_only:
                 gradients[pass_.model_id] = gradients.get(pass_.model_id, 0.0) + loss
-            results.append(PassResult(logprobs, {"loss:sum": loss, "tokens:sum": float(pass_.num_tokens)}))
+            metrics = {"loss:sum": loss, "tokens:sum": float(pass_.num_tokens)}
+            results.append(PassResult(logprobs, metrics, elementwise))
             if between:
                 between()
         for model_id, gradient in gradients.items():

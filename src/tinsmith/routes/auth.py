@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.routing import Route
 
 from tinsmith.routes.call import Call, JsonObject, endpoint
-from tinsmith.tenants import Caller
+from tinsmith.tenants import Caller, user_email
 from tinsmith.wire.bodies import JSON_TYPE
 
 
 def apikey_me(call: Call) -> JsonObject:
     caller = _caller(call)
-    details = {"org_details": {"name": caller.tenant_id}, "user_details": {"email": ""}}
+    details = {"org_details": {"name": caller.tenant_id}, "user_details": {"email": user_email(caller.tenant_id)}}
     return {"key_id": caller.key_id, "name": caller.name or caller.tenant_id, "note": caller.name, "details": details}
 
 

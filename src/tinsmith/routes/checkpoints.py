@@ -7,11 +7,14 @@ from datetime import UTC, datetime
 from starlette.routing import Route
 
 from tinsmith.admission import check_ttl
-from tinsmith.checkpoints import Checkpoint, CheckpointRef, parse_path
+from tinsmith.checkpoints import KINDS, Checkpoint, CheckpointRef, parse_path
+from tinsmith.errors import UserError
 from tinsmith.models import Model
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.routes.sessions import check_scope
+from tinsmith.tenants import user_urn
 from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import show
 from tinsmith.wire.weights import optimizer_config
 
 # A path's middle segment -> the type that the SDK shows.
@@ -19,6 +22,7 @@ CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "extern
 
 RUN = "/training_runs/{run_id}"
 CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
+BARE_CHECKPOINT = RUN + "/checkpoints/{checkpoint_id}"
 
 
 def list_training_runs(call: Call) -> JsonObject:
@@ -70,6 +74,16 @@ def delete(call: Call) -> JsonObject:
     return {}
 
 
+def without_kind(call: Call) -> JsonObject:
+    """A checkpoint's name does not say which of a run's checkpoints of that name is meant."""
+    call.services.models.get(call.tenant_id, call.path["run_id"])
+    bare = call.path["checkpoint_id"]
+    raise UserError(
+        f"checkpoint_id is {show(bare)}; it must be KIND/NAME, KIND being one of {', '.join(KINDS)}: for example "
+        f"'weights/{bare[:40]}'"
+    )
+
+
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
@@ -108,7 +122,7 @@ def _run(call: Call, model: Model) -> JsonObject:
     return {
         "training_run_id": model.model_id,
         "base_model": model.base_model,
-        "model_owner": model.tenant_id,
+        "model_owner": user_urn(model.tenant_id),
         "is_lora": model.lora_rank > 0,
         "corrupted": model.state == "failed",
         "lora_rank": model.lora_rank or None,
@@ -141,6 +155,8 @@ ROUTES = [
     Route(RUN, endpoint(get_training_run), methods=["GET"]),
     Route(RUN + "/checkpoints", endpoint(list_run_checkpoints), methods=["GET"]),
     Route(CHECKPOINT, endpoint(delete), methods=["DELETE"]),
+    Route(BARE_CHECKPOINT, endpoint(without_kind), methods=["DELETE"]),
+    Route(BARE_CHECKPOINT + "/archive", endpoint(without_kind), methods=["GET"]),
     Route(CHECKPOINT + "/publish", endpoint(publish), methods=["POST"]),
     Route(CHECKPOINT + "/publish", endpoint(unpublish), methods=["DELETE"]),
     Route(CHECKPOINT + "/ttl", endpoint(set_ttl, JSON_TYPE), methods=["PUT"]),

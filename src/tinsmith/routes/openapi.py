@@ -23,7 +23,7 @@ from tinsmith.observing.overview import SORTS
 from tinsmith.records.audit import PREFIXES
 from tinsmith.routes.batch import EVENT_STREAM
 from tinsmith.routes.call import ANTHROPIC, HUB, MAX_PAGE, OPENAI, PREFIX
-from tinsmith.routes.checkpoints import CHECKPOINT, RUN
+from tinsmith.routes.checkpoints import BARE_CHECKPOINT, CHECKPOINT, RUN
 from tinsmith.routes.downloads import DOWNLOAD
 from tinsmith.routes.forms import FORM_TYPE
 from tinsmith.routes.openai_files import JSONL_TYPE
@@ -237,6 +237,8 @@ OPERATIONS = (
     Operation("POST /copy_weights", "Copy a checkpoint", fields({"tinker_path": TEXT}), (404, 410, 429)),
     Operation("POST /upload_weights", "Store an adapter as a checkpoint", UPLOADED, (404, 429)),
     Operation("DELETE " + CHECKPOINT, "Delete a checkpoint", ANYTHING, (404, 410)),
+    Operation("DELETE " + BARE_CHECKPOINT, "Refused: the id lacks its kind", ANYTHING, (404,)),
+    Operation("GET " + BARE_CHECKPOINT + "/archive", "Refused: the id lacks its kind", ANYTHING, (404,)),
     Operation("POST " + CHECKPOINT + "/publish", "Let everyone read it", ANYTHING, (404, 410)),
     Operation("DELETE " + CHECKPOINT + "/publish", "Let nobody else read it", ANYTHING, (404, 410)),
     Operation("PUT " + CHECKPOINT + "/ttl", "When it expires", ANYTHING, (404, 410)),

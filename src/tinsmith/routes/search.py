@@ -7,6 +7,7 @@ from starlette.routing import Route
 from tinsmith.errors import UserError
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.sessions import FINISH_TYPES, Search, Session
+from tinsmith.tenants import user_urn
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, show, text_values
 from tinsmith.wire.times import iso, moment_of
@@ -45,7 +46,7 @@ def _summary(session: Session, checkpoints_count: int, checkpoint_storage_bytes:
     return {
         "session_id": session.session_id,
         "created_at": iso(session.created_at),
-        "owner": session.tenant_id,
+        "owner": user_urn(session.tenant_id),
         "project_id": session.project_id or "",
         "status": _status(session),
         "checkpoints_count": checkpoints_count,
@@ -133,7 +134,7 @@ def _owner_asked_for(fields: Fields, tenant_id: str) -> bool:
     urns = owner.texts_or_empty("owner_urns", max_items=MAX_OWNERS)
     if not urns:
         raise UserError(f"owner.owner_urns is empty; list 1 to {MAX_OWNERS} owners")
-    return tenant_id in urns
+    return user_urn(tenant_id) in urns
 
 
 def _one_of(fields: Fields, name: str, allowed: tuple[str, ...]) -> str:

@@ -10,6 +10,7 @@ from tinsmith.errors import UserError
 from tinsmith.records.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.routes.call import Call, JsonObject, endpoint
 from tinsmith.sessions import Session
+from tinsmith.tenants import user_email, user_urn
 from tinsmith.wire.fields import text_values
 from tinsmith.wire.times import iso, moment_of
 
@@ -61,14 +62,18 @@ def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
     else:
         info = {"type": row.type, "token_count": row.quantity}
     of_session = {} if session is None else {"session_id": session.session_id, "project_id": session.project_id}
-    whose = {"base_model": row.base_model, "user_id": call.tenant_id} | of_session
+    whose = {"base_model": row.base_model} | _user(call) | of_session
     return _bucket(row.bucket_start) | whose | {"event_info": info}
 
 
 def _storage_event(call: Call, row: StorageRow) -> JsonObject:
     info = {"type": "storage", "free": False, "gigabyte_hours": row.byte_seconds / HOUR_S / GIGABYTE}
-    whose = {"user_id": call.tenant_id, "project_id": row.project_id}
+    whose = _user(call) | {"project_id": row.project_id}
     return _bucket(row.bucket_start) | {"base_model": row.base_model} | whose | {"event_info": info}
+
+
+def _user(call: Call) -> JsonObject:
+    return {"user_id": user_urn(call.tenant_id), "user_name": call.tenant_id}
 
 
 def _bucket(start: float) -> JsonObject:
@@ -84,7 +89,9 @@ def stored_checkpoints(call: Call) -> JsonObject:
         "data": [
             {
                 "project_id": project_id,
-                "org_user_urn": call.tenant_id,
+                "org_user_urn": user_urn(call.tenant_id),
+                "user_email": user_email(call.tenant_id),
+                "user_name": call.tenant_id,
                 "checkpoint_count": count,
                 "size_bytes": size_bytes,
                 "size_gigabytes": size_bytes / GIGABYTE,

@@ -17,6 +17,8 @@ ANY_KEY = "tml-any"
 LOCAL_TENANT = "local"
 KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK accepts as a key, and as a token
 MAX_CREDENTIAL_LENGTH = 8192
+NO_MAIL_DOMAIN = "tinsmith.invalid"
+"""Under a top-level domain that is reserved for names that do not exist (RFC 2606)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,16 @@ class Caller:
     key_id: int = 0
     name: str = LOCAL_TENANT
     expires_at: float | None = None
+
+
+def user_urn(tenant_id: str) -> str:
+    """The tenant as the wire names a user: in tokens, and as the owner of sessions, runs and usage."""
+    return f"tml:organization_user:{tenant_id}"
+
+
+def user_email(tenant_id: str) -> str:
+    """A tenant has no mailbox, but the wire gives every user an address: one that can never be delivered to."""
+    return f"{tenant_id}@{NO_MAIL_DOMAIN}"
 
 
 def check_form(credential: str | None) -> str:

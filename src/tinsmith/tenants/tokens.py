@@ -13,7 +13,7 @@ import jwt
 
 from tinsmith.errors import InvalidTokenError
 from tinsmith.signing import Signer
-from tinsmith.tenants import Caller
+from tinsmith.tenants import Caller, user_email, user_urn
 
 LIFETIME_S = 3600
 ISSUER = "passport-tinsmith"  # the SDK takes a token that it is given as a key for ours by the first word
@@ -33,9 +33,9 @@ class Tokens:
             "iat": issued_at,
             "exp": int(min(issued_at + LIFETIME_S, caller.expires_at or float("inf"))),
             "iss": ISSUER,
-            "sub": f"tml:user:{caller.tenant_id}",
+            "sub": user_urn(caller.tenant_id),
             "org_id": caller.tenant_id,
-            "email": "",  # a key names a tenant, not a person
+            "email": user_email(caller.tenant_id),
             "key_id": caller.key_id,
             "key_name": caller.name,
         }

@@ -199,15 +199,16 @@ def write_pass_result(result: PassResult) -> bytes:
     for stop in range(1, len(result.logprobs) + 1):
         trailing = result.logprobs[start].shape[1:]
         if stop == len(result.logprobs) or result.logprobs[stop].shape[1:] != trailing:
-            _write_record(message.loss_fn_outputs.add(), result.logprobs[start:stop], trailing)
+            record = message.loss_fn_outputs.add(type_tag=RECORD_TYPE, num_datums=stop - start)
+            _write_field(record, "logprobs", result.logprobs[start:stop], trailing)
+            if result.elementwise_loss:
+                _write_field(record, "elementwise_loss", result.elementwise_loss[start:stop], trailing)
             start = stop
     return message.SerializeToString()
 
 
-def _write_record(record: pb.ArrayRecord, arrays: Sequence[F32], trailing: tuple[int, ...]) -> None:
-    record.type_tag = RECORD_TYPE
-    record.num_datums = len(arrays)
-    tensor = record.fields["logprobs"]
+def _write_field(record: pb.ArrayRecord, name: str, arrays: Sequence[F32], trailing: tuple[int, ...]) -> None:
+    tensor = record.fields[name]
     tensor.data = b"".join(np.ascontiguousarray(array, "<f4").tobytes() for array in arrays)
     tensor.offsets = np.cumsum([0, *(array.size * 4 for array in arrays)], dtype="<i8").tobytes()
     tensor.dtype = pb.DTYPE_FLOAT32

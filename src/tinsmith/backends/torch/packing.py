@@ -127,8 +127,9 @@ def examples_of(pass_: Pass, pass_index: int, adapter: Adapter) -> list[Example]
 def _columns(pass_: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
     loss = losses.LOSSES[pass_.loss_fn]
     sources = {
-        # A custom loss's are only known once its log probabilities are: until then every position may count.
-        "weight": ("weights" if "weights" in loss.required else "advantages", 1.0),
+        # 1 where cross_entropy has no weights. A custom loss's are only known once its log probabilities are: until
+        # then every position may count.
+        "weight": ("weights" if "weights" in loss.optional else "advantages", 1.0),
         "old_logprob": ("logprobs", 0.0),
         "low": (losses.CLIP_LOW, config.get(losses.CLIP_LOW, 0.0)),
         "high": (losses.CLIP_HIGH, config.get(losses.CLIP_HIGH, 0.0)),

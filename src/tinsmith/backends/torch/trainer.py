@@ -257,9 +257,18 @@ def _result(job: Job) -> PassResult | UserError:
     logprobs = [array for array in job.logprobs if array is not None]
     if job.objective.custom is None:
         metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
-        return PassResult(tuple(logprobs), metrics)
+        return PassResult(tuple(logprobs), metrics, _elementwise(job, logprobs))
     outcome = job.objective.custom.finish(logprobs)
     if isinstance(outcome, UserError):
         return outcome
     num_tokens = float(sum(example.num_tokens for example in job.examples))
     return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens})
+
+
+def _elementwise(job: Job, logprobs: Sequence[F32]) -> tuple[F32, ...]:
+    if job.objective.loss_fn != "cross_entropy":
+        return ()
+    return tuple(
+        losses.elementwise_cross_entropy(example.columns["weight"].reshape(example.target_shape), array)
+        for example, array in zip(job.examples, logprobs, strict=True)
+    )
