@@ -149,6 +149,11 @@ def test_loading_into_an_existing_model(alice: Tenant) -> None:
     with pytest.warns(FutureWarning), refused("create the model from the checkpoint instead"):
         wrong.load_state(path).result()
     assert train(wrong, 1) == 1  # the refused number counts as used
+    for late, before in ((wrong, loss(wrong)), (client, loss(client))):
+        with pytest.warns(FutureWarning), pytest.raises(tinker.BadRequestError, match="LoadWeights is not permitted"):
+            late.load_state_with_optimizer(path).result()
+        assert loss(late) == before
+    assert train(client, 1) == 4, "its optimizer is where it was"
 
 
 def test_a_base_model_that_is_not_the_checkpoints_is_refused(alice: Tenant) -> None:

@@ -136,8 +136,8 @@ BODIES |= {
     for path, more in {
         **{prefix + "/chat/completions": CHAT_MESSAGES for prefix in OPENAI},
         **{prefix + "/completions": {"prompt": "hi"} for prefix in OPENAI},
-        ANTHROPIC + "/messages": CHAT_MESSAGES | {"max_tokens": 1},
-        ANTHROPIC + "/messages/count_tokens": CHAT_MESSAGES,
+        **{prefix + "/messages": CHAT_MESSAGES | {"max_tokens": 1} for prefix in ANTHROPIC},
+        **{prefix + "/messages/count_tokens": CHAT_MESSAGES for prefix in ANTHROPIC},
     }.items()
 }
 
@@ -164,7 +164,7 @@ WITHOUT_IDS = {
 }
 # Of these: what lists or counts the tenant's own things.
 LISTINGS = {
-    **{prefix + "/models": "" for prefix in OPENAI},
+    **{prefix + "/models": "" for prefix in ANTHROPIC},
     **{prefix + "/files": "" for prefix in OPENAI},
     **{prefix + "/batches": "" for prefix in OPENAI},
     "/sessions": "",

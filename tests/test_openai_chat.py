@@ -21,6 +21,7 @@ from tinsmith.bases import read_shape
 from tinsmith.chat.chats import read_chat
 from tinsmith.chat.choices import Choice, Decoder
 from tinsmith.chat.completions import read_completion
+from tinsmith.chat.messages import read_message
 from tinsmith.chat.plans import Plan, read_target
 from tinsmith.chat.refusals import RequestError
 from tinsmith.chat.texts import Text
@@ -303,6 +304,108 @@ def test_a_stream_thinks_and_says_what_the_whole_does(written: list[str], stops:
     plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
     text = "".join(written)
     assert said(plan, text, whole=False) == said(plan, text, whole=True)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("<think>\nhm, so\nso\n</think>\n\nyes.\n", "yes.\n"),
+        ("<think>hm, I am cut off ", ""),
+        ("<think>", ""),
+        ("yes <think>hm</think> no", "yes  no"),
+        ("<think>hm</think>yes <think>hm, I am cut off", "yes "),
+        ("yes</think>no", "yesno"),
+        ("</think>\n\nyes", "yes"),
+        ("  yes", "  yes"),
+        ("", ""),
+    ],
+)
+def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, whole: bool) -> None:
+    assert said(replace(plan_of(), hidden=THINKING), written, whole=whole) == ("", text, [], None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
+    begun = replace(plan_of(), hidden=replace(THINKING, begun=True))
+    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("", "yes")
+    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("", "")
+    stopped = replace(plan_of("st"), hidden=THINKING)
+    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("", "", [], "st")
+    use = replace(plan_of(tools=HERMES), hidden=THINKING)
+    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=whole) == ("", "I look.", ['f({"a": 1})'], None)
+
+
+@examples(100)
+@given(
+    st.lists(st.sampled_from([*MARKS, "a", "st", " ", "\n", "<tool_call>", "\u00e9"]), max_size=14),
+    st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_marks_never_leak_whatever_is_written(written: list[str], stops: list[str], begun: bool) -> None:
+    plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=begun))
+    found = said(plan, "".join(written), whole=False)
+    assert found == said(plan, "".join(written), whole=True)
+    assert "think>" not in found[1]
+
+
+def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> None:
+    def read(**more: object) -> Plan:
+        return read_message(Fields({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more}), TEXT)
+
+    plain = read()
+    assert (plain.thinking, plain.hidden) == (None, THINKING)
+    off = read(thinking={"type": "disabled"})
+    assert off.thinking is None and off.hidden is not None
+    asked = read(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert asked.thinking is not None and asked.hidden is None
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert read(output_config=schema).hidden is None, "it cannot think"
+    text = Text(shape_of(make_tool_model(tmp_path / "plain")))
+    unmarked = Fields({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]})
+    assert read_message(unmarked, text).hidden is not None, "whatever the template says, the marks are tokens"
+
+
+RANGES: list[tuple[dict[str, object], str, str]] = [
+    ({"temperature": 2.5}, "temperature", "temperature is 2.5; it must lie between 0 and 2"),
+    ({"temperature": -0.1}, "temperature", "temperature is -0.1; it must lie between 0 and 2"),
+    ({"top_p": 1.1}, "top_p", "top_p is 1.1; it must lie between 0 and 1"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty is 2.1; it must lie between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3.0; it must lie between -2 and 2"),
+    ({"n": 129}, "n", "n is 129; it must lie between 1 and 128"),
+    ({"n": 0}, "n", "n is 0; it must lie between 1 and 128"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must lie between 0 and 20"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must lie between 1 and 2147483647"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must lie between 1 and"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "words"), RANGES)
+def test_a_parameter_out_of_its_range_is_refused_with_the_range(
+    more: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat(**more)
+    assert refused.value.param == param and words in str(refused.value)
+
+
+def test_completions_and_messages_have_ranges_of_their_own() -> None:
+    completion = {"model": "m", "prompt": "one"}
+    for more, words in (
+        ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
+        ({"logprobs": 21}, "logprobs is 21; it must lie between 0 and 20"),
+        ({"temperature": 3}, "temperature is 3.0; it must lie between 0 and 2"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            read_completion(Fields(completion | more), TEXT)
+    assert read_completion(Fields(completion | {"max_tokens": 0, "echo": True}), TEXT).echo_only
+    for more, words in (
+        ({"temperature": 1.5}, "temperature is 1.5; it must lie between 0 and 1"),
+        ({"top_p": -1}, "top_p is -1.0; it must lie between 0 and 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            read_message(Fields({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more), TEXT)
 
 
 def test_whose_thoughts_are_apart(tmp_path: Path) -> None:

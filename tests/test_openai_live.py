@@ -266,7 +266,7 @@ def test_errors_have_openais_form(place: Place) -> None:
         ask(place, "tinker://no:train:0/sampler_weights/x")
     assert unknown.value.code == "model_not_found"
     stranger = openai.OpenAI(base_url=f"{place.server.url}/v1", api_key="sk-nobody", max_retries=0)
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key provided"):
         stranger.models.list()
     with pytest.raises(openai.BadRequestError, match="embed"):
         place.client.embeddings.create(model=NANO, input="x")
@@ -284,6 +284,22 @@ def test_models_are_the_bases_and_the_tenants_checkpoints(place: Place) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_one_address_serves_both_kinds_of_clients(place: Place) -> None:
+    for base in (place.server.url, f"{place.server.url}/oai/api"):
+        with anthropic.Anthropic(base_url=base, api_key=API_KEY, max_retries=0) as claude:
+            message = claude.messages.create(model=NANO, max_tokens=2, messages=SAY)
+            assert message.type == "message" and message.usage.output_tokens >= 1
+            assert claude.messages.count_tokens(model=NANO, messages=SAY).input_tokens > 1
+            listed = list(claude.models.list(limit=1))
+            assert [model.id for model in listed][:2] == [NANO, TOOLS] and listed[0].lifecycle == "active"
+            assert claude.models.retrieve(NANO).max_input_tokens == 2048
+            with pytest.raises(anthropic.NotFoundError, match="not served here"):
+                claude.models.retrieve("nobody")
+        with openai.OpenAI(base_url=f"{base}/v1", api_key=API_KEY, max_retries=0) as client:
+            assert client.models.retrieve(NANO).object == "model"
+            assert client.chat.completions.create(model=NANO, messages=SAY, max_tokens=2).choices
+
+
 def test_a_client_that_goes_away_cancels_its_sample(place: Place, stream: bool) -> None:
     body = {"model": NANO, "messages": SAY, "ignore_eos": True, "stream": stream, "max_tokens": 1900, "n": 8}
     url, headers = f"{place.server.url}/v1/chat/completions", {"Authorization": f"Bearer {API_KEY}"}
@@ -369,14 +385,14 @@ def test_anthropics_client_gets_thoughts_if_it_asks(place: Place, thinker: str, 
 
     apart = [{"type": "thinking", "thinking": THOUGHT, "signature": ""}, {"type": "text", "text": ANSWER}]
     enabled: dict[str, object] = {"type": "enabled", "budget_tokens": 1024}
-    together = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
     found = said(enabled)
     assert [{name: block[name] for name in one} for block, one in zip(found, apart, strict=True)] == apart
     assert [block["type"] for block in said({"type": "adaptive"})] == ["thinking", "text"]
     (text,) = said(None)
-    assert text["text"] == together, "as it is, since nobody asked"
+    assert text["text"] == ANSWER, "nobody asked for the thought"
+    assert said(None, max_tokens=4) == [], "it was still thinking"
     off = said({"type": "disabled"}, max_tokens=8)
-    assert [block["type"] for block in off] == ["text"] and off[0]["text"] != together
+    assert not any("think>" in str(block) or block["type"] != "text" for block in off)
     turns = [*SAY, {"role": "assistant", "content": found}, *SAY]
     said({"type": "adaptive"}, messages=turns, max_tokens=4)  # a thought may be sent back
     if not stream:

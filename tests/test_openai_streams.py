@@ -102,6 +102,86 @@ def test_an_error_is_an_answer(
     assert isinstance(error, dict) and error["message"] and error["code"] == code
 
 
+def posted(harness: Harness, path: str, **more: object) -> dict[str, object]:
+    body: dict[str, object] = {"model": nano.MODEL_NAME, **more}
+    headers = {"X-API-Key": "tml-alice"}
+    found = harness.client.post(path, json=body, headers=headers)
+    assert found.status_code == 400
+    return found.json()["error"]
+
+
+def test_too_long_a_prompt_is_refused_in_the_words_that_clients_match_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.app.state, "services", harness.services)
+    context, number = SHAPE.max_context_length, len(words("hi"))
+    chat = [{"role": "user", "content": "hi " * context}]
+    told = posted(harness, "/v1/completions", prompt="hi", max_tokens=context)
+    assert told["message"] == (
+        f"This model's maximum context length is {context} tokens. However, you requested {number + context} tokens "
+        f"({number} in the prompt, {context} in the completion). Please reduce the length of the prompt or of the "
+        "completion (max_tokens)."
+    )
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
+    told = posted(harness, "/oai/api/v1/chat/completions", messages=chat)
+    assert str(told["message"]).startswith(f"This model's maximum context length is {context} tokens. However, your")
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
+    for path in ("/anthropic/api/v1/messages", "/v1/messages"):
+        told = posted(harness, path, messages=BODY["messages"], max_tokens=context)
+        assert str(told["message"]).startswith("input length and `max_tokens` exceed context limit: ")
+        told = posted(harness, path, messages=chat, max_tokens=4)
+        assert "prompt is too long: " in str(told["message"]) and f"> {context - 1} maximum" in str(told["message"])
+
+
+def test_models_come_in_the_form_of_the_client_that_asks(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.app.state, "services", harness.services)
+    key, version = {"X-API-Key": "tml-alice"}, {"anthropic-version": "2023-06-01"}
+    for prefix in ("/v1", "/oai/api/v1"):
+        plain = harness.client.get(f"{prefix}/models", headers=key).json()
+        assert (plain["object"], plain["data"][0]["object"]) == ("list", "model")
+    for prefix in ("/v1", "/oai/api/v1", "/anthropic/api/v1"):
+        page = harness.client.get(f"{prefix}/models", headers=key | version).json()
+        assert page["first_id"] == page["last_id"] == nano.MODEL_NAME and page["has_more"] is False
+        one = harness.client.get(f"{prefix}/models/{nano.MODEL_NAME}", headers=key | version).json()
+        assert one == page["data"][0]
+        assert (one["type"], one["created_at"], one["max_input_tokens"]) == (
+            "model", "2023-11-14T22:13:20Z", SHAPE.max_context_length
+        )  # fmt: skip
+    for query, words_ in (("limit=0", "limit is 0"), ("after_id=x", "'x'"), ("after_id=x&before_id=y", "one of them")):
+        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers=key)
+        assert found.status_code == 400 and words_ in found.json()["error"]["message"]
+
+
+def test_pages_of_models_go_on_in_both_directions(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"local/{letter}" for letter in "abcde"]
+    bases = Bases(tuple(replace(SHAPE, name=name) for name in names))
+    monkeypatch.setattr(harness.app.state, "services", replace(harness.services, bases=bases))
+
+    def page(query: str) -> tuple[list[str], bool]:
+        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers={"X-API-Key": "tml-alice"}).json()
+        return [model["id"][-1] for model in found["data"]], found["has_more"]
+
+    assert page("limit=2") == (["a", "b"], True)
+    assert page("limit=2&after_id=local/b") == (["c", "d"], True)
+    assert page("limit=2&after_id=local/d") == (["e"], False)
+    assert page("limit=2&before_id=local/d") == (["b", "c"], True)
+    assert page("limit=2&before_id=local/b") == (["a"], False)
+
+
+def test_a_stranger_is_told_so_in_the_words_that_clients_match_on(harness: Harness) -> None:
+    wrong, none = {"Authorization": "Bearer tml-carol"}, {}
+    for path, headers, words_ in (
+        ("/v1/models", wrong, "Incorrect API key provided: "),
+        ("/v1/models", {"Authorization": "Bearer sk-x"}, "Incorrect API key provided: "),
+        ("/v1/models", none, "You didn't provide an API key"),
+        ("/v1/models", {"X-API-Key": "tml-carol", "anthropic-version": "2023-06-01"}, "invalid x-api-key"),
+        ("/anthropic/api/v1/models", none, "x-api-key header is required"),
+    ):
+        found = harness.client.get(path, headers=headers)
+        assert found.status_code == 401 and found.json()["error"]["message"].startswith(words_), found.text
+        assert "carol" not in found.text, "a key is never repeated"
+
+
 def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_path: Path) -> None:
     made = make_harness(tmp_path, limits=Limits(queued_requests=1))
     services = replace(made.services, bases=Bases((SHAPE,)))

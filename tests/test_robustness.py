@@ -257,9 +257,10 @@ def test_a_deleted_checkpoint_cannot_be_loaded(client: RawClient) -> None:
     saved = client.ok("save_weights", {"model_id": model, "seq_id": 1, "path": "one"})
     path = client.result(saved["request_id"]).json()["path"]
     assert client.http.delete(f"training_runs/{model}/checkpoints/weights/one").status_code == 200
-    load = client.ok("load_weights", {"model_id": model, "seq_id": 2, "path": path})
+    fresh = client.model()
+    load = client.ok("load_weights", {"model_id": fresh, "seq_id": 1, "path": path})
     assert f"{path!r} does not exist" in client.error(load["request_id"])
-    client.result(client.forward(model, 3))
+    client.result(client.forward(fresh, 2))
 
 
 BAD_CREATIONS = {

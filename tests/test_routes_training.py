@@ -407,16 +407,39 @@ def test_a_published_checkpoint_can_be_loaded_by_anyone(harness: Harness) -> Non
 
 def test_a_load_into_a_model_needs_the_same_adapter(harness: Harness) -> None:
     session_id = harness.session()
-    model_id = harness.model(session_id, lora_config={"rank": 8, "seed": 3})
-    fits, wrong = harness.checkpoint(model_id), harness.checkpoint(model_id, name="wide", lora=LoraSpec(16))
-    body = {"model_id": model_id, "seq_id": 1, "path": fits, "optimizer": False}
-    assert harness.kinds() == {} and harness.ok("load_weights", body)["request_id"] == f"{model_id}:1"
-    assert harness.kinds() == {f"{model_id}:1": "load_weights"}
-    reason = refused(harness, harness.ok("load_weights", body | {"seq_id": 2, "path": wrong}))
+    first, second, third = (
+        harness.model(session_id, number, lora_config={"rank": 8, "seed": 3}) for number in range(3)
+    )
+    fits, wrong = harness.checkpoint(first), harness.checkpoint(first, name="wide", lora=LoraSpec(16))
+    body = {"model_id": first, "seq_id": 1, "path": fits, "optimizer": False}
+    assert harness.kinds() == {} and harness.ok("load_weights", body)["request_id"] == f"{first}:1"
+    assert harness.kinds() == {f"{first}:1": "load_weights"}
+    reason = refused(harness, harness.ok("load_weights", body | {"model_id": second, "path": wrong}))
     assert "rank=16" in reason and "rank=8" in reason
-    foreign = harness.checkpoint(model_id, name="foreign", base_model="local/other")
-    reason = refused(harness, harness.ok("load_weights", body | {"seq_id": 3, "path": foreign}))
+    foreign = harness.checkpoint(first, name="foreign", base_model="local/other")
+    reason = refused(harness, harness.ok("load_weights", body | {"model_id": third, "path": foreign}))
     assert "'local/other'" in reason and f"{BASE!r}" in reason
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_load_must_be_a_models_first_request(harness: Harness, numbered: bool) -> None:
+    """As the hosted service has it: a forward counts, and so does an earlier load."""
+    model_id = harness.model()
+    path = harness.checkpoint(model_id)
+    load_ = {"model_id": model_id, "path": path, "optimizer": False}
+
+    def number(seq_id: int) -> dict[str, object]:
+        return {"seq_id": seq_id} if numbered else {}
+
+    harness.ok("optim_step", {"model_id": model_id, "adam_params": {}, **number(1)})
+    for _ in range(2):  # sent again, it is refused again
+        answer = harness.post("load_weights", {**load_, **number(2)})
+        assert answer.status_code == 400
+        assert answer.json()["detail"].startswith("LoadWeights is not permitted with seq_id ")
+    assert "load_weights" not in harness.kinds().values(), "nothing waits to be loaded"
+    if numbered:
+        assert "LoadWeights is not permitted with seq_id 2" in refused(harness, {"request_id": f"{model_id}:2"})
+        assert harness.ok("optim_step", adam_step(model_id, 3))["request_id"] == f"{model_id}:3"
 
 
 def test_ids_of_one_key_never_reach_anothers_queue(harness: Harness) -> None:

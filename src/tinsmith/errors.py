@@ -31,6 +31,10 @@ class NotAuthenticatedError(UserError):
     status = 401
 
 
+class MissingKeyError(NotAuthenticatedError):
+    """There is no API key: send the X-API-Key header with a key that starts with 'tml-'."""
+
+
 class ForbiddenError(UserError):
     """This is not allowed."""
 
@@ -89,6 +93,10 @@ class StoppingError(TinsmithError):
 
 class CheckpointExistsError(UserError):
     """A checkpoint of this name exists already; pass overwrite=True or choose another name."""
+
+
+class LateLoadError(UserError):
+    """A checkpoint can only be loaded into a model that has done nothing yet."""
 
 
 class NonFiniteGradientError(UserError):

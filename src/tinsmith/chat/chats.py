@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from tinsmith.chat.plans import (
     MAX_CHOICES,
+    MAX_TOKENS,
     MAX_TOP_LOGPROBS,
     SHARED,
     Plan,
@@ -82,9 +83,15 @@ def read_chat(fields: Fields, text: Text) -> Plan:
 def _thinking(
     fields: Fields, text: Text, prompt: Sequence[int], params: SamplingParams, tools: ToolUse | None
 ) -> Thinking | None:
-    """An answer that is held to a grammar from its first token does not think; `separate_reasoning` is SGLang's."""
-    free = params.adjustments is None or params.adjustments.grammar is None or (tools and tools.choice == "auto")
-    return thinking_of(text, prompt) if free and fields.flag_or("separate_reasoning", True) else None
+    """`separate_reasoning` is SGLang's."""
+    wanted = fields.flag_or("separate_reasoning", True)
+    return thinking_of(text, prompt) if wanted and may_think(params, tools) else None
+
+
+def may_think(params: SamplingParams, tools: ToolUse | None) -> bool:
+    """An answer that is held to a grammar from its first token does not think."""
+    held = params.adjustments is not None and params.adjustments.grammar is not None
+    return not held or (tools is not None and tools.choice == "auto")
 
 
 def without_text_modality(fields: Fields) -> Fields:
@@ -103,7 +110,10 @@ def one_grammar(wanted: Grammar | None, tools: ToolUse | None) -> Grammar | None
 
 
 def _max_tokens(fields: Fields) -> int | None:
-    old, new = (fields.integer_or(name, None) for name in ("max_tokens", "max_completion_tokens"))
+    old, new = (
+        read_count(fields, name, 1, MAX_TOKENS, 1) if fields.has(name) else None
+        for name in ("max_tokens", "max_completion_tokens")
+    )
     if old is not None and new is not None and old != new:
         raise RequestError("max_tokens", f"max_tokens is {old} and max_completion_tokens {new}; send one of them")
     return old if new is None else new

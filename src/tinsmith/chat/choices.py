@@ -81,6 +81,9 @@ class Choice:
         self._decoder = Decoder(text)
         self._thinking = plan.thinking  # until the thought is over
         self._thinks = plan.thinking is not None and plan.thinking.begun
+        self._hides = plan.hidden is not None and plan.hidden.begun  # inside a thought that is left out
+        self._left_out = ""  # what was thought in it
+        self._after_mark = False  # of a thought that was left out
         self._answers_at = 0  # where in `_whole` what came after the last mark begins
         ends = text.end_token_ids if plan.params.stop_eos else frozenset()
         self._ends = ends | frozenset(plan.params.stop_tokens)
@@ -99,13 +102,15 @@ class Choice:
         if token_id in self._ends:
             self._ended = True
             return
+        if self._leaves_out(token_id):
+            return
         self._tokens.append(ShownToken(token_id, logprob, top, len(self._whole)))
         if not self._is_mark(token_id):
             self._add(self._decoder.push(token_id))
 
     def finish(self) -> None:
         """No token follows."""
-        if not self._ended:
+        if not self._ended and not self._hides:
             self._add(self._decoder.rest())
         self._ended = self._finished = True
         if self._thinks:
@@ -127,6 +132,24 @@ class Choice:
             self._tokens_shown += 1
         piece.calls, self._calls = self._calls, []
         return piece
+
+    def _leaves_out(self, token_id: int) -> bool:
+        """Whether a token is a mark, or of a thought, that the answer is not to show."""
+        marks = self._plan.hidden
+        if marks is None:
+            return False
+        if token_id in (marks.open_id, marks.close_id):
+            if not self._hides:
+                self._add(self._decoder.rest())
+            self._decoder, self._left_out = Decoder(self._text), ""
+            self._hides = token_id == marks.open_id
+            self._after_mark = True
+            return True
+        if self._hides:
+            self._left_out += self._decoder.push(token_id)
+            self.stopped_by = next((stop for stop in self._plan.stops if stop in self._left_out), None)
+            self._ended = self.stopped_by is not None
+        return self._hides
 
     def _is_mark(self, token_id: int) -> bool:
         """Whether a token begins the thought or ends it."""
@@ -171,6 +194,8 @@ class Choice:
         return self._whole[first:end]
 
     def _add(self, new: str) -> None:
+        if self._after_mark and not self._whole.strip():
+            new = new.lstrip()  # the white space after a thought that was left out
         if not new:
             return
         stops = self._plan.stops

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tinsmith.chat.plans import (
     MAX_CHOICES,
+    MAX_TOKENS,
     MAX_TOP_LOGPROBS,
     SHARED,
     Plan,
@@ -32,7 +33,7 @@ def read_completion(fields: Fields, text: Text) -> Plan:
     if fields.integer_or("best_of", num_choices) != num_choices:
         raise not_supported("best_of", "every answer is returned; ask for n and choose")
     echo = fields.flag_or("echo", False)
-    max_tokens = fields.integer_or("max_tokens", DEFAULT_MAX_TOKENS)
+    max_tokens = read_count(fields, "max_tokens", 0 if echo else 1, MAX_TOKENS, DEFAULT_MAX_TOKENS)
     echo_only = echo and max_tokens == 0
     stream, include_usage = read_stream(fields)
     if echo and stream:
@@ -50,6 +51,7 @@ def read_completion(fields: Fields, text: Text) -> Plan:
         echo_only=echo_only,
         stream=stream,
         include_usage=include_usage,
+        prompt_field="prompt",
     )
 
 

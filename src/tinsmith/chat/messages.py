@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from tinsmith.chat.chats import read_chat
+from tinsmith.chat.chats import may_think, read_chat
 from tinsmith.chat.choices import Choice, Piece
-from tinsmith.chat.plans import Plan
+from tinsmith.chat.plans import Plan, read_within
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.results import read_sequence
 from tinsmith.chat.texts import Text
-from tinsmith.chat.thinking import SWITCH, thinking_of
+from tinsmith.chat.thinking import SWITCH, marks_of, thinking_of
 from tinsmith.chat.tools import ToolCall
 from tinsmith.ops import SampleResult
 from tinsmith.wire.fields import Fields, show
@@ -59,15 +60,19 @@ def read_message(fields: Fields, text: Text) -> Plan:
     if fields.text_or("service_tier", "auto") not in ("auto", "standard_only"):
         raise not_supported("service_tier", "there is one tier, 'standard_only'")
     body = _chat(fields, text) | {"max_tokens": fields.integer("max_tokens"), "stream": fields.flag_or("stream", False)}
+    read_within(fields, "temperature", 0.0, 1.0, 1.0)
     for name in ("temperature", "top_p", "top_k"):
         if fields.has(name):
             body[name] = fields.values[name]
     if fields.has("stop_sequences"):
         body["stop"] = fields.values["stop_sequences"]
     plan = read_chat(Fields(body), text)
-    if body["separate_reasoning"] and plan.thinking is None:
-        raise not_supported("thinking", "together with output_config.format or a tool that must be called")
-    return plan
+    if body["separate_reasoning"]:
+        if plan.thinking is None:
+            raise not_supported("thinking", "together with output_config.format or a tool that must be called")
+        return plan
+    hidden = marks_of(text, plan.prompts[0]) if may_think(plan.params, plan.tools) else None
+    return replace(plan, hidden=hidden)
 
 
 def read_counted(fields: Fields, text: Text) -> Plan:
@@ -92,7 +97,7 @@ def _chat(fields: Fields, text: Text) -> JsonObject:
 
 
 def _thinking(fields: Fields, text: Text) -> JsonObject:
-    """Thoughts come as blocks of their own if they are asked for; otherwise a model writes what its template has."""
+    """Thoughts come as blocks of their own if they are asked for; otherwise they are left out of the answer."""
     wanted = fields.fields_or("thinking", None)
     if wanted is None:
         return {"separate_reasoning": False}

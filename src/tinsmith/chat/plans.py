@@ -18,6 +18,7 @@ from tinsmith.wire.fields import Fields, show
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
+MAX_TOKENS = 2**31 - 1
 MAX_BIASES = 1024
 MAX_GRAMMAR_CHARACTERS = 32 << 10
 
@@ -67,7 +68,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`top_logprobs` None: the answer shows no logprobs. `echo` has completions begin with their prompt. Without
-    `thinking`, what a model thinks is part of its text.
+    `thinking`, what a model thinks is part of its text, or is left out of it if `hidden` names the marks.
+    `prompt_field` is the request's field that holds the prompt.
     """
 
     name: str
@@ -81,6 +83,8 @@ class Plan:
     include_usage: bool = False
     tools: ToolUse | None = None
     thinking: Thinking | None = None
+    hidden: Thinking | None = None
+    prompt_field: str = "messages"
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -115,9 +119,9 @@ def read_params(
         stop_strings=(*_stops(fields), *own_stops),
         stop_tokens=_stop_tokens(fields),
         stop_eos=not fields.flag_or("ignore_eos", False),
-        temperature=fields.number_or("temperature", 1.0),
+        temperature=read_within(fields, "temperature", 0.0, 2.0, 1.0),
         top_k=_top_k(fields),
-        top_p=fields.number_or("top_p", 1.0),
+        top_p=read_within(fields, "top_p", 0.0, 1.0, 1.0),
         adjustments=adjustments_of(fields, asked or grammar),
     )
 
@@ -133,17 +137,17 @@ def check_passed_over(fields: Fields) -> None:
 def adjustments_of(fields: Fields, grammar: Grammar | None) -> Adjustments | None:
     """None if they change nothing."""
     found = Adjustments(
-        min_p=_within(fields, "min_p", 0.0, 1.0, 0.0),
-        repetition_penalty=_within(fields, "repetition_penalty", 0.01, 100.0, 1.0),
-        presence_penalty=_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
-        frequency_penalty=_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
+        min_p=read_within(fields, "min_p", 0.0, 1.0, 0.0),
+        repetition_penalty=read_within(fields, "repetition_penalty", 0.01, 100.0, 1.0),
+        presence_penalty=read_within(fields, "presence_penalty", -2.0, 2.0, 0.0),
+        frequency_penalty=read_within(fields, "frequency_penalty", -2.0, 2.0, 0.0),
         logit_bias=_biases(fields),
         grammar=grammar,
     )
     return None if found == Adjustments() else found
 
 
-def _within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
+def read_within(fields: Fields, name: str, low: float, high: float, default: float) -> float:
     value = fields.number_or(name, default)
     if not low <= value <= high:
         raise RequestError(name, f"{name} is {value}; it must lie between {low:g} and {high:g}")

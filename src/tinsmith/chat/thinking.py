@@ -30,8 +30,13 @@ class Thinking:
 
 def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
     """How a model thinks in its answer to a prompt; None for one that does not."""
+    return marks_of(text, prompt) if CLOSE in text.template.source else None
+
+
+def marks_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+    """The marks of any model that has them as tokens, whatever its template says."""
     open_id, close_id = text.token_id(OPEN), text.token_id(CLOSE)
-    if open_id is None or close_id is None or CLOSE not in text.template.source:
+    if open_id is None or close_id is None:
         return None
     return Thinking(open_id, close_id, _is_begun(text, prompt, open_id))
 

@@ -31,6 +31,7 @@ from tinsmith.routes import (
     samples,
     sampling,
     search,
+    served,
     service,
     sessions,
     telemetry,
@@ -78,4 +79,4 @@ API = [
     for route in noun.ROUTES
 ] + [*dialect.ROOT_ROUTES, *openapi.ROOT_ROUTES, *metrics.ROOT_ROUTES]
 API += [*openai.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *openai_files.ROOT_ROUTES, *openai_batches.ROOT_ROUTES]
-API += hub.ROOT_ROUTES
+API += [*served.ROOT_ROUTES, *hub.ROOT_ROUTES]

@@ -72,6 +72,7 @@ async def _events(
 
 
 ROOT_ROUTES = [
-    Route(ANTHROPIC + "/messages", messages, methods=["POST"]),
-    Route(ANTHROPIC + "/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route(prefix + path, respond, methods=["POST"])
+    for prefix in ANTHROPIC
+    for path, respond in (("/messages", messages), ("/messages/count_tokens", count_tokens))
 ]

@@ -62,10 +62,13 @@ T = TypeVar("T")
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
 """Where OpenAI's paths are, each of them twice: its clients are pointed at either."""
-ANTHROPIC = "/anthropic/api/v1"
+ANTHROPIC = ("/anthropic/api/v1", *OPENAI)
+"""Where Anthropic's are. A client that is pointed where OpenAI's are tells itself by its path or its header."""
 HUB = "/hub"
 """What clients of the Hugging Face hub are given as its address."""
-_OPENAI, _ANTHROPIC, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{ANTHROPIC}/", f"{HUB}/"
+_OPENAI, _HUB = tuple(f"{prefix}/" for prefix in OPENAI), f"{HUB}/"
+_ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
+_ANTHROPIC_HEADER = "anthropic-version"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
@@ -206,12 +209,13 @@ async def authenticate(request: Request) -> tuple[Services, str]:
 
 def is_openai(request: Request) -> bool:
     """Whether a request is one of OpenAI's clients, by its path: they send their key, and read errors, in their way."""
-    return request.scope["path"].startswith(_OPENAI)
+    return request.scope["path"].startswith(_OPENAI) and not is_anthropic(request)
 
 
 def is_anthropic(request: Request) -> bool:
-    """The same for Anthropic's."""
-    return request.scope["path"].startswith(_ANTHROPIC)
+    """The same for Anthropic's, who always name their API's version."""
+    path = request.scope["path"]
+    return path.startswith(_ANTHROPIC) or (path.startswith(_OPENAI) and _ANTHROPIC_HEADER in request.headers)
 
 
 def is_hub(request: Request) -> bool:

@@ -20,7 +20,7 @@ from tinsmith.admission import check_sample
 from tinsmith.chat.chats import read_chat
 from tinsmith.chat.completions import read_completion
 from tinsmith.chat.plans import Plan, Target, read_target
-from tinsmith.chat.refusals import RequestError, not_supported
+from tinsmith.chat.refusals import ContextLengthError, RequestError, not_supported
 from tinsmith.chat.results import Head, whole
 from tinsmith.chat.texts import Text
 from tinsmith.checkpoints import parse_path
@@ -159,7 +159,7 @@ def _submit(
         params = replace(params, seed=secrets.randbits(62))
     body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
     sample = read_sample(json_bytes(body), "", prepared.model_path)
-    _check(sample, shape)
+    _check(sample, shape, plan)
     seat = services.standing.seat(tenant_id, shape.name, prepared.model_path)
     body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}
     new = NewFuture(
@@ -187,15 +187,10 @@ def _shown(plan: Plan) -> Mapping[str, object]:
     return {"topk_sample_logprobs": top} | of_prompt
 
 
-def _check(sample: Sample, shape: ModelShape) -> None:
+def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
     prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
     if prompt + (max_tokens or 1) > shape.max_context_length:
-        raise RequestError(
-            "messages",
-            f"the prompt of {prompt} tokens and {max_tokens or 'at least one'} more exceed the context of "
-            f"{shape.max_context_length} tokens; shorten the prompt or lower max_tokens",
-            "context_length_exceeded",
-        )
+        raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
     adjustments = sample.params.adjustments
     for token_id, _ in adjustments.logit_bias if adjustments else ():
         if token_id >= shape.vocab_size:

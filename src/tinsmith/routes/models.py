@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from tinsmith.admission import check_lora, check_position
 from tinsmith.checkpoints import Checkpoint
-from tinsmith.errors import TooManyRequestsError, UserError
+from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import NewModel
 from tinsmith.ops import LoraSpec, ModelShape
@@ -59,7 +59,11 @@ def load_weights(call: Call) -> JsonObject:
     call, wrong_token = exchange_token(call)
     fields = call.fields()
     if fields.has("model_id"):
-        return stored(call.services, load_into_model(call, wrong_token))
+        judged = load_into_model(call, wrong_token)
+        answer = stored(call.services, judged)  # its number counts as used, whatever comes of it
+        if isinstance(judged.refusal, LateLoadError):
+            raise judged.refusal
+        return answer
 
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:

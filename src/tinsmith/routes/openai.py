@@ -1,4 +1,4 @@
-"""OpenAI's chat completions, completions and models, over any base model or checkpoint.
+"""OpenAI's chat completions and completions, over any base model or checkpoint.
 
 `chat` has the words, `generation` the sampling, `streams` the pieces. An answer that is not a stream is waited for on
 the request's connection, however long it takes; when that ends, so do the samples.
@@ -15,13 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.chat.choices import Piece
-from tinsmith.chat.plans import Target
 from tinsmith.chat.refusals import not_supported
 from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
 from tinsmith.errors import TinsmithError
 from tinsmith.ops import SampleResult
 from tinsmith.routes.call import (
-    MAX_PAGE,
     OPENAI,
     Call,
     Endpoint,
@@ -32,16 +30,13 @@ from tinsmith.routes.call import (
     read_body,
     run,
 )
-from tinsmith.routes.generation import Prepared, give_up, new_head, prepare, reader_of, sampled, seated, weights_of
+from tinsmith.routes.generation import Prepared, give_up, new_head, prepare, reader_of, sampled, seated
 from tinsmith.routes.problems import openai_error
 from tinsmith.routes.streams import DONE, STILL_THERE, Events, event, follow, unless_gone
 from tinsmith.standing import Seat
 from tinsmith.wire import bodies
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, read_object
-
-SINCE = 1_700_000_000
-"""When a base model was made is not known here; clients want a number."""
 
 
 def generate(chat: bool) -> Endpoint:
@@ -97,31 +92,6 @@ async def _events(services: Services, prepared: Prepared, head: Head, seats: lis
         yield event({"error": openai_error(str(error), error.status, error)})
 
 
-def models(call: Call) -> JsonObject:
-    """The base models, and the newest of the tenant's checkpoints that can be sampled."""
-    checkpoints, _ = call.services.checkpoints.page(call.tenant_id, MAX_PAGE, 0)
-    served = {shape.name for shape in call.services.bases}
-    shown = [_model(shape.name, "tinsmith", SINCE) for shape in call.services.bases]
-    for checkpoint in checkpoints:
-        if checkpoint.base_model in served and checkpoint.ref.kind != "external_weights":
-            shown.append(_model(checkpoint.ref.path, call.tenant_id, int(checkpoint.created_at)))
-    return {"object": "list", "data": shown}
-
-
-def model(call: Call) -> JsonObject:
-    name = call.path["model"]
-    base, separator, path = name.partition(";")
-    target = Target(name, base, path) if separator else Target(name, name, None)
-    if name.startswith("tinker://"):
-        target = Target(name, None, name)
-    weights_of(call.services, call.tenant_id, target)
-    return _model(name, "tinsmith" if target.model_path is None else call.tenant_id, SINCE)
-
-
-def _model(name: str, owner: str, created: int) -> JsonObject:
-    return {"id": name, "object": "model", "created": created, "owned_by": owner}
-
-
 def embeddings(_call: Call) -> JsonObject:
     raise not_supported("/embeddings", "models here write text and embed none")
 
@@ -130,8 +100,6 @@ ROUTES = [
     Route("/chat/completions", generate(chat=True), methods=["POST"]),
     Route("/completions", generate(chat=False), methods=["POST"]),
     Route("/embeddings", endpoint(embeddings, JSON_TYPE), methods=["POST"]),
-    Route("/models", endpoint(models), methods=["GET"]),
-    Route("/models/{model:path}", endpoint(model), methods=["GET"]),
 ]
 ROOT_ROUTES = [
     Route(prefix + route.path, route.endpoint, methods=route.methods) for prefix in OPENAI for route in ROUTES

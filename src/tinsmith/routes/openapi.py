@@ -89,7 +89,7 @@ CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 SESSION_IDS = fields({"sessions": TEXTS})
 ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
-ELSEWHERE = tuple(f"{prefix}/" for prefix in (*OPENAI, ANTHROPIC, HUB))
+ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
 UPLOADED = fields({"tinker_path": TEXT, "base_model": TEXT, "lora_rank": COUNT, "size_bytes": COUNT})
 REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
 HEALTH = fields({"status": one_of("healthy"), "version": TEXT, "timestamp": TEXT})
@@ -354,8 +354,6 @@ OPERATIONS = (
             ("POST", "/chat/completions", "An answer to a chat, or its pieces", ANSWER, (404, 429, 503)),
             ("POST", "/completions", "A text continued, or its pieces", ANSWER, (404, 429, 503)),
             ("POST", "/embeddings", "Refused: there are none", ANYTHING, ()),
-            ("GET", "/models", "What can be sampled", fields({"object": one_of("list"), "data": LIST}), ()),
-            ("GET", "/models/{model}", "Whether it can", fields({"id": TEXT}), (404, 410)),
         )
     ),
     *(
@@ -384,9 +382,15 @@ OPERATIONS = (
             ("/{repo}/resolve/{revision}/{file}", "A file, whole or by Range", FILE_TYPE),
         )
     ),
-    Operation(f"POST {ANTHROPIC}/messages", "An answer to a chat, or its pieces", MESSAGE, (404, 429, 503)),
-    Operation(
-        f"POST {ANTHROPIC}/messages/count_tokens", "Its prompt's tokens", fields({"input_tokens": COUNT}), (404,)
+    *(
+        Operation(f"{method} {prefix}{path}", summary, answers, errors)
+        for prefix in ANTHROPIC
+        for method, path, summary, answers, errors in (
+            ("POST", "/messages", "An answer to a chat, or its pieces", MESSAGE, (404, 429, 503)),
+            ("POST", "/messages/count_tokens", "Its prompt's tokens", fields({"input_tokens": COUNT}), (404,)),
+            ("GET", "/models", "What can be sampled", fields({"data": LIST}), ()),
+            ("GET", "/models/{model}", "Whether it can", fields({"id": TEXT}), (404, 410)),
+        )
     ),
 )
 
@@ -468,7 +472,7 @@ def _answered(operation: Operation, status: int) -> Schema:
 
 
 def _error_of(operation: Operation) -> str:
-    if operation.path.startswith(f"{ANTHROPIC}/"):
+    if operation.path.startswith(ANTHROPIC[0]) or "/messages" in operation.path:
         return "AnthropicError"
     return "OpenAIError" if operation.path.startswith(OPENAI) else "Error"
 

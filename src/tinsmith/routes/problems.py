@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
-from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import InvalidTokenError, TinsmithError, TooManyRequestsError
+from tinsmith.chat.refusals import ContextLengthError, RequestError
+from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_hub, is_openai
 from tinsmith.storage import UnreachableError
@@ -46,8 +46,23 @@ def told(
     if status == HTTPStatus.NOT_IMPLEMENTED:  # which these clients would send again
         status = HTTPStatus.BAD_REQUEST
     if is_anthropic(request):
-        return answer(anthropic_error(text, status), status, headers)
-    return answer({"error": openai_error(text, status, error)}, status, headers)
+        return answer(anthropic_error(_in_anthropics_words(text, status, error), status), status, headers)
+    return answer({"error": openai_error(_in_openais_words(text, status, error), status, error)}, status, headers)
+
+
+def _in_openais_words(text: str, status: int, error: TinsmithError | None) -> str:
+    """Clients match on the first words of some errors."""
+    if isinstance(error, MissingKeyError):
+        return "You didn't provide an API key. Send it as Authorization: Bearer KEY; a key starts with 'tml-'"
+    return f"Incorrect API key provided: {text}" if status == HTTPStatus.UNAUTHORIZED else text
+
+
+def _in_anthropics_words(text: str, status: int, error: TinsmithError | None) -> str:
+    if isinstance(error, ContextLengthError):
+        return error.anthropic
+    if isinstance(error, MissingKeyError):
+        return "x-api-key header is required; a key starts with 'tml-'"
+    return f"invalid x-api-key: {text}" if status == HTTPStatus.UNAUTHORIZED else text
 
 
 def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str, str]:

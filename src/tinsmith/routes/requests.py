@@ -176,15 +176,19 @@ COUNTED: Mapping[str, Schema] = {
     "tools": {"type": "array", "items": ANYTHING},
     "tool_choice": ANYTHING,
 }
+MESSAGE = fields(
+    {"model": TEXT, "messages": MESSAGES, "max_tokens": integer(1)},
+    {**COUNTED, **GENERATION, "stop_sequences": TEXTS},
+)
 CHATS: Mapping[str, Schema] = {
     **{prefix + "/chat/completions": CHAT for prefix in OPENAI},
     **{prefix + "/completions": COMPLETION for prefix in OPENAI},
     **{prefix + "/embeddings": ANYTHING for prefix in OPENAI},
-    ANTHROPIC + "/messages": fields(
-        {"model": TEXT, "messages": MESSAGES, "max_tokens": integer(1)},
-        {**COUNTED, **GENERATION, "stop_sequences": TEXTS},
-    ),
-    ANTHROPIC + "/messages/count_tokens": fields({"model": TEXT, "messages": MESSAGES}, COUNTED),
+    **{prefix + "/messages": MESSAGE for prefix in ANTHROPIC},
+    **{
+        prefix + "/messages/count_tokens": fields({"model": TEXT, "messages": MESSAGES}, COUNTED)
+        for prefix in ANTHROPIC
+    },
 }
 
 KEPT = fields({"anchor": one_of("created_at"), "seconds": integer(3600, 30 * 86400)})

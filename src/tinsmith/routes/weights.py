@@ -10,7 +10,7 @@ from starlette.routing import Route
 from tinsmith.admission import check_position, check_ttl
 from tinsmith.checkpoints import Checkpoint, check_name, parse_path
 from tinsmith.encryption import read_recipients
-from tinsmith.errors import NotAuthenticatedError, UserError
+from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.models import Model
 from tinsmith.routes.call import Call
 from tinsmith.routes.submission import Submission, submission, submit_json_operation
@@ -83,7 +83,7 @@ def _check_sampler_save(_model: Model, fields: Fields) -> None:
 
 
 def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
-    """A load as an operation of an existing model: the adapter's form must be the checkpoint's."""
+    """A load as an operation of a model that is new: the adapter's form must be the checkpoint's."""
 
     def check(model: Model, fields: Fields) -> None:
         if wrong_token:
@@ -91,6 +91,7 @@ def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
         fields.refuse_unknown(LOAD_FIELDS)
         asked = load_of(fields)
         checkpoint = loadable(call, asked)
+        _check_first(call, model, fields)
         if asked.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
                 f"optimizer_config.type is {asked.optimizer_type!r}, but the model was created with "
@@ -109,6 +110,17 @@ def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
             )
 
     return submit_json_operation(call, "load_weights", check)
+
+
+def _check_first(call: Call, model: Model, fields: Fields) -> None:
+    """Clients match on the first words, which are those of the hosted service. A failed request counts, too."""
+    number = fields.integer_or("seq_id", None) or call.services.futures.next_seq_id(model.model_id)
+    if number > 1:
+        raise LateLoadError(
+            f"LoadWeights is not permitted with seq_id {number}: it must be a model's first request, and this one has "
+            "others. Nothing was loaded. Make a new model of the checkpoint "
+            "(ServiceClient.create_training_client_from_state)"
+        )
 
 
 def exchange_token(call: Call) -> tuple[Call, UserError | None]:

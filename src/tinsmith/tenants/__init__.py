@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tinsmith.errors import NotAuthenticatedError
+from tinsmith.errors import MissingKeyError, NotAuthenticatedError
 
 ANY_KEY = "tml-any"
 """A key of the right form, for a server that takes any."""
@@ -46,7 +46,7 @@ def user_email(tenant_id: str) -> str:
 def check_form(credential: str | None) -> str:
     """The credential, if it could be one."""
     if not credential:
-        raise NotAuthenticatedError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
+        raise MissingKeyError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
     if not credential.startswith((KEY_PREFIX, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:
-        raise NotAuthenticatedError("the header X-API-Key holds no key; a key starts with 'tml-'")
+        raise NotAuthenticatedError("the API key has not the form of one; a key starts with 'tml-'")
     return credential

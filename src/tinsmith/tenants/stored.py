@@ -73,9 +73,7 @@ class StoredTenants:
     def _caller_of_key(self, secret: str) -> Caller:
         key = self._keys.find(secret)
         if key is None:
-            raise NotAuthenticatedError(
-                "the header X-API-Key holds no key of this server; `tinsmith keys create TENANT` makes one"
-            )
+            raise NotAuthenticatedError("the API key is no key of this server; `tinsmith keys create TENANT` makes one")
         if key.revoked_at is not None:
             raise NotAuthenticatedError(f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
         return Caller(key.tenant_id, key.key_id, key.name)
