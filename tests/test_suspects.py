@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bench import BASE, Bench, FlakyBackend
+from tinsmith.engine.settling import TurnFailedError
 from tinsmith.engine.suspects import MOST_DEATHS, Suspects
 from tinsmith.errors import UserError
 from tinsmith.fleet.engines import Engines, Seat
@@ -330,9 +331,10 @@ def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, mo
 
     for _ in range(2 * MOST_DEATHS):
         with monkeypatch.context() as broken:
-            broken.setattr(bench.engine, "_settle", full)
-            with pytest.raises(OSError, match="no space"):
+            broken.setattr(bench.futures, "settle", full)
+            with pytest.raises(TurnFailedError) as raised:
                 bench.engine.run(lambda: False)
+            assert "no space" in str(raised.value.__cause__)
         bench.restart()
         assert not bench.engine._suspects
     bench.turns()
