@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from http_harness import ALICE, Harness, close, make_harness, pass_bytes
+from http_harness import ALICE, BASE, Harness, close, make_harness, pass_bytes, sample_request
 from tinsmith.errors import UserError
 from tinsmith.futures import Futures
 from tinsmith.routes.call import SHORT_BYTES
@@ -147,3 +147,94 @@ def test_a_body_is_short_if_it_says_so_decoded() -> None:
     assert not is_within(packed, "zstd", 999)
     assert not is_within(b"no frame at all", "zstd", 1000)
     assert not is_within(packed, "zstd", len(packed) - 1)
+
+
+# One number, one request: what is not stored is not acknowledged.
+
+
+@pytest.fixture
+def any_harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield made
+    close(made)
+
+
+def refused(harness: Harness, path: str, body: object) -> str:
+    answer = harness.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["detail"]
+
+
+def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    taken = any_harness.ok("optim_step", step(model_id, None))["request_id"]
+    assert taken.startswith(f"{model_id}:1:")
+    for body in (step(model_id, 1), step(model_id, 1) | {"type": "x" * SHORT_BYTES}):  # on the loop, and on a thread
+        detail = refused(any_harness, "optim_step", body)
+        assert "seq_id 1 of model" in detail and "without a seq_id" in detail
+    assert any_harness.post("retrieve_future", {"request_id": f"{model_id}:1"}).status_code == 404
+    # The next numbers are free for clients of both kinds.
+    assert any_harness.ok("optim_step", step(model_id, 2))["request_id"] == f"{model_id}:2"
+    assert any_harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:3:")
+    assert len(any_harness.pending()) == 3
+
+
+def test_a_request_that_is_sent_again_has_the_id_it_had(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    sampler = any_harness.sampler()
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    for _ in range(3):
+        assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
+        assert send(any_harness, pass_bytes(model_id, seq_id=2))["request_id"] == f"{model_id}:2"
+        assert any_harness.ok("asample", asked)["request_id"] == f"{sampler}:0"  # which is refused
+    any_harness.settle(f"{model_id}:1")  # and its body freed
+    assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
+
+
+def test_another_request_under_the_same_number_is_refused(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    any_harness.ok("optim_step", step(model_id, 1))
+    other = step(model_id, 1) | {"adam_params": {"learning_rate": 0.2}}  # of the same length
+    assert "(optim_step) with another body" in refused(any_harness, "optim_step", other)
+    assert "(optim_step)" in refused(any_harness, "save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+    sent = any_harness.client.post(
+        "/api/v1/forward_backward",
+        content=pass_bytes(model_id, seq_id=1),
+        headers={"X-API-Key": ALICE, "content-type": "application/x-protobuf"},
+    )
+    assert sent.status_code == 400, sent.text
+    any_harness.settle(f"{model_id}:1")  # and its body freed: its length is still known
+    longer = step(model_id, 1) | {"adam_params": {"learning_rate": 0.25}}
+    assert "with another body" in refused(any_harness, "optim_step", longer)
+
+
+def test_samplers_models_and_losses_have_numbers_of_the_same_kind(any_harness: Harness) -> None:
+    session_id = any_harness.session()
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+    model = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
+    made = any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)
+    assert (any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)) == made
+    other = sampler | {"base_model": "local/other"}
+    assert "use another sampling_session_seq_id" in refused(any_harness, "create_sampling_session", other)
+    assert "with another body" in refused(any_harness, "create_model", model | {"base_model": "local/other"})
+    sampler_id = made[0]["sampling_session_id"]
+    sample = sample_request(sampler_id, 7)
+    assert any_harness.ok("asample", sample) == any_harness.ok("asample", sample)
+    assert "seq_id 7 of sampling session" in refused(any_harness, "asample", sample | {"num_samples": 3})
+
+
+def test_a_custom_loss_of_a_number_stays_what_it_was(any_harness: Harness) -> None:
+    import traced_losses
+
+    def asked(loss: traced_losses.Loss) -> dict[str, object]:
+        handle = traced_losses.trace(loss, {"logprobs": 1, "weights": 1})
+        return traced_losses.request(handle, session_id=session_id, custom_loss_seq_id=0)
+
+    def other(logprobs, weights):
+        loss = (logprobs * weights).sum()
+        return loss, {"custom/loss:sum": loss}
+
+    session_id = any_harness.session()
+    made = any_harness.ok("create_custom_loss", asked(traced_losses.weighted))
+    assert any_harness.ok("create_custom_loss", asked(traced_losses.weighted)) == made
+    assert "use the next one" in refused(any_harness, "create_custom_loss", asked(other))

@@ -79,6 +79,12 @@ class TooManyRequestsError(UserError):
         self.retry_after_s = retry_after_s
 
 
+class SeqIdTakenError(UserError):
+    """The seq_id belongs to another request."""
+
+    # Not 409: the SDK sends what is answered so again.
+
+
 class NotSupportedError(UserError):
     """Tinsmith does not support this yet."""
 

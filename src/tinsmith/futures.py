@@ -3,7 +3,7 @@
 States: pending -> done | failed; refused is a future that was invalid at admission and is settled at birth.
 Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled
 future never changes; settling a step, and every row that the step changes, is one transaction. The server
-submits and reads; only the engine settles. Payloads are opaque here.
+submits and reads; only the engine settles. Payloads are opaque here: they are compared, never read.
 
 A request to cancel is a future, too, so that it outlives an engine; settling it deletes its row.
 
@@ -26,7 +26,7 @@ from tinsmith import cancelling, forgetting
 from tinsmith.cancelling import Cancel
 from tinsmith.crashpoints import reach
 from tinsmith.db import Database, now
-from tinsmith.errors import GoneError, NotFoundError, TinsmithError, UserError
+from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
 from tinsmith.forgetting import Keep
 from tinsmith.notify import SERVER, Waker, engine_mailbox
 from tinsmith.observing.tracing import CURRENT
@@ -127,6 +127,11 @@ _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
 _ADD_BODY = Prepared(BODIES.insert())
 _ADD_RESULT = Prepared(RESULTS.insert())
+_STORED = Prepared(
+    sa.select(FUTURES.c.kind, FUTURES.c.body_bytes, BODIES.c.body)
+    .select_from(FUTURES.outerjoin(BODIES, BODIES.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.request_id == sa.bindparam("request_id"))
+)
 _OUTCOME = Prepared(
     sa.select(
         FUTURES.c.state,
@@ -206,6 +211,34 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
     }
 
 
+def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
+    """Raises SeqIdTakenError unless `new`, which could not be added, is what was stored under its request_id.
+
+    A body is compared as far as it is known: its length for good, its bytes until it is freed. Requests without a
+    seq_id are named after what they do, and are not compared.
+    """
+    found = _STORED.one_or_none(connection, {"request_id": new.request_id})
+    owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
+    if found is None:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request, which came without a seq_id and took the next "
+            "number; send all requests of a model with a seq_id, or all without"
+        )
+    kind, body_bytes, packed = found
+    if new.seq_id is None:
+        return
+    same = kind == new.kind
+    if same and compare_bodies and body_bytes:
+        same = body_bytes == len(new.body)
+        if same and packed is not None:
+            same = zstandard.ZstdDecompressor().decompress(packed) == new.body
+    if not same:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only the very same "
+            "request may be sent again under its seq_id, so use the next number"
+        )
+
+
 class Futures:
     def __init__(
         self, db: Database, wake: Waker | None = None, count: Count | None = None, give: Give | None = None
@@ -219,7 +252,10 @@ class Futures:
     # The server's side.
 
     def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
-        """Store a request once; a repeated request_id changes nothing. Returns the request_id."""
+        """Store a request once; one that is sent again changes nothing. Returns the request_id.
+
+        Raises SeqIdTakenError if the seq_id belongs to another request: what is not stored gets no request_id.
+        """
         self._submitted(new, refusal, self._db.write())
         return new.request_id
 
@@ -243,7 +279,8 @@ class Futures:
             if refusal and new.sampling_session_id:
                 row["settle_order"] = self._next_order(connection, new.sampling_session_id)
             if self._add.count(connection, row) == 0:
-                return True  # it was there
+                _check_same(connection, new, compare_bodies=refusal is None)
+                return True
             if packed is not None:
                 _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
             self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])

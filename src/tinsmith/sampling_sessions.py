@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import sqlalchemy as sa
 
 from tinsmith.db import Database, now
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, SeqIdTakenError
 from tinsmith.prepared import Bound, Prepared
 from tinsmith.tables import FUTURES, RESULTS, SAMPLERS, SESSIONS
 
@@ -111,9 +111,19 @@ class SamplingSessions:
         self._acknowledged: deque[str] = deque()  # appended to and taken from by different threads
 
     def create(self, new: NewSamplingSession) -> str:
-        """Add a sampling session once; a repeated id changes nothing. Returns the id."""
+        """Add a sampling session once; one that is sent again changes nothing. Returns the id.
+
+        Raises SeqIdTakenError if there is one of this id over another model.
+        """
         with self._db.write() as connection:
-            connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()})
+            if connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()}).rowcount == 0:
+                row = _BY_ID.one_or_none(connection, {"sampling_session_id": new.sampling_session_id})
+                found = None if row is None else SamplingSession(*row)
+                if found and (found.base_model, found.model_path) != (new.base_model, new.model_path):
+                    raise SeqIdTakenError(
+                        f"sampling session {new.sampling_session_id!r} exists already, and samples from "
+                        f"{found.model_path or found.base_model!r}; use another sampling_session_seq_id"
+                    )
         return new.sampling_session_id
 
     def get(self, tenant_id: str, sampling_session_id: str) -> SamplingSession:

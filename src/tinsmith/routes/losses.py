@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import orjson
 from starlette.routing import Route
 
 from tinsmith.admission import check_position
 from tinsmith.custom_losses import MAX_DEFINITION_BYTES, MAX_LOSSES, NewCustomLoss, insertion
-from tinsmith.errors import UserError
+from tinsmith.errors import NotFoundError, SeqIdTakenError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.loss_graphs import check_graph
 from tinsmith.routes.call import Call, JsonObject, endpoint
@@ -40,7 +42,14 @@ def create_custom_loss(call: Call) -> JsonObject:
         return {"request_id": services.futures.submit(new, error)}
     stored = NewCustomLoss(loss_id, session.session_id, call.tenant_id, asked.loss.name, asked.definition)
     answer = orjson.dumps({"loss_id": loss_id, "type": "create_custom_loss"})
-    return {"request_id": services.futures.record(new, answer, [insertion(stored)])}
+    request_id = services.futures.record(new, answer, [insertion(stored)])
+    with suppress(NotFoundError):  # the number was used for a loss that was refused, and the future says why
+        if services.custom_losses.get(session.session_id, loss_id) != asked.definition:
+            raise SeqIdTakenError(
+                f"custom_loss_seq_id {number} belongs to another loss; only the very same loss may be sent again under "
+                "its number, so use the next one"
+            )
+    return {"request_id": request_id}
 
 
 ROUTES = [Route("/create_custom_loss", endpoint(create_custom_loss, JSON_TYPE), methods=["POST"])]

@@ -3,10 +3,12 @@
 What cannot be attributed (no such model, an ended session, no sequence number) is an HTTP error. Everything
 else is stored, valid or not: an invalid request is a future that is refused at birth, so that its number
 counts as used and the client reads the reason where it waits for the result. The request_id is made of the
-model and the number: a request that is sent twice finds the future that it made before.
+model and the number: a request that is sent twice finds the future that it made before. Another request under the
+same number is an HTTP error: what is not stored is not acknowledged.
 
 JSON operations of older clients come without a number and take the model's next one as they arrive. Such a request
-that is sent twice is two requests, and their client must not send one before it has the last one's answer.
+that is sent twice is two requests, and their client must not send one before it has the last one's answer. If clients
+of both kinds share a model, a number may be taken when the client that counts comes to it: that is the same error.
 
 A function that judges a request answers a `Submission`; `submission` makes a route of it. A short body is judged, and
 stored if nobody else is writing, on the event loop: the way to a worker thread and back would take longer.
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 import orjson
@@ -25,7 +27,7 @@ from starlette.responses import Response
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.admission import check_seq_id
-from tinsmith.errors import NotFoundError, TooManyRequestsError, UserError
+from tinsmith.errors import NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
 from tinsmith.futures import NewFuture
 from tinsmith.models import Model
 from tinsmith.routes.call import (
@@ -154,9 +156,8 @@ def _submit_next(services: Services, judged: Submission) -> str:
     while True:
         seq_id = futures.next_seq_id(new.model_id)
         request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
-        futures.submit(replace(new, request_id=request_id, seq_id=seq_id), judged.refusal)
-        if futures.kind_of(new.tenant_id, request_id) is not None:
-            return request_id
+        with suppress(SeqIdTakenError):  # by a request that came in between
+            return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), judged.refusal)
 
 
 def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> Submission:

@@ -52,7 +52,7 @@ def forward(call: Call) -> Submission:
     """The path of its own that older clients know. The stored body says itself that it is forward only."""
     message = parse_pass(call.body)
     message.forward_only = True
-    return forward_backward(replace(call, body=message.SerializeToString()))
+    return forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
 
 
 def json_forward_backward(call: Call) -> Submission:
@@ -70,7 +70,7 @@ def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
         message = pass_message(fields, forward_only=forward_only)
     except UserError as error:
         return _refuse(call, "forward" if forward_only else "forward_backward", model_id, seq_id, error)
-    return _submit_pass(replace(call, body=message.SerializeToString()), message, seq_id)
+    return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, seq_id)
 
 
 def _refuse(call: Call, kind: str, model_id: str, seq_id: int | None, error: UserError) -> Submission:
