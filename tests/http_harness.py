@@ -55,6 +55,7 @@ from tinsmith.tables import KEYS
 from tinsmith.tenants.keys import Keys, digest_of
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
+from tinsmith.threads import Threads
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"
@@ -212,6 +213,7 @@ def make_harness(
         dispatch=Dispatch(Executors(database)),
         meters=meters,
         tracing=NoTracing(),
+        threads=Threads.start(),
         reads_wait=not database.is_sqlite,
     )
     app = create_app(services)
@@ -234,6 +236,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
 
 def close(harness: Harness) -> None:
     harness.client.close()
+    harness.services.threads.close()
     harness.services.models._db.close()
 
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from arrived import incoming, waiting_ids
 from tinsmith.db import Database
-from tinsmith.errors import EngineFailedError, NotFoundError, UserError
+from tinsmith.errors import EngineFailedError, NotFoundError, SeqIdTakenError, UserError
 from tinsmith.forgetting import Spent
 from tinsmith.futures import Futures, NewFuture, Settlement
 from tinsmith.models import Models, NewModel, log_deletion, unloading
@@ -52,7 +52,10 @@ def test_a_request_sent_by_many_at_once_is_stored_once(futures: Futures, db: Dat
 
 def test_the_first_body_of_a_number_counts(futures: Futures) -> None:
     futures.submit(new(1, body=b"first"))
-    futures.submit(new(1, body=b"second"))
+    for other in (b"second", b"other"):  # the one of another length, the other of the same
+        with pytest.raises(SeqIdTakenError, match=r"seq_id 1 of model .* belongs to another request"):
+            futures.submit(new(1, body=other))
+    futures.submit(new(1, body=b"first"))
     futures.submit(new(1, body=b"third"), UserError("too late to refuse"))
     assert futures.bodies([f"{MODEL}:1"]) == {f"{MODEL}:1": b"first"}
     assert futures.outcome("alice", f"{MODEL}:1") is None

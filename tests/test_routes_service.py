@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_capabilities_list_every_served_model(harness: Harness) -> None:
 def test_health_needs_no_key(harness: Harness) -> None:
     answer = harness.client.get("/api/v1/healthz")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize("path", ["/api/v1/healthz", "/api/v1/health", "/health"])
+def test_health_says_what_is_wrong(harness: Harness, path: str) -> None:
+    harness.app.state.services = replace(harness.services, failing=lambda: "engine-0 died 3 times in a row")
+    answer = harness.client.get(path)
+    assert answer.status_code == 503
+    assert (answer.json()["status"], answer.json()["reason"]) == ("failing", "engine-0 died 3 times in a row")
 
 
 def test_the_key_tells_who_is_asking(harness: Harness) -> None:

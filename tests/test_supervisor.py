@@ -240,7 +240,15 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
             await asyncio.sleep(0.005)
         await supervisor.stop()
 
+    assert supervisor.failing() == ""
     asyncio.run(run())
+    failing = supervisor.failing()
+    assert (
+        engines.id_of(Seat("local/tiny")) in failing and "times in a row, last with: it ended with status 1" in failing
+    )
+    with monkeypatch.context() as later:  # when the one that runs now has proved to be steady
+        later.setattr("tinsmith.fleet.supervisor.STEADY_S", 0.0)
+        assert supervisor.failing() == ""
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(pause >= 0.001 * 2 ** (index + 1) for index, pause in enumerate(pauses))
     assert engines.take(Seat("local/tiny"), 60)

@@ -11,6 +11,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -54,6 +55,7 @@ class Background:
         self._first_pause_s = first_pause_s
         self._longest_pause_s = longest_pause_s
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ending = asyncio.Event()
 
     def start(
         self, name: str, work: Callable[[], Coroutine[object, object, None]], **about: object
@@ -66,6 +68,10 @@ class Background:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def end(self) -> None:
+        """Work that fails from here on, or pauses, is not begun again; what runs goes on."""
+        self._ending.set()
 
     async def stop(self) -> None:
         """Cancel what still runs, and wait until it has ended."""
@@ -85,7 +91,10 @@ class Background:
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
                 pause_s = pauses.after(time.monotonic() - began)
                 _report(name, error, pause_s, about, self._failed)
-            await asyncio.sleep(pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._ending.wait()
+                    return
 
 
 def kept_thread(

@@ -21,12 +21,13 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import ArgumentError, OperationalError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from tinsmith import kept
 from tinsmith.crashpoints import reach
@@ -45,28 +46,82 @@ IDLE_IN_TRANSACTION_S = 10
 """Postgres ends a transaction of which nothing was heard for this long: a process that is stopped in the middle of one
 must not hold its locks for ever."""
 
+FILES_POLL_S = 1.0
+"""How often a process looks whether the files of its database are still there."""
+
 _MIGRATION_LOCK = 0x74696E73  # any number that all servers share
 
 
 Fence = Callable[[Connection], None]
 
 
+class DatabaseMovedError(SQLAlchemyError):
+    """The files of a SQLite database are no longer those that this process has open: what it writes is lost."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} was moved, deleted or replaced while Tinsmith had it open, so what is written is lost. Stop all "
+            "Tinsmith processes, put the file back with the -wal file beside it (or a backup), and start them again; "
+            "to begin anew, choose an empty --data-dir"
+        )
+
+
+class _Files:
+    """The identity of the files of a SQLite database, as this process opened them.
+
+    SQLite does not look at the names of its files again: a process goes on with files that nobody else can see. As long
+    as it has a connection, none of the three is replaced by SQLite itself.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._known = {path: _identity(path), f"{path}-wal": None, f"{path}-shm": None}
+
+    def closed(self) -> None:
+        """This process has no connection any more: the last one of all processes takes the log and its index along."""
+        path = next(iter(self._known))
+        self._known |= {f"{path}-wal": None, f"{path}-shm": None}
+
+    def check(self) -> None:
+        """Raises DatabaseMovedError."""
+        for path, known in self._known.items():
+            found = _identity(path)
+            if known is None:
+                self._known[path] = found
+            elif found != known:
+                raise DatabaseMovedError(path)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 class Database:
     """Connections to one database. `write` and `read` each give one transaction."""
 
-    def __init__(self, url: str, fence: Fence | None = None, *, patience_s: float = MOST_IN_SQLITE_S) -> None:
-        """On SQLite, a writer waits for others for `patience_s` (see `turns`)."""
+    def __init__(
+        self, url: str, fence: Fence | None = None, *, patience_s: float = MOST_IN_SQLITE_S, exists: bool = False
+    ) -> None:
+        """On SQLite, a writer waits for others for `patience_s` (see `turns`). `exists`: another process has made the
+        database, and this one makes none. Raises DatabaseMovedError if its file is missing then.
+        """
         self.url = sqlalchemy_url(url)
         self._fence = fence
         self._turns = Turns(patience_s)
         self.is_sqlite = self.url.startswith("sqlite")
         # hide_parameters: an error's text must not carry request bodies into the log.
+        self._files: _Files | None = None
         if self.is_sqlite:
-            _make_private_file(sa.make_url(self.url).database)
-            connect_args: dict[str, object] = {"timeout": self._turns.timeout_s, "check_same_thread": False}
-            self.engine: Engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
-            event.listen(self.engine, "connect", _configure_sqlite)
-            event.listen(self.engine, "begin", kept.joined)
+            path = sa.make_url(self.url).database
+            if path and path != ":memory:":
+                if exists and not os.path.exists(path):
+                    raise DatabaseMovedError(path)
+                _make_private_file(path)
+                self._files = _Files(path)
+            self.engine: Engine = self._sqlite_engine(self._turns.timeout_s, _configure_sqlite)
             self._hurried = self._of_hurried_writers()
             self._kept, self._kept_hurried = kept.Kept(self.engine), kept.Kept(self._hurried)
         else:
@@ -89,6 +144,7 @@ class Database:
                     self._fence(connection)
                 yield connection
                 kept.commit(connection)
+                self.check_files()
         else:
             with self.engine.begin() as connection:
                 if self._fence:
@@ -113,12 +169,32 @@ class Database:
                     self._fence(connection)
                 yield connection
                 kept.commit(connection)
+                self.check_files()
+
+    def check_files(self) -> None:
+        """On SQLite, whether its files are still those that were opened. Raises DatabaseMovedError.
+
+        Every writing transaction ends with it, so that nothing is acknowledged that nobody will read.
+        """
+        if self._files:
+            self._files.check()
 
     def _of_hurried_writers(self) -> Engine:
         """Connections that never wait for a lock, and leave it to all others to move the log to the file."""
-        connect_args: dict[str, object] = {"timeout": 0, "check_same_thread": False}
-        engine = sa.create_engine(self.url, connect_args=connect_args, hide_parameters=True)
-        event.listen(engine, "connect", _configure_hurried)
+        return self._sqlite_engine(0.0, _configure_hurried)
+
+    def _sqlite_engine(self, timeout_s: float, configure: Callable[..., None]) -> Engine:
+        path = sa.make_url(self.url).database or ":memory:"
+
+        def connect() -> sqlite3.Connection:
+            if self._files is None:
+                return sqlite3.connect(path, timeout_s, check_same_thread=False)
+            self._files.check()
+            # Where the file is missing, SQLite would make an empty one.
+            return sqlite3.connect(f"file:{quote(path)}?mode=rw", timeout_s, check_same_thread=False, uri=True)
+
+        engine = sa.create_engine(self.url, creator=connect, hide_parameters=True)
+        event.listen(engine, "connect", configure)
         event.listen(engine, "begin", kept.joined)
         return engine
 
@@ -215,6 +291,8 @@ class Database:
             self._kept_hurried.close()
             self._hurried.dispose()
         self.engine.dispose()
+        if self._files:
+            self._files.closed()
 
 
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
@@ -255,11 +333,10 @@ def _postgres_engine(url: str) -> Engine:
         raise SettingsError("database_url is no URL; use postgresql://USER:PASSWORD@HOST/NAME") from None
 
 
-def _make_private_file(path: str | None) -> None:
+def _make_private_file(path: str) -> None:
     """SQLite would let everyone read what it makes. Its other files have the mode of this one."""
-    if path and path != ":memory:":
-        with contextlib.suppress(OSError):  # it is there already, or SQLite will say what is wrong
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    with contextlib.suppress(OSError):  # it is there already, or SQLite will say what is wrong
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
 def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:

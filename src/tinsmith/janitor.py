@@ -14,6 +14,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -86,14 +87,14 @@ class Janitor:
         self._next_expiry = 0.0
         self._next_directories = 0.0  # with the first sweep
 
-    async def run(self) -> None:
-        """Sweep until cancelled; does nothing if either interval is negative."""
+    async def run(self, threads: Executor | None = None) -> None:
+        """Sweep on one of `threads` until cancelled; does nothing if either interval is negative."""
         if self._settings.session_sweep_s < 0:
             return
         while True:
             await asyncio.sleep(self._settings.session_sweep_s)
             try:
-                await asyncio.to_thread(self._sweep_alone)
+                await asyncio.get_running_loop().run_in_executor(threads, self._sweep_alone)
             except (SQLAlchemyError, OSError) as error:
                 log.error("a sweep failed; the next one tries again", exc_info=error)
 

@@ -14,7 +14,8 @@ import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -38,7 +39,7 @@ from tinsmith.checkpoints import Checkpoints
 from tinsmith.connections import Connection
 from tinsmith.crashpoints import arm
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database
+from tinsmith.db import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.errors import SettingsError
 from tinsmith.files import Files
 from tinsmith.fleet.dispatch import Dispatch
@@ -85,6 +86,7 @@ from tinsmith.storage import check_reachable, claim, open_directories
 from tinsmith.tenants.keys import Keys
 from tinsmith.tenants.stored import StoredTenants
 from tinsmith.tenants.tokens import Tokens
+from tinsmith.threads import Threads
 
 PATIENCE_S = 5.0
 """How long a request waits for the database; then its client is told to send it again."""
@@ -211,6 +213,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     fleet = Fleet(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
+    services = replace(services, failing=supervisor.failing)
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
@@ -221,18 +224,21 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
         loop = asyncio.get_running_loop()
         if wake:
             wake.bind(loop)
+        loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
         supervisor.start(background)
+        background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
         background.start("lost_wake_ups", partial(_poll_slowly, services))
         if settings.runs_bulk_jobs:
             local.sweep(services.coordinator.logs)
             services.coordinator.start(background)
         if settings.answers_clients:
-            services.batch_keeper.start(background)
-            background.start("janitor", janitor.run)
+            services.batch_keeper.start(background, services.threads.sweeps)
+            background.start("janitor", partial(janitor.run, services.threads.sweeps))
         try:
             yield
         finally:
+            background.end()
             if settings.answers_clients:
                 await services.batch_keeper.stop()
             await services.coordinator.stop()
@@ -241,6 +247,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
             await background.stop()
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
+            services.threads.close()
             database.close()
             lock.close()
 
@@ -322,6 +329,7 @@ def _services(
         dispatch=dispatch,
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
+        threads=Threads.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
 
@@ -341,26 +349,45 @@ def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
         waiters.settled(request_ids)
 
 
+async def _watch_files(database: Database, threads: Threads, supervisor: Supervisor) -> None:
+    """A process whose database was taken away ends; writers notice by themselves, but there may be none."""
+    while True:
+        await asyncio.sleep(FILES_POLL_S)
+        try:
+            await asyncio.get_running_loop().run_in_executor(threads.sweeps, database.check_files)
+        except DatabaseMovedError as error:
+            log.critical("the database is gone; this server stops", error=str(error))
+            supervisor.refuse(str(error))
+            return
+
+
 async def _poll_slowly(services: Services) -> None:
     """Covers wake-ups that were lost, with a few questions for all the polls that are held."""
     orders: dict[str, int | None] = {}
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
         try:
-            orders = await look_for_lost(services.waiters, services.futures, services.sampling_sessions, orders)
+            orders = await look_for_lost(
+                services.waiters, services.futures, services.sampling_sessions, orders, services.threads.quick
+            )
         except SQLAlchemyError as error:
             log.warning("could not look for settled futures; the next look may", error=repr(error))
 
 
 async def look_for_lost(
-    waiters: Waiters, futures: Futures, samplers: SamplingSessions, orders: Mapping[str, int | None]
+    waiters: Waiters,
+    futures: Futures,
+    samplers: SamplingSessions,
+    orders: Mapping[str, int | None],
+    threads: Executor | None = None,
 ) -> dict[str, int | None]:
     """Wake whoever waits for what has settled. `orders` is the answer of the last look: the newest settlement of each
     sampling session that is followed.
     """
     request_ids, sampling_session_ids = waiters.watched()
-    settled = await asyncio.to_thread(futures.settled_among, request_ids)
-    newest = await asyncio.to_thread(samplers.last_orders, sampling_session_ids)
+    loop = asyncio.get_running_loop()
+    settled = await loop.run_in_executor(threads, futures.settled_among, request_ids)
+    newest = await loop.run_in_executor(threads, samplers.last_orders, sampling_session_ids)
     waiters.settled(settled)
     waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
     return newest

@@ -188,6 +188,12 @@ class Settings(BaseSettings):
     max_upload_bytes: int = Field(default=4096 * MEBIBYTE, gt=0)
     """Largest adapter, with its optimizer's state, that can be uploaded as a checkpoint."""
 
+    handler_threads: int = Field(default=16, ge=1, le=256)
+    """Threads that work on requests, beside those of transfers."""
+
+    transfer_threads: int = Field(default=4, ge=1, le=64)
+    """Uploads and downloads that are worked on at once; others wait for their turn, and hold up no other request."""
+
     hub_base_weights: bool = False
     """Whether the mirror at /hub gives away the weights of base models, and not their tokenizers and configurations
     only."""

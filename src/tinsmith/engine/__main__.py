@@ -26,10 +26,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import backends, crashpoints
 from tinsmith.backends import Backend
+from tinsmith.background import kept_thread
 from tinsmith.bases import read_shape
 from tinsmith.checkpoints import Checkpoints
 from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database
+from tinsmith.db import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.engine import Engine, Nouns
 from tinsmith.engine.external import open_backend
 from tinsmith.engine.fetching import Fetcher, Places
@@ -96,7 +97,7 @@ def main() -> int:
     threading.Thread(target=_watch_parent, args=(stopping,), daemon=True).start()
     seat = Seat(shape.name, spec["kind"], spec["index"])
     # Connections of its own: a lease is renewed in the middle of the engine's transactions, too.
-    leases = Database(settings.resolved_database_url)
+    leases = Database(settings.resolved_database_url, exists=True)
     engines = Engines(leases, holder_of(settings.resolved_data_dir))
     engine_id = engines.id_of(seat)
     # A predecessor whose server was killed may still be finishing its step: two engines would apply requests twice.
@@ -143,7 +144,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
     # What was computed is not given up because another process holds the database.
-    database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf)
+    database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf, exists=True)
     engine_id = place.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
@@ -154,6 +155,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
     gc.freeze()
+    kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
     log.info("engine ready", base_model=shape.name)
     try:
@@ -242,6 +244,16 @@ def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             place.engines.set_state(place.seat, "stopping")
+
+
+def _watch_files(database: Database, stopping: threading.Event) -> None:
+    """An engine whose database was taken away ends: what it computes cannot be settled."""
+    while not stopping.wait(FILES_POLL_S):
+        try:
+            database.check_files()
+        except DatabaseMovedError as error:
+            log.critical("the database is gone; this engine stops", error=str(error))
+            stopping.set()
 
 
 def _tell_of_another(engines: Engines, seat: Seat, lease: Lease, data_dir: Path) -> None:

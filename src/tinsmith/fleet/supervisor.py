@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +40,19 @@ STEADY_S = 60.0
 STOP_S = 20.0
 """How long an engine may take to finish its step when told to stop, before it is killed."""
 
+MANY_DEATHS = 3
+"""An engine that died so often in a row, each time sooner than it counts as healthy, is not well."""
+
 log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """Those of one seat's engines in a row."""
+
+    count: int = 0
+    reason: str = ""
+    last_start: float = 0.0
 
 
 class Supervisor:
@@ -64,6 +77,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self.pids: set[int] = set()
+        self._deaths: dict[str, _Deaths] = {}
         self.refused = asyncio.Event()
         self.refusal = ""
 
@@ -76,6 +90,23 @@ class Supervisor:
             for seat in self._seats(shape)
         ]
 
+    def refuse(self, why: str) -> None:
+        """The process cannot go on; whoever runs it waits for `refused`."""
+        self.refusal = why
+        self.refused.set()
+
+    def failing(self) -> str:
+        """What is wrong: that the process cannot go on, or which engines keep dying, and how. Empty if nothing is."""
+        if self.refused.is_set():
+            return "this process stops, and its log says why"
+        at = time.monotonic()
+        told = [
+            f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; its log says more"
+            for engine_id, deaths in self._deaths.items()
+            if deaths.count >= MANY_DEATHS and at - deaths.last_start < STEADY_S
+        ]
+        return "; ".join(told)
+
     async def stop(self) -> None:
         """Stop all engines and wait until they are gone."""
         self._stopping.set()
@@ -87,9 +118,10 @@ class Supervisor:
 
     async def _keep(self, shape: ModelShape, seat: Seat) -> None:
         pause_s = FIRST_PAUSE_S
+        deaths = self._deaths[self._engines.id_of(seat)] = _Deaths()
         named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
         while not self._stopping.is_set():
-            started = time.monotonic()
+            started = deaths.last_start = time.monotonic()
             # The row of an engine that is gone may still say that it is ready.
             await self._note(self._engines.set_state, seat, "starting")
             try:
@@ -103,13 +135,15 @@ class Supervisor:
                 return
             if code == EXIT_UNUSABLE_MODEL:
                 row = self._engines.find(seat)
-                self.refusal = (row.reason if row else None) or f"model {shape.name!r} cannot be served"
-                self.refused.set()
+                self.refuse((row.reason if row else None) or f"model {shape.name!r} cannot be served")
                 return
             if code == EXIT_LEASE_LOST:
                 continue  # it was slow, not broken
-            await self._release(seat, "restarting", f"it ended with status {code}")
-            pause_s = FIRST_PAUSE_S if time.monotonic() - started > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            deaths.reason = f"it ended with status {code}"
+            await self._release(seat, "restarting", deaths.reason)
+            steady = time.monotonic() - started > STEADY_S
+            deaths.count = 1 if steady else deaths.count + 1
+            pause_s = FIRST_PAUSE_S if steady else min(2 * pause_s, LONGEST_PAUSE_S)
             log.error("an engine died; restarting it", status=code, pause_s=pause_s, **named)
             await self._pause(pause_s)
 

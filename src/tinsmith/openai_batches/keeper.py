@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -78,11 +79,13 @@ class Keeper:
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
+        self._threads: Executor | None = None
         self._stopping = threading.Event()
         self._next_sweep = 0.0
 
-    def start(self, background: Background) -> None:
-        """Call on the running event loop."""
+    def start(self, background: Background, threads: Executor | None = None) -> None:
+        """Call on the running event loop; steps are taken on one of `threads`."""
+        self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._task = background.start("openai_batches", self._run)
 
@@ -102,7 +105,7 @@ class Keeper:
         while not self._stopping.is_set():
             self._due.clear()
             try:
-                await asyncio.to_thread(self.look)
+                await asyncio.get_running_loop().run_in_executor(self._threads, self.look)
             except SQLAlchemyError as error:
                 log.error("OpenAI batches cannot be looked for; the next look may", error=repr(error))
             with contextlib.suppress(TimeoutError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -54,6 +55,7 @@ from tinsmith.signing import Signer
 from tinsmith.standing import StandingSessions
 from tinsmith.tenants import ANY_KEY
 from tinsmith.tenants.stored import StoredTenants
+from tinsmith.threads import Threads
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import Fields, read_object, show
 
@@ -79,7 +81,8 @@ SHORT_BYTES = 64 << 10
 @dataclass(frozen=True, slots=True)
 class Services:
     """Everything that routes may touch. `queue_state` says why a base model's queue does not move; `reads_wait`
-    that the database is across a network, so that no read belongs on the event loop.
+    that the database is across a network, so that no read belongs on the event loop; `failing` what is wrong with this
+    process, empty if nothing is.
     """
 
     settings: Settings
@@ -116,7 +119,9 @@ class Services:
     dispatch: Dispatch
     meters: ServerMeters
     tracing: Tracing
+    threads: Threads
     reads_wait: bool = True
+    failing: Callable[[], str] = str
 
 
 class WouldWaitError(Exception):
@@ -161,8 +166,10 @@ Handler = Callable[[Call], JsonObject | list[JsonObject]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
-    """The route of a function; `takes` is the content type of its body, None if it has none."""
+def endpoint(handler: Handler, takes: str | None = None, *, quick: bool = False) -> Endpoint:
+    """The route of a function; `takes` is the content type of its body, None if it has none. `quick` is for what every
+    client needs in time, however busy the other threads are.
+    """
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
@@ -173,10 +180,11 @@ def endpoint(handler: Handler, takes: str | None = None) -> Endpoint:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
             return orjson.dumps(handler(call_of(request, services, tenant_id, decoded)))
 
+        lane = services.threads.quick if quick else None
         if not services.tracing.on:
-            return Response(await run(work), media_type=bodies.JSON_TYPE)
+            return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
         with traced(request, services, tenant_id, handler.__name__):
-            return Response(await run(work), media_type=bodies.JSON_TYPE)
+            return Response(await run(work, on=lane), media_type=bodies.JSON_TYPE)
 
     return respond
 
@@ -200,9 +208,10 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     if credential is None and (is_openai(request) or is_anthropic(request) or is_hub(request)):
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
         credential = given.strip() if scheme.lower() == "bearer" else None
-    if is_hub(request) and await run(services.tenants.accepts_anyone):
+    quick = services.threads.quick
+    if is_hub(request) and await run(services.tenants.accepts_anyone, on=quick):
         credential = ANY_KEY  # loaders of models have no key, or one of the hub's own
-    caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential)
+    caller = services.tenants.known(credential) or await run(services.tenants.authenticate, credential, on=quick)
     bind_contextvars(tenant_id=caller.tenant_id)  # each request has a context of its own
     return services, caller.tenant_id
 
@@ -258,10 +267,12 @@ def traced(request: Request, services: Services, tenant_id: str, name: str) -> A
     return services.tracing.span(name, request.headers.get("traceparent"), told)
 
 
-async def run(work: Callable[..., T], *args: object) -> T:
-    """Call `work` on a worker thread, which logs and traces as part of the same request."""
+async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
+    """Call `work` on a worker thread, which logs and traces as part of the same request. `on` is a lane of the
+    service's threads; without one, it is that of the handlers.
+    """
     context = contextvars.copy_context()
-    return await asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work, *args))
+    return await asyncio.get_running_loop().run_in_executor(on, lambda: context.run(work, *args))
 
 
 def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

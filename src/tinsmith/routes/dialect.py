@@ -40,9 +40,13 @@ HOUR_S = 3600
 _FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
 
 
-async def health(_request: Request) -> Response:
+async def health(request: Request) -> Response:
     """Nothing of any tenant: no key is asked for."""
-    return answer({"status": "healthy", "version": version("tinsmith"), "timestamp": iso(time.time())})
+    services: Services = request.app.state.services
+    facts: JsonObject = {"version": version("tinsmith"), "timestamp": iso(time.time())}
+    if why := services.failing():
+        return answer({"status": "failing", "reason": why, **facts}, 503)
+    return answer({"status": "healthy", **facts})
 
 
 def list_sessions(call: Call) -> JsonObject:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from email.utils import format_datetime
 
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from starlette.routing import Route
 
 from tinsmith.checkpoints import Checkpoint, parse_path
 from tinsmith.errors import GoneError, NotFoundError, UserError
-from tinsmith.routes.call import Call, JsonObject, authenticate, call_of, endpoint, run
+from tinsmith.routes.call import Call, JsonObject, Services, authenticate, call_of, endpoint, run
 from tinsmith.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.routes.links import Link, follow_link, sign_link
 from tinsmith.routes.stored import StoredFile, file_response
@@ -82,7 +83,7 @@ async def download_file(request: Request) -> Response:
         stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
         return file_response(request, stored, "application/octet-stream", filename=file)
 
-    return await run(work)
+    return await run(work, on=transfers_of(request))
 
 
 async def download_archive(request: Request) -> Response:
@@ -99,7 +100,12 @@ async def download_archive(request: Request) -> Response:
         content = () if request.method == "HEAD" else tar_of(files, directory, sizes)
         return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
-    return await run(work)
+    return await run(work, on=transfers_of(request))
+
+
+def transfers_of(request: Request) -> Executor:
+    services: Services = request.app.state.services
+    return services.threads.transfers
 
 
 def _readable(call: Call) -> Checkpoint:

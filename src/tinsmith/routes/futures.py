@@ -188,13 +188,14 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
 async def read(services: Services, read: Callable[..., T], *args: object) -> T:
     """A read of SQLite in WAL mode waits for nobody and takes 0.1 ms, less than the way to a worker thread."""
     if services.reads_wait:
-        return await run(read, *args)
+        return await run(read, *args, on=services.threads.quick)
     return read(*args)
 
 
 async def _try_again(services: Services, request_id: str) -> Response:
-    base_model = await run(services.futures.base_model_of, request_id)
-    state, reason = await run(services.queue_state, base_model or "")
+    quick = services.threads.quick
+    base_model = await run(services.futures.base_model_of, request_id, on=quick)
+    state, reason = await run(services.queue_state, base_model or "", on=quick)
     pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
     return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
 

@@ -110,7 +110,7 @@ async def resolve(request: Request) -> Response:
         headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
         return file_response(request, StoredFile(file.path, file.size_bytes, file.opened), FILE_TYPE, headers)
 
-    return await run(work)
+    return await run(work, on=services.threads.transfers)
 
 
 def _repository(call: Call) -> Repository:

@@ -37,7 +37,9 @@ async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     form = await read_form(request, services.settings.max_file_bytes, _too_large)
     try:
-        return Response(await run(_store, services, tenant_id, form), media_type=JSON_TYPE)
+        return Response(
+            await run(_store, services, tenant_id, form, on=services.threads.transfers), media_type=JSON_TYPE
+        )
     finally:
         await form.close()  # which deletes what was spooled
 
@@ -145,7 +147,7 @@ async def content(request: Request) -> Response:
         except FileNotFoundError:
             raise NotFoundError(f"file {file_id!r} was deleted at this moment") from None
 
-    return await run(work)
+    return await run(work, on=services.threads.transfers)
 
 
 def shown(file: File) -> JsonObject:

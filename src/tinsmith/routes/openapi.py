@@ -92,7 +92,7 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
 ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
 UPLOADED = fields({"tinker_path": TEXT, "base_model": TEXT, "lora_rank": COUNT, "size_bytes": COUNT})
 REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
-HEALTH = fields({"status": one_of("healthy"), "version": TEXT, "timestamp": TEXT})
+HEALTH = fields({"status": one_of("healthy", "failing"), "version": TEXT, "timestamp": TEXT}, {"reason": TEXT})
 BY_PATH = fields(
     {"request_id": TEXT, "status": one_of("pending", "completed", "failed")},
     {"result": ANYTHING, "error": TEXT, "category": TEXT},
@@ -146,8 +146,14 @@ class Operation:
 
 
 OPERATIONS = (
-    Operation("GET /healthz", "Whether the server answers", fields({"status": one_of("ok")}), keyed=False),
-    Operation("GET /health", "The same with its version", HEALTH, keyed=False),
+    Operation(
+        "GET /healthz",
+        "Whether the server answers",
+        fields({"status": one_of("ok", "failing")}, {"reason": TEXT}),
+        (503,),
+        keyed=False,
+    ),
+    Operation("GET /health", "The same with its version", HEALTH, (503,), keyed=False),
     Operation("GET /openapi.json", "This document", ANYTHING, keyed=False),
     Operation("GET /metrics", "Figures for Prometheus; the bearer is metrics_token", METRICS_TYPE),
     Operation("POST /client/config", "Flags of a client", ANYTHING),

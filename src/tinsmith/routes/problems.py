@@ -21,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
 from tinsmith.chat.refusals import ContextLengthError, RequestError
+from tinsmith.db import DatabaseMovedError
 from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.routes.call import JsonObject, answer, is_anthropic, is_hub, is_openai
@@ -139,6 +140,12 @@ def on_silent_database(request: Request, error: Exception) -> Response:
     return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
 
 
+def on_moved_database(request: Request, error: Exception) -> Response:
+    log.critical("the database is gone", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's database was moved or deleted; nothing was stored, and the server stops: tell its operator"
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
 def on_silent_store(request: Request, error: Exception) -> Response:
     log.error("the object store does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's object store does not answer; try again in a moment"
@@ -157,6 +164,7 @@ HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
     HTTPException: on_http_exception,
     ClientDisconnect: on_disconnect,
     DBAPIError: on_database_error,
+    DatabaseMovedError: on_moved_database,
     UnreachableError: on_silent_store,
     TimeoutError: on_silent_database,
     Exception: on_unexpected,

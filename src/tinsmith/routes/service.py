@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+from http import HTTPStatus
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith.routes.call import Call, JsonObject, answer, endpoint
+from tinsmith.routes.call import Call, JsonObject, Services, answer, endpoint
 from tinsmith.wire.bodies import JSON_TYPE
 
 # The SDK's own defaults (types/client_config_response.py), except for two: bodies from elsewhere are compressed, and
@@ -27,7 +28,10 @@ FORWARDED = ("x-forwarded-for", "forwarded", "via")
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
-async def healthz(_request: Request) -> Response:
+async def healthz(request: Request) -> Response:
+    services: Services = request.app.state.services
+    if why := services.failing():
+        return answer({"status": "failing", "reason": why}, HTTPStatus.SERVICE_UNAVAILABLE)
     return answer({"status": "ok"})
 
 
@@ -66,7 +70,7 @@ def get_server_capabilities(call: Call) -> JsonObject:
 
 ROUTES = [
     Route("/healthz", healthz, methods=["GET"]),
-    Route("/client/config", endpoint(client_config, JSON_TYPE), methods=["POST"]),
-    Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE), methods=["POST"]),
-    Route("/get_server_capabilities", endpoint(get_server_capabilities), methods=["GET"]),
+    Route("/client/config", endpoint(client_config, JSON_TYPE, quick=True), methods=["POST"]),
+    Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE, quick=True), methods=["POST"]),
+    Route("/get_server_capabilities", endpoint(get_server_capabilities, quick=True), methods=["GET"]),
 ]

@@ -85,8 +85,8 @@ def check_scope(call: Call) -> None:
 
 
 ROUTES = [
-    Route("/create_session", endpoint(create_session, JSON_TYPE), methods=["POST"]),
-    Route("/session_heartbeat", endpoint(session_heartbeat, JSON_TYPE), methods=["POST"]),
+    Route("/create_session", endpoint(create_session, JSON_TYPE, quick=True), methods=["POST"]),
+    Route("/session_heartbeat", endpoint(session_heartbeat, JSON_TYPE, quick=True), methods=["POST"]),
     Route("/sessions", endpoint(list_sessions), methods=["GET"]),
     Route("/sessions/{session_id}", endpoint(get_session), methods=["GET"]),
     Route("/sessions/{session_id}/finish", endpoint(finish, JSON_TYPE), methods=["POST"]),

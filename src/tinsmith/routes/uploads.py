@@ -57,7 +57,7 @@ async def upload(request: Request) -> Response:
     form = await read_form(request, limit_bytes, _too_large, max_files=len(PARTS), max_field_bytes=MAX_METADATA_BYTES)
     try:
         call = call_of(request, services, tenant_id, b"")
-        return Response(await run(_stored, call, form), media_type=JSON_TYPE)
+        return Response(await run(_stored, call, form, on=services.threads.transfers), media_type=JSON_TYPE)
     finally:
         await form.close()  # which deletes what was spooled
 
