@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.batch.operations.openai_request import VERB
 from tinsmith.routes import API, metrics, pages, problems
-from tinsmith.routes.call import Services, answer
+from tinsmith.routes.call import Services, answer, run
 from tinsmith.routes.openai_batches import answer_request
 from tinsmith.routes.service import healthz
 from tinsmith.wire.fields import show
@@ -41,7 +41,7 @@ class _OwnPages:
     """
 
     def __init__(self, app: ASGIApp, services: Services) -> None:
-        self._tenants = services.tenants
+        self._tenants, self._threads = services.tenants, services.threads
         self._app = app
         bound = services.settings.host.lower()
         self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound}]" if ":" in bound else bound}
@@ -51,8 +51,10 @@ class _OwnPages:
             await self._app(scope, receive, send)
             return
         try:
-            # Asks the database every other second, and never again once there is a key.
-            detail = self._refused(Headers(scope=scope)) if self._tenants.accepts_anyone() else ""
+            anyone = self._tenants.known_to_accept_anyone()
+            if anyone is None:  # every other second, and never again once there is a key
+                anyone = await run(self._tenants.accepts_anyone, on=self._threads.quick)
+            detail = self._refused(Headers(scope=scope)) if anyone else ""
         except Exception as error:
             if (response := _told(Request(scope), error)) is None:
                 raise

@@ -13,7 +13,7 @@ import contextvars
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import orjson
@@ -74,6 +74,8 @@ _ANTHROPIC_HEADER = "anthropic-version"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
 MAX_POLL_BYTES = 16 << 20
+MOST_LARGE = 4
+"""Large results that are in memory at once, to be read or sent."""
 SHORT_BYTES = 64 << 10
 """What is parsed in less time than the way to a worker thread takes."""
 
@@ -122,6 +124,7 @@ class Services:
     threads: Threads
     reads_wait: bool = True
     failing: Callable[[], str] = str
+    large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
 
 
 class WouldWaitError(Exception):

@@ -25,7 +25,7 @@ from tinsmith.futures import Outcome
 from tinsmith.records import usage
 from tinsmith.routes import models, sampling, sessions
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
-from tinsmith.routes.futures import held, read
+from tinsmith.routes.futures import held, outcome_of
 from tinsmith.routes.submission import stored
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.dialect import pass_result, sample_body, sample_result
@@ -37,13 +37,14 @@ HOLD_S = 2.0
 
 MAX_PROMPTS = 1024
 HOUR_S = 3600
+VERSION = version("tinsmith")  # read from a file
 _FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
 
 
 async def health(request: Request) -> Response:
     """Nothing of any tenant: no key is asked for."""
     services: Services = request.app.state.services
-    facts: JsonObject = {"version": version("tinsmith"), "timestamp": iso(time.time())}
+    facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
     if why := services.failing():
         return answer({"status": "failing", "reason": why, **facts}, 503)
     return answer({"status": "healthy", **facts})
@@ -182,7 +183,7 @@ async def _outcome(
     request: Request, services: Services, tenant_id: str, request_id: str, hold_s: float
 ) -> Outcome | None:
     async def look() -> Outcome | None:
-        return await read(services, services.futures.outcome, tenant_id, request_id)
+        return await outcome_of(services, tenant_id, request_id)
 
     return await held(request, services.waiters.watch(request_id), look, hold_s)
 

@@ -18,11 +18,12 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tinsmith.admission import check_position
 from tinsmith.crashpoints import reach
 from tinsmith.errors import UserError
-from tinsmith.futures import UNBOUNDED
+from tinsmith.futures import UNBOUNDED, Outcome
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run, traced
 from tinsmith.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
@@ -40,6 +41,15 @@ UNWATCHED_S = 0.5
 
 MAX_ACKNOWLEDGED = 1_000_000
 
+ON_LOOP_BYTES = 1 << 20
+"""Larger results are read by a thread: 60 MB take 0.1 s, in which the event loop would answer nobody."""
+
+PIECE_BYTES = 1 << 18
+"""What is sent of such a result at once; other connections have their turn after each piece."""
+
+SLOW_S = 10.0
+"""A client that takes longer to read a large result no longer counts among those."""
+
 
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
@@ -50,7 +60,7 @@ async def retrieve_future(request: Request) -> Response:
         outcome = await held(
             request,
             services.waiters.watch(request_id),
-            lambda: read(services, services.futures.outcome, tenant_id, request_id, inline_bytes),
+            lambda: outcome_of(services, tenant_id, request_id, min(inline_bytes, ON_LOOP_BYTES)),
             services.settings.hold_s,
         )
     if outcome is None:
@@ -58,10 +68,74 @@ async def retrieve_future(request: Request) -> Response:
     reach("poll.answering")
     if outcome.error is not None:
         return answer({"error": outcome.error, "category": outcome.category})
-    if outcome.body is None:
+    assert outcome.result_type is not None and outcome.body_bytes is not None
+    if outcome.body is not None:
+        return Response(outcome.body, media_type=RESULT_TYPES[outcome.result_type])
+    if outcome.body_bytes > inline_bytes:
         return answer({"status": "complete_metadata", "response_payload_size": outcome.body_bytes})
-    assert outcome.result_type is not None
-    return Response(outcome.body, media_type=RESULT_TYPES[outcome.result_type])
+    return await _large(services, tenant_id, request_id, RESULT_TYPES[outcome.result_type])
+
+
+async def outcome_of(
+    services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
+) -> Outcome | None:
+    """As `Futures.outcome`; a large body is read by a thread."""
+    small_bytes = min(inline_bytes, ON_LOOP_BYTES)
+    found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
+    if found is None or found.error is not None or found.body is not None or inline_bytes <= small_bytes:
+        return found
+    lane = services.threads.results
+    return await run(services.futures.outcome, tenant_id, request_id, inline_bytes, on=lane)
+
+
+async def _large(services: Services, tenant_id: str, request_id: str, media_type: str) -> Response:
+    slot = _Slot(services.large_results)
+    await slot.take()
+    try:
+        outcome = await outcome_of(services, tenant_id, request_id)
+        assert outcome is not None and outcome.body is not None
+    except BaseException:
+        slot.give_back()
+        raise
+    return _LargeResult(outcome.body, media_type, slot)
+
+
+class _Slot:
+    """One of the large results that may be in memory at once. It is given back once, and after `SLOW_S` by itself."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def take(self) -> None:
+        await self._slots.acquire()
+        self._timer = asyncio.get_running_loop().call_later(SLOW_S, self.give_back)
+
+    def give_back(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._slots.release()
+
+
+class _LargeResult(Response):
+    """A body that is sent in pieces, each when the one before has left."""
+
+    def __init__(self, content: bytes, media_type: str, slot: _Slot) -> None:
+        super().__init__(content, media_type=media_type)
+        self._slot = slot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for start in range(0, len(body), PIECE_BYTES):
+                piece = bytes(body[start : start + PIECE_BYTES])
+                more = start + PIECE_BYTES < len(body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                await asyncio.sleep(0)  # a buffer that is not full would let the next piece follow at once
+        finally:
+            self._slot.give_back()
 
 
 async def retrieve_futures(request: Request) -> Response:

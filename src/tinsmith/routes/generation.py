@@ -35,7 +35,7 @@ from tinsmith.errors import (
 from tinsmith.futures import NewFuture, Outcome
 from tinsmith.ops import ModelShape, Sample, SampleResult
 from tinsmith.routes.call import JsonObject, Services, run
-from tinsmith.routes.futures import read
+from tinsmith.routes.futures import outcome_of
 from tinsmith.routes.problems import openai_error
 from tinsmith.routes.sampling import most_tokens
 from tinsmith.standing import Seat
@@ -223,4 +223,4 @@ async def settled(services: Services, seat: Seat) -> SampleResult:
 
 
 async def _outcome(services: Services, seat: Seat) -> Outcome | None:
-    return await read(services, services.futures.outcome, seat.tenant_id, seat.request_id)
+    return await outcome_of(services, seat.tenant_id, seat.request_id)

@@ -47,10 +47,14 @@ class StoredTenants:
         self._remember(digest_of(text), caller)
         return caller
 
+    def known_to_accept_anyone(self) -> bool | None:
+        """What memory knows of it; None if the database must be asked."""
+        return not self._has_keys if self._has_keys or self._clock() < self._open_until else None
+
     def accepts_anyone(self) -> bool:
         """Whether every well-formed credential is taken, so that the server must stay on this machine."""
-        if self._has_keys or self._clock() < self._open_until:
-            return not self._has_keys
+        if (known := self.known_to_accept_anyone()) is not None:
+            return known
         self._has_keys = self._keys.any()
         self._open_until = self._clock() + REMEMBERED_S
         return not self._has_keys
