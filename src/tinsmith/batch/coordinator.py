@@ -3,6 +3,10 @@
 It runs on the server's event loop, one `JobRun` for each job that it owns and one task for each slot of each pool. It
 never runs a user's code, and loads no library of any format: workers do. A server that dies leaves rows; the next one
 on its data directory takes its jobs at once, any other when their leases have expired.
+
+No job can stop the others. What goes wrong with a job is noted against that job: it is taken up again after a growing
+pause, and fails with the last error after `MAX_TROUBLES`. An error of the database counts against no job, since it says
+nothing about one. A job whose specification cannot be read fails at once.
 """
 
 from __future__ import annotations
@@ -11,7 +15,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +27,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.background import Background
 from tinsmith.batch import permissions
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, WorkerStartError, pool_from_yaml
+from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import DEFAULT_POOL, JobSpec
 from tinsmith.batch.questions import Answers
-from tinsmith.batch.remote import RemoteWorker, WorkerLostError
+from tinsmith.batch.remote import RemoteWorker
 from tinsmith.batch.run import JobRun, clean
 from tinsmith.batch.share import FairShare
-from tinsmith.batch.state import BatchJobs
+from tinsmith.batch.state import BatchJobs, Job, is_passing
 from tinsmith.db import now
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.settings import Settings
@@ -48,6 +53,11 @@ EXCLUSIVE_QUANTUM_S = 30.0
 """How long a slot works for one job before another may have it: with accelerators, a model is loaded each time."""
 FIRST_LEASE_S = 60.0
 DAY_S = 86400
+MAX_TROUBLES = 5
+"""A job that stopped its coordinator so often fails."""
+MAX_PAUSE_S = 60.0
+CLEAN_AGAIN_S = 3600.0
+"""How long parts that could not be deleted are left alone."""
 
 log = structlog.get_logger()
 
@@ -112,7 +122,7 @@ class _Pool:
             self.share.hold(job_id, slot)
             try:
                 await self.runs[job_id].serve(slot, lambda job_id=job_id: self._should_yield(job_id, slot))
-            except SQLAlchemyError as error:
+            except Exception as error:
                 log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
                 await asyncio.sleep(POLL_S)
             finally:
@@ -135,6 +145,14 @@ class _Pool:
                 await self.changed.wait()
 
 
+@dataclass(slots=True)
+class _Trouble:
+    """What went wrong with a job here, and until when the job is left alone."""
+
+    count: int = 0
+    until: float = 0.0
+
+
 class Coordinator:
     def __init__(self, settings: Settings, jobs: BatchJobs, holder: str, answers: Answers | None = None) -> None:
         self._settings = settings
@@ -152,6 +170,8 @@ class Coordinator:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
+        self._troubles: dict[int, _Trouble] = {}
+        self._not_cleaned: dict[int, float] = {}  # jobs whose parts could not be deleted, and when that is tried again
         self._seen: dict[int, float] = {}  # jobs that nobody had, and since when
 
     def start(self, background: Background | None = None) -> None:
@@ -228,41 +248,87 @@ class Coordinator:
     async def _run(self) -> None:
         while True:
             self._due.clear()
-            try:
-                await self._take_jobs()
-                if cancelled := await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
-                    for job_id in cancelled:
-                        self._wake(job_id)
-                if time.monotonic() >= self._next_sweep:
-                    self._next_sweep = time.monotonic() + SWEEP_S
-                    await self._sweep()
-            except SQLAlchemyError as error:
-                log.error("bulk jobs cannot be looked for; the next look may", error=repr(error))
+            await self._step("bulk jobs cannot be looked for", self._take_jobs())
+            await self._step("bulk jobs that are cancelled cannot be looked for", self._see_cancelled())
+            if time.monotonic() >= self._next_sweep:
+                self._next_sweep = time.monotonic() + SWEEP_S
+                await self._step("what bulk jobs left cannot be deleted", self._sweep())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._due.wait()
 
+    async def _step(self, complaint: str, work: Awaitable[None]) -> None:
+        """One part of a look. Its error ends neither the other parts nor the next look."""
+        try:
+            await work
+        except SQLAlchemyError as error:
+            log.error(f"{complaint}; the next look may", error=repr(error))
+        except Exception as error:
+            log.error(f"{complaint}; the next look may", exc_info=error)
+
+    async def _see_cancelled(self) -> None:
+        for job_id in await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
+            self._wake(job_id)
+
     async def _take_jobs(self) -> None:
         waiting = await asyncio.to_thread(self._jobs.waiting, self._holder)
         self._seen = {job_id: self._seen.get(job_id, time.monotonic()) for job_id in waiting}
+        at = time.monotonic()
         for job_id in waiting:
-            if job_id in self._tasks or not self._is_ours(job_id):
+            trouble = self._troubles.get(job_id)
+            if job_id in self._tasks or (trouble is not None and at < trouble.until) or not self._is_ours(job_id):
                 continue
-            take = self._jobs.acquire_batch_coordinator
-            job = await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S)
-            if job is None:
-                continue
-            pool = self._pools.get(job.pool)
+            try:
+                await self._take(job_id)
+            except Exception as error:
+                if is_passing(error):
+                    raise  # the other jobs need the database, too
+                await self._trouble(job_id, error)
+
+    async def _take(self, job_id: int) -> None:
+        take = self._jobs.acquire_batch_coordinator
+        job = await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S)
+        if job is None:
+            return
+        try:
             spec = await asyncio.to_thread(self._jobs.spec, job_id)
-            why = self._refusal(spec)
-            if pool is None or why:
-                why = why or f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
-                await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why)
-                continue
-            run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._answers)
-            pool.join(run)
-            self._runs[job_id] = run
-            self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+        except SQLAlchemyError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever is wrong with what is stored
+            why = f"the stored specification cannot be read by this version of Tinsmith: {error or repr(error)}"
+            await self._fail(job_id, f"{why}. Submit the job again, or run the version that stored it")
+            return
+        pool = self._pools.get(job.pool)
+        if why := self._refusal(job, spec):
+            await self._fail(job_id, why)
+            return
+        assert pool is not None
+        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._answers)
+        pool.join(run)
+        self._runs[job_id] = run
+        self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
+
+    async def _fail(self, job_id: int, why: str) -> None:
+        """A job of ours that is not run. One that is being cancelled ends as that."""
+        if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why):
+            await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "CANCELLED")
+        self._troubles.pop(job_id, None)
+        log.error("a bulk job is not run", job_id=job_id, error=why)
+
+    async def _trouble(self, job_id: int, error: Exception) -> None:
+        """The job is left alone for a while; after too much of the same, for ever."""
+        trouble = self._troubles.setdefault(job_id, _Trouble())
+        trouble.count += not is_passing(error)
+        trouble.until = time.monotonic() + min(POLL_S * 2 ** max(trouble.count - 1, 0), MAX_PAUSE_S)
+        log.error("a bulk job stopped; it is taken up again", job_id=job_id, exc_info=error)
+        if trouble.count >= MAX_TROUBLES:
+            why = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
+            try:
+                take = self._jobs.acquire_batch_coordinator
+                if await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S):
+                    await self._fail(job_id, why)
+            except Exception as another:  # noqa: BLE001  it is tried again after the pause
+                log.error("that a bulk job failed cannot be noted", job_id=job_id, error=repr(another))
 
     def _is_ours(self, job_id: int) -> bool:
         """Where others do nothing else either, whoever has few jobs takes the next one first."""
@@ -270,8 +336,10 @@ class Coordinator:
             return True
         return time.monotonic() - self._seen[job_id] >= HAND_ON_S * min(len(self._runs), MOST_HAND_ONS)
 
-    def _refusal(self, spec: JobSpec) -> str:
+    def _refusal(self, job: Job, spec: JobSpec) -> str:
         """Why a job that was stored, perhaps under other settings, is not run now; empty if it is."""
+        if job.pool not in self._pools:
+            return f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
         code = "" if self._settings.batch_user_code else permissions.code_of(spec)
         return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
 
@@ -279,10 +347,10 @@ class Coordinator:
         job_id = run.job.job_id
         try:
             await run.run()
+            self._troubles.pop(job_id, None)
             await run.tell_ended()
-        except Exception as error:
-            log.error("a bulk job stopped; it is taken up again", job_id=job_id, exc_info=error)
-            await asyncio.sleep(POLL_S)
+        except Exception as error:  # noqa: BLE001  the job's own
+            await self._trouble(job_id, error)
         finally:
             pool.leave(run)
             self._runs.pop(job_id, None)
@@ -293,27 +361,32 @@ class Coordinator:
         """Delete the parts that nobody needs: a job's own end does that, unless it was cut short."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
-        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since):
+        at = time.monotonic()
+        self._not_cleaned = {job_id: until for job_id, until in self._not_cleaned.items() if at < until}
+        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since, list(self._not_cleaned)):
             if job_id not in self._tasks:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
 
     async def _clean(self, job_id: int) -> None:
-        spec = await asyncio.to_thread(self._jobs.spec, job_id)
-        pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL])
-
-        async def operating(operation):
-            worker_id = f"{job_id}-{uuid.uuid4().hex[:8]}"
-            started = await pool.pool.start(worker_id, None)
-            worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
-            try:
-                await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)
-                return await operation(worker)
-            finally:
-                await worker.close()
-
         try:
-            await clean(self._jobs, job_id, operating)
-        except (WorkerLostError, WorkerStartError, SQLAlchemyError) as error:
-            log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
+            spec = await asyncio.to_thread(self._jobs.spec, job_id)
+            pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL])
+
+            async def operating(operation):
+                worker_id = f"{job_id}-{uuid.uuid4().hex[:8]}"
+                started = await pool.pool.start(worker_id, None)
+                worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
+                try:
+                    await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)
+                    return await operation(worker)
+                finally:
+                    await worker.close()
+
+            cleaned = await clean(self._jobs, job_id, operating)
+        except Exception as error:  # noqa: BLE001  nothing else must suffer from it
+            log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=repr(error))
+            cleaned = False
         finally:
             self._tasks.pop(job_id, None)
+        if not cleaned:
+            self._not_cleaned[job_id] = time.monotonic() + CLEAN_AGAIN_S

@@ -18,9 +18,12 @@ from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.protocols import JobSpec
 from tinsmith.batch.questions import Desk
 from tinsmith.batch.remote import OperationError, RemoteWorker, WorkerLostError
-from tinsmith.batch.state import BatchJobs
+from tinsmith.batch.state import BatchJobs, SupersededError
 
 MAX_OPERATION_TRIES = 3
+
+KNOWN = (WorkerStartError, WorkerLostError, SupersededError, SQLAlchemyError)
+"""What those who ask for a worker tell apart; anything else that goes wrong on the way is a WorkerStartError."""
 
 T = TypeVar("T")
 
@@ -69,9 +72,14 @@ class Crew:
         self._workers.discard(worker)
         if worker in self._idle:
             self._idle.remove(worker)
-        await worker.close()
+        try:
+            await worker.close()
+        finally:
+            await self._forget(worker.worker_id)
+
+    async def _forget(self, worker_id: str) -> None:
         with contextlib.suppress(SQLAlchemyError):
-            await asyncio.to_thread(self._jobs.forget_worker, self._pool.spec.name, worker.worker_id)
+            await asyncio.to_thread(self._jobs.forget_worker, self._pool.spec.name, worker_id)
 
     async def end_all(self) -> None:
         await asyncio.gather(*(self.end(worker) for worker in list(self._workers)), return_exceptions=True)
@@ -86,7 +94,9 @@ class Crew:
         Raises FailedError with what it raised, or why no worker could be used.
         """
         last: Exception | None = None
-        for _ in range(MAX_OPERATION_TRIES):
+        for tried in range(MAX_OPERATION_TRIES):
+            if isinstance(last, WorkerStartError):
+                await asyncio.sleep(self._spec.limits.backoff_s * 2**tried)
             try:
                 worker = next((one for one in self._idle if not one.useless), None)
                 if worker is None:
@@ -102,13 +112,27 @@ class Crew:
     async def _start(self, slot: int | None, *, with_mapper: bool) -> RemoteWorker:
         worker_id = f"{self._job_id}-{uuid.uuid4().hex[:8]}"
         name, kind = self._pool.spec.name, self._pool.kind
-        await asyncio.to_thread(self._jobs.intend_worker, name, worker_id, self._job_id, self._token, kind)
-        started = await self._pool.start(worker_id, slot)
-        worker = RemoteWorker(worker_id, started, self._job_id, self._spec.limits, slot, self._desk)
-        self._workers.add(worker)
-        await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
-        await asyncio.to_thread(self._jobs.note_worker, name, worker_id, "ready", started.address, started.where)
+        worker: RemoteWorker | None = None
+        try:
+            await asyncio.to_thread(self._jobs.intend_worker, name, worker_id, self._job_id, self._token, kind)
+            started = await self._pool.start(worker_id, slot)
+            worker = RemoteWorker(worker_id, started, self._job_id, self._spec.limits, slot, self._desk)
+            self._workers.add(worker)
+            await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
+            await asyncio.to_thread(self._jobs.note_worker, name, worker_id, "ready", started.address, started.where)
+        except BaseException as error:
+            await asyncio.shield(self._give_up(worker_id, worker))
+            if isinstance(error, Exception) and not isinstance(error, KNOWN):
+                raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
+            raise
         return worker
+
+    async def _give_up(self, worker_id: str, worker: RemoteWorker | None) -> None:
+        """A worker that did not come to work: its process and its row go."""
+        if worker is not None:
+            await self.end(worker)
+        else:
+            await self._forget(worker_id)
 
     async def _stop(self, worker: RemoteWorker) -> None:
         grace_s = self._spec.limits.grace_s

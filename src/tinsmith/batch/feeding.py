@@ -80,6 +80,9 @@ class Feeder:
         except SetupFailedError as error:
             self._tell(left, [(key, Lost("SetupFailed", str(error), infra=True)) for key in left])
             self._setup_failed(str(error), error.final)
+        except Exception as error:  # noqa: BLE001  an answer that is none says nothing about the batches
+            worker.infra_failures += 1
+            self._tell(left, [(key, Lost(type(error).__name__, str(error), infra=True)) for key in left])
         finally:
             for claim in claims:
                 self.in_flight.pop(claim.batch_idx, None)

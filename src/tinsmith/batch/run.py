@@ -32,7 +32,7 @@ from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.protocols import JobSpec, OutputInfo
 from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import RemoteWorker, SetupFailedError, WorkerLostError
-from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError
+from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError, is_passing
 from tinsmith.crashpoints import reach
 
 IN_FLIGHT = 2
@@ -68,6 +68,8 @@ class JobRun:
             self._desk = Desk(answers, job.job_id, job.tenant_id, job.name)
         self._ended = asyncio.Event()  # no more batches are to be dispatched, for any reason
         self._superseded = False
+        self._broken: BaseException | None = None  # what ended a helper
+        self._turns_over = False
         self._failure: str | None = None
         self._settled: list[Settled] = []
         self._wants: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
@@ -94,10 +96,17 @@ class JobRun:
             worker = await self._crew.take(slot, self._ended)
             if worker is not None:
                 await self._feed_while(worker, should_yield)
-        except (WorkerStartError, WorkerLostError, SetupFailedError) as error:
+        except WorkerStartError as error:
+            self._setup_failed(str(error), final=False)
+            self._nothing_until = time.monotonic() + self._limits.backoff_s * 2**self._setup_failures
+        except (WorkerLostError, SetupFailedError) as error:
             self._setup_failed(str(error), isinstance(error, SetupFailedError) and error.final)
         except SupersededError:
             self._supersede()
+        except Exception as error:
+            if is_passing(error):
+                raise
+            self._break(error)
         finally:
             self._serving -= 1
             if worker is not None:
@@ -139,6 +148,8 @@ class JobRun:
     # Turns.
 
     async def _claim(self, worker_id: str, count: int) -> list[Claim]:
+        if self._turns_over:
+            return []
         answer: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
         self._wants.append((worker_id, count, answer))
         self._turn_due.set()
@@ -158,6 +169,7 @@ class JobRun:
         except SupersededError:
             self._supersede()
         finally:
+            self._turns_over = True
             for _, _, answer in self._wants:
                 if not answer.done():
                     answer.set_result([])
@@ -185,6 +197,8 @@ class JobRun:
                 wait_s = await self._db(self._jobs.next_retry_in, self.job.job_id)
                 self._nothing_until = float("inf") if wait_s is None else time.monotonic() + max(wait_s, 0.01)
         except SQLAlchemyError as error:
+            if not is_passing(error):
+                raise
             log.error("a bulk job's rows cannot be written; trying again", job_id=self.job.job_id, exc_info=error)
             self._settled[:0] = settled
             self._turn_due.set()
@@ -232,8 +246,12 @@ class JobRun:
     async def run(self) -> None:
         """To the job's end, or until another coordinator has it. Cancelled, it lets go of the job."""
         helpers = [asyncio.create_task(self._turns()), asyncio.create_task(self._renew())]
+        for helper in helpers:
+            helper.add_done_callback(self._helper_ended)
         try:
             await self._run()
+            if self._broken is not None:
+                raise self._broken
         except SupersededError:
             log.warning("another coordinator has the job", job_id=self.job.job_id)
         finally:
@@ -244,6 +262,16 @@ class JobRun:
             await self._crew.end_all()
             with contextlib.suppress(SQLAlchemyError):
                 await self._db(self._jobs.release, self.job.job_id, self._token)
+
+    def _helper_ended(self, helper: asyncio.Task[None]) -> None:
+        """Without its helpers a job stands still."""
+        if not helper.cancelled() and (error := helper.exception()) is not None:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        """The job is let go of, for a reason that is none of its own; `run` raises it."""
+        self._broken = self._broken or error
+        self._ended.set()
 
     async def _run(self) -> None:
         job_id = self.job.job_id
@@ -257,7 +285,7 @@ class JobRun:
                 self._on_change()
             await self._ended.wait()
             await self._stop_serving()
-            if self._superseded:
+            if self._superseded or self._broken is not None:
                 return
             self.job = await self._db(self._jobs.renew, job_id, self._token, self._limits.lease_s)
             if self.job.done and self._failure is None and self.job.status != "CANCELLING":
@@ -380,8 +408,8 @@ class JobRun:
 Operating = Callable[[Callable[[RemoteWorker], Awaitable[T]]], Awaitable[T]]
 
 
-async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, object]]) -> None:
-    """Delete the parts of a job and of those that it resumed. The job stays what it is if that fails."""
+async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, object]]) -> bool:
+    """Delete the parts of a job and of those that it resumed. False if that fails: the job stays what it is."""
     chain = await asyncio.to_thread(jobs.chain, job_id)
 
     async def delete(worker: RemoteWorker) -> dict[str, object]:
@@ -391,9 +419,10 @@ async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, obj
         await operating(delete)
     except (FailedError, WorkerLostError, WorkerStartError, SupersededError) as error:
         log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
-        return
+        return False
     reach("batch.cleaned")
     await asyncio.to_thread(jobs.note_cleaned, chain)
+    return True
 
 
 def _write_winners(jobs: BatchJobs, job_id: int, path: Path) -> None:

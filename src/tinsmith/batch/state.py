@@ -20,6 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
 from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.inserting import PENDING, delete_batches, insert_batches
@@ -40,6 +41,12 @@ DISPATCHED = sa.literal_column("'DISPATCHED'")
 
 class SupersededError(Exception):
     """Another coordinator has taken over the job, or its rows are gone."""
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether an error is the database's own, which may pass, and not that of what was to be read or written."""
+    own = isinstance(error, DataError | IntegrityError | ProgrammingError) or type(error) is StatementError
+    return isinstance(error, SQLAlchemyError) and not own
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +249,11 @@ class BatchJobs:
             return _job(connection, job_id)
 
     def release(self, job_id: int, token: str) -> None:
-        """Any coordinator may take the job at once."""
+        """Any coordinator may take the job at once. The workers of this one are ended: their rows go with it."""
         mine = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.owner_token == token)
         with self._db.write() as connection:
             connection.execute(mine.values(owner_token=None, owner_lease_at=0))
+            connection.execute(WORKERS.delete().where(WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token))
 
     def save_batch_states(self, job_id: int, token: str, starts: Sequence[int], total_rows: int) -> Job:
         """Store all batches of a job, given the first row of each, and seal it. What a crash left is begun anew."""
@@ -371,7 +379,7 @@ class BatchJobs:
         with self._db.write() as connection:
             connection.execute(JOBS.update().where(JOBS.c.job_id.in_(job_ids)).values(cleaned=True))
 
-    def uncleaned(self, ended_before: float) -> list[int]:
+    def uncleaned(self, ended_before: float, but: Sequence[int] = ()) -> list[int]:
         """Jobs whose parts may go: those that succeeded, and others that ended so long ago and were not resumed."""
         old = sa.and_(JOBS.c.status.in_(("FAILED", "CANCELLED")), JOBS.c.ended_at < ended_before)
         query = sa.select(JOBS.c.job_id).where(~JOBS.c.cleaned, sa.or_(JOBS.c.status == "SUCCEEDED", old))
@@ -379,7 +387,7 @@ class BatchJobs:
         root = sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)
         in_use = sa.exists().where(later.c.root_job_id == root, later.c.status.in_(ACTIVE))
         with self._db.read() as connection:
-            return list(connection.scalars(query.where(~in_use).limit(100)))
+            return list(connection.scalars(query.where(~in_use, JOBS.c.job_id.not_in(but)).limit(100)))
 
 
 def _fence(connection: Connection, job_id: int, token: str, **values: object) -> None:

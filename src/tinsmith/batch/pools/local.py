@@ -89,42 +89,47 @@ class LocalPool:
         self._setup_done = False
 
     async def start(self, worker_id: str, slot: int | None) -> LocalWorker:
-        """Raises WorkerStartError."""
+        """Raises WorkerStartError, and leaves nothing of the worker then."""
+        try:
+            async with contextlib.AsyncExitStack() as left:
+                started = await self._start(worker_id, slot, left)
+                left.pop_all()
+                return started
+        except WorkerStartError:
+            raise
+        except Exception as error:
+            raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
+
+    async def _start(self, worker_id: str, slot: int | None, left: contextlib.AsyncExitStack) -> LocalWorker:
+        """`left` undoes what was done so far."""
         await self._prepare()
         self._logs.directory.mkdir(parents=True, exist_ok=True)
         # A socket's path may have a hundred characters, which the data directory may have by itself.
         directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
+        left.callback(shutil.rmtree, directory, ignore_errors=True)
         token = secrets.token_urlsafe(32)
         log_path = self._logs.path(worker_id)
-        try:
-            with log_path.open("ab") as log:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "tinsmith.batch.worker",
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.PIPE,
-                    stderr=log,
-                    env={**worker_environment(), **self._devices(slot)},
-                    start_new_session=True,
-                )
-        except OSError as error:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise WorkerStartError(f"a worker cannot be started: {error}") from error
+        with log_path.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinsmith.batch.worker",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**worker_environment(), **self._devices(slot)},
+                start_new_session=True,
+            )
         started = LocalWorker(process, "", token, directory)
+        left.push_async_callback(started.kill)
         assert process.stdin is not None and process.stdout is not None
         first = {"token": token, "socket": str(directory / "worker"), "log_path": str(log_path)}
         process.stdin.write(json.dumps(first | {"scratch": str(directory)}).encode() + b"\n")
-        try:
+        line = b""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 line = await process.stdout.readline()
-        except TimeoutError:
-            line = b""
-        except asyncio.CancelledError:
-            await started.kill()
-            raise
         if not line:
-            await started.kill()
             raise WorkerStartError(f"a worker did not come to listen; see {log_path}")
         started.address = json.loads(line)["address"]
         return started
@@ -146,7 +151,11 @@ class LocalPool:
             process = await asyncio.create_subprocess_shell(
                 self.spec.setup, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
             )
-            output, _ = await process.communicate()
+            try:
+                output, _ = await process.communicate()
+            finally:  # also where nothing waits for it any more
+                if process.returncode is None:
+                    process.kill()
             if process.returncode:
                 tail = output.decode(errors="replace")[-2000:]
                 raise WorkerStartError(f"the setup of pool {self.spec.name!r} failed: {tail}")

@@ -47,20 +47,20 @@ class Driver:
     async def start(self, worker_id: str, request: dict[str, Any]) -> tuple[dict[str, Any], asyncio.Event]:
         """Where the worker is, and what is set when it is gone. Waits until the cluster has room."""
         started: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        gone = asyncio.Event()
         async with self._lock:
             if self._process is None:
                 await self._open()
             self._starting[worker_id] = started
-            self._gone[worker_id] = asyncio.Event()
+            self._gone[worker_id] = gone
             self._tell({"start": worker_id, **request})
         try:
-            found = await started
+            return await started, gone
         except BaseException:
             self.kill(worker_id)
             raise
         finally:
             self._starting.pop(worker_id, None)
-        return found, self._gone[worker_id]
 
     def kill(self, worker_id: str) -> None:
         self._tell({"kill": worker_id})
@@ -102,21 +102,28 @@ class Driver:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """To the end of the process: what it was asked for, and what it had, is gone then."""
         assert process.stdout is not None
         why = "the process that speaks to Ray has ended"
-        async for line in process.stdout:
-            message = json.loads(line)
-            if "refused" in message:
-                why = message["refused"]
-            elif "started" in message:
-                starting = self._starting.get(message["started"])
-                if starting is not None and not starting.done():
-                    starting.set_result(message)
-            else:
-                self._lost(message["gone"], message["why"])
-        self._process = None
-        for worker_id in list(self._gone):
-            self._lost(worker_id, why)
+        try:
+            async for line in process.stdout:
+                message = json.loads(line)
+                if "refused" in message:
+                    why = message["refused"]
+                elif "started" in message:
+                    starting = self._starting.get(message["started"])
+                    if starting is not None and not starting.done():
+                        starting.set_result(message)
+                else:
+                    self._lost(message["gone"], message["why"])
+        except (ValueError, KeyError, TypeError) as error:  # no line of its protocol: it cannot be trusted any more
+            why = f"the process that speaks to Ray said what cannot be understood: {error!r}"
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        finally:
+            self._process = None
+            for worker_id in list(self._gone):
+                self._lost(worker_id, why)
         await process.wait()
 
     def _lost(self, worker_id: str, why: str) -> None:
@@ -186,7 +193,7 @@ class RayWorker:
                 with self.log_path.open("a", encoding="utf-8") as file:
                     file.write(page["text"])
                 after = page["end"]
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException):
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError):
             return after
 
 
@@ -201,13 +208,19 @@ class RayPool:
         self._driver = driver
 
     async def start(self, worker_id: str, slot: int | None) -> RayWorker:
-        """One for an operation reserves nothing: it must not wait for those that it is to finish the work of."""
+        """One for an operation reserves nothing: it must not wait for those that it is to finish the work of. Raises
+        WorkerStartError, and leaves nothing of the worker then."""
         token = secrets.token_urlsafe(32)
         reserved = {"cpus": self.spec.cpus, "gpus": self.spec.devices_per_worker} if slot is not None else {}
         request = {"token": token, "setup": self.spec.setup, "cpus": 0, "gpus": 0, **reserved}
-        found, ended = await self._driver.start(worker_id, request)
-        self._logs.directory.mkdir(parents=True, exist_ok=True)
-        path = self._logs.path(worker_id)
+        try:
+            self._logs.directory.mkdir(parents=True, exist_ok=True)
+            path = self._logs.path(worker_id)
+            found, ended = await self._driver.start(worker_id, request)
+        except WorkerStartError:
+            raise
+        except Exception as error:
+            raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
         worker = RayWorker(worker_id, found["address"], token, found["where"], self._driver, ended, path)
         worker.following = asyncio.create_task(worker.follow())
         log.info("a worker of bulk jobs is on a node", worker_id=worker_id, where=worker.where)

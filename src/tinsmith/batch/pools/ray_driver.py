@@ -42,7 +42,11 @@ class Hosts:
             "scheduling_strategy": "SPREAD",
         }
         remote: Any = ray.remote(WorkerHost)
-        host = remote.options(**options).remote(request["token"], request["setup"])
+        try:
+            host = remote.options(**options).remote(request["token"], request["setup"])
+        except Exception as error:  # noqa: BLE001  of this worker alone: the others go on
+            self.say({"gone": request["start"], "why": f"{type(error).__name__}: {error}"})
+            return
         self._hosts[request["start"]] = host
         task = asyncio.create_task(self._keep(request["start"], host))
         self._tasks.add(task)
@@ -54,8 +58,8 @@ class Hosts:
             found = await host.start.remote()
             self.say({"started": worker_id, "address": found["address"], "where": found["where"]})
             await host.wait.remote()
-        except RayError as error:
-            why = str(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits for the worker must hear of it
+            why = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
         self.say({"gone": worker_id, "why": why})
         self._hosts.pop(worker_id, None)
         ray.kill(host)

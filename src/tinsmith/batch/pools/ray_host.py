@@ -33,7 +33,15 @@ class WorkerHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Where the worker is. Raises RuntimeError with what it said."""
+        """Where the worker is. Raises RuntimeError with what it said; nothing of it is left then."""
+        try:
+            return self._start()
+        except BaseException:
+            self.end()
+            shutil.rmtree(self._directory, ignore_errors=True)
+            raise
+
+    def _start(self) -> dict[str, str]:
         import ray
 
         environment = worker_environment()
@@ -56,7 +64,6 @@ class WorkerHost:
         line = process.stdout.readline() if ready else b""
         if not line:
             said = log_path.read_text(errors="replace")[-TAIL:]
-            self.end()
             raise RuntimeError(f"a worker did not come to listen: {said}")
         return {"address": json.loads(line)["address"], "where": f"{node}:{process.pid}"}
 
