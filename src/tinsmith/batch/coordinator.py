@@ -56,7 +56,7 @@ DAY_S = 86400
 MAX_TROUBLES = 5
 """A job that stopped its coordinator so often fails."""
 MAX_PAUSE_S = 60.0
-CLEAN_AGAIN_S = 3600.0
+CLEAN_AGAIN_S = 600.0
 """How long parts that could not be deleted are left alone."""
 
 log = structlog.get_logger()
@@ -127,6 +127,7 @@ class _Pool:
                 await asyncio.sleep(POLL_S)
             finally:
                 self.share.give_back(job_id, slot)
+            await asyncio.sleep(0)  # a turn for the others, however soon the job was done with the slot
         self.slots.pop(slot, None)
 
     def _should_yield(self, job_id: int, slot: int) -> bool:

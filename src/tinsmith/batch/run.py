@@ -245,9 +245,7 @@ class JobRun:
 
     async def run(self) -> None:
         """To the job's end, or until another coordinator has it. Cancelled, it lets go of the job."""
-        helpers = [asyncio.create_task(self._turns()), asyncio.create_task(self._renew())]
-        for helper in helpers:
-            helper.add_done_callback(self._helper_ended)
+        helpers = [asyncio.create_task(self._help(work)) for work in (self._turns(), self._renew())]
         try:
             await self._run()
             if self._broken is not None:
@@ -263,9 +261,11 @@ class JobRun:
             with contextlib.suppress(SQLAlchemyError):
                 await self._db(self._jobs.release, self.job.job_id, self._token)
 
-    def _helper_ended(self, helper: asyncio.Task[None]) -> None:
+    async def _help(self, work: Awaitable[None]) -> None:
         """Without its helpers a job stands still."""
-        if not helper.cancelled() and (error := helper.exception()) is not None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  `run` raises it
             self._break(error)
 
     def _break(self, error: BaseException) -> None:
