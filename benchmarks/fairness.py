@@ -2,10 +2,15 @@
 
     python benchmarks/fairness.py                     # starts a server with tinsmith/nano, measures, stops it
     python benchmarks/fairness.py --step-tokens 8192  # with longer steps
+    python benchmarks/fairness.py --only mixed        # default settings, passes and samples at once
 
 One tenant queues thousands of small passes, then a stream of large ones; another sends one request at a time with the
 real SDK and waits for each. Prints the other's latencies without and with the flood, the time of a step (between the
 moments at which the flood's results were stored; full steps only), and by how many steps the 95th percentile grew.
+
+`mixed` runs with the default settings. One tenant queues 200 passes of 2,048 tokens and 500 long samples. A second
+tenant trains: each of its steps is one small forward_backward and one optim_step. A third tenant asks for samples of 8
+tokens, one after the other. Alone and under the flood take turns, each on a server of its own.
 """
 
 from __future__ import annotations
@@ -41,11 +46,15 @@ MODEL = "tinsmith/nano"
 SMALL, LARGE = 32, 512  # tokens of a datum
 LARGE_DATUMS = 4
 SENDERS = 8
+TENANTS = ("quiet", "loud", "asker")
+FLOOD_SAMPLES = 500
+FLOOD_ANSWER = 1000  # tokens of each sample of the flood
+SHORT_ANSWER = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A server of the benchmark's own, with a key for each of the two tenants."""
+    """A server of the benchmark's own, with a key for each tenant."""
 
     url: str
     data_dir: Path
@@ -74,6 +83,99 @@ def latencies(own: Own, least_s: float, runs: int) -> list[float]:
             client.forward_backward([datum], "cross_entropy").result()
             times.append(time.perf_counter() - begun)
     return times
+
+
+def training_steps(own: Own, deadline: float) -> list[float]:
+    """Seconds of one small training step after the other, until `deadline` by time.perf_counter()."""
+    tokens = tokens_of(SMALL)
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(SMALL, np.float32)},
+    )
+    times: list[float] = []
+    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
+        client = service.create_lora_training_client(MODEL, rank=16).result()
+        while time.perf_counter() < deadline or not times:
+            begun = time.perf_counter()
+            passed = client.forward_backward([datum], "cross_entropy")
+            stepped = client.optim_step(types.AdamParams(learning_rate=1e-4))
+            passed.result()
+            stepped.result()
+            times.append(time.perf_counter() - begun)
+    return times[1:] or times
+
+
+def short_samples(own: Own, deadline: float) -> list[float]:
+    """Seconds of one sample of 8 tokens after the other, until `deadline`."""
+    prompt = types.ModelInput.from_ints(tokens_of(SMALL).tolist())
+    params = types.SamplingParams(max_tokens=SHORT_ANSWER, stop=[])
+    times: list[float] = []
+    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["asker"]) as service:
+        client = service.create_sampling_client(base_model=MODEL).result()
+        while time.perf_counter() < deadline:
+            begun = time.perf_counter()
+            client.sample(prompt, 1, params).result()
+            times.append(time.perf_counter() - begun)
+            time.sleep(0.2)
+    return times[1:] or times
+
+
+@contextlib.contextmanager
+def flood_of_samples(own: Own) -> Iterator[None]:
+    """Many long samples of the loud tenant, all submitted before the body runs."""
+    headers = {"X-API-Key": own.keys["loud"]}
+    with tinker.ServiceClient(base_url=own.url, api_key=own.keys["loud"]) as service:
+        session = service.create_sampling_client(base_model=MODEL).result()._sampling_session_id
+        with httpx.Client(base_url=own.url, headers=headers, timeout=120) as http:
+
+            def ask(seq_id: int) -> None:
+                body = {
+                    "sampling_session_id": session,
+                    "seq_id": seq_id,
+                    "num_samples": 1,
+                    "prompt": {"chunks": [{"type": "encoded_text", "tokens": tokens_of(SMALL + seq_id % 16).tolist()}]},
+                    "sampling_params": {"max_tokens": FLOOD_ANSWER, "stop": []},
+                }
+                http.post("/api/v1/asample", json=body).raise_for_status()
+
+            with ThreadPoolExecutor(SENDERS) as pool:
+                list(pool.map(ask, range(FLOOD_SAMPLES)))
+        yield
+
+
+def neighbours(own: Own, seconds: float) -> dict[str, list[float]]:
+    """Both neighbours at once, for so long."""
+    deadline = time.perf_counter() + seconds
+    with ThreadPoolExecutor(2) as pool:
+        steps, samples = pool.submit(training_steps, own, deadline), pool.submit(short_samples, own, deadline)
+        return {"training step": steps.result(), f"sample of {SHORT_ANSWER}": samples.result()}
+
+
+def mixed(seconds: float, rounds: int) -> dict[str, dict[str, float]]:
+    """Alone and under the flood, in turns; all rounds' latencies together."""
+    found: dict[str, list[float]] = {}
+    for number in range(rounds):
+        with own_server(None) as own:
+            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}", flush=True)
+            for name, times in neighbours(own, seconds / 2).items():
+                found.setdefault(f"{name} alone", []).extend(times)
+        with own_server(None) as own, flood(own, 200, LARGE, LARGE_DATUMS) as model_id, flood_of_samples(own):
+            since = time.time()
+            for name, times in neighbours(own, seconds).items():
+                found.setdefault(f"{name} in flood", []).extend(times)
+            _, left = steps_of(own, model_id, since, 1)
+            print(f"round {number + 1}: load {os.getloadavg()[0]:.1f}; {left} passes of the flood left", flush=True)
+    for name in sorted(found):
+        times = found[name]
+        print(
+            f"{name:28s} {len(times):5d} runs, p50 {percentile(times, 0.5):7.3f} s, "
+            f"p95 {percentile(times, 0.95):7.3f} s, max {max(times):7.3f} s",
+            flush=True,
+        )
+    return {
+        name: {"runs": len(times), **{f"p{p}_s": percentile(times, p / 100) for p in (50, 95, 100)}}
+        for name, times in found.items()
+    }
 
 
 def pass_bytes(model_id: str, seq_id: int, length: int, num_datums: int) -> bytes:
@@ -147,7 +249,8 @@ def report(name: str, times: list[float], steps: list[float], alone: list[float]
 
 
 @contextlib.contextmanager
-def own_server(step_tokens: int) -> Iterator[Own]:
+def own_server(step_tokens: int | None) -> Iterator[Own]:
+    """With default settings but for the tokens of a step, if they are given."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -158,9 +261,10 @@ def own_server(step_tokens: int) -> Iterator[Own]:
             tenant: subprocess.run(
                 [*tinsmith, "keys", "create", tenant, *data], capture_output=True, text=True, check=True
             ).stdout.strip()
-            for tenant in ("quiet", "loud")
+            for tenant in TENANTS
         }
-        environment = {**os.environ, "TINSMITH_STEP_TOKEN_BUDGET": str(step_tokens)}
+        more = {} if step_tokens is None else {"TINSMITH_STEP_TOKEN_BUDGET": str(step_tokens)}
+        environment = {**os.environ, **more}
         with (Path(directory) / "server.log").open("wb") as log:
             command = [*tinsmith, "serve", "--port", str(port), *data]
             process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -176,14 +280,8 @@ def own_server(step_tokens: int) -> Iterator[Own]:
             process.wait()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", type=int, default=10_000, help="small passes in the queue")
-    parser.add_argument("--large", type=int, default=200, help="large passes in the queue")
-    parser.add_argument("--step-tokens", type=int, default=4096, help="the server's step_token_budget")
-    parser.add_argument("--seconds", type=float, default=40.0, help="how long the quiet tenant is measured each time")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    given = parser.parse_args()
+def floods(given: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One tenant's passes of two sizes, and another's latency beside each."""
     figures: dict[str, dict[str, float]] = {}
     with own_server(given.step_tokens) as own:
         load = os.getloadavg()[0]
@@ -202,16 +300,34 @@ def main() -> None:
         print(f"{'':28s} " + " ".join(f"{column:>10s}" for column in columns))
         alone = latencies(own, given.seconds / 4, 200)
         figures["alone"] = report("alone", alone, [], alone, 0)
-    floods = {
+    queued = {
         f"{given.small} passes of {SMALL} tokens": (given.small, SMALL, 1),
         f"{given.large} of {LARGE_DATUMS * LARGE} tokens": (given.large, LARGE, LARGE_DATUMS),
     }
-    for name, (count, length, num_datums) in floods.items():
+    for name, (count, length, num_datums) in queued.items():
         with own_server(given.step_tokens) as own, flood(own, count, length, num_datums) as model_id:
             since = time.time()
             times = latencies(own, given.seconds, 400)
             steps, left = steps_of(own, model_id, since, given.step_tokens / 2)
             figures[name] = report(name, times, steps, alone, left)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("passes", "mixed"), help="one of the two parts")
+    parser.add_argument("--small", type=int, default=10_000, help="small passes in the queue")
+    parser.add_argument("--large", type=int, default=200, help="large passes in the queue")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="the server's step_token_budget; not for mixed")
+    parser.add_argument("--seconds", type=float, default=40.0, help="how long the quiet tenant is measured each time")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of mixed, each alone and in the flood")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    given = parser.parse_args()
+    figures: dict[str, dict[str, float]] = {}
+    if given.only != "mixed":
+        figures |= floods(given)
+    if given.only != "passes":
+        figures |= mixed(given.seconds, given.rounds)
     if given.json:
         given.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -203,31 +203,31 @@ def test_a_lane_that_never_repeated_itself_is_not_waited_for() -> None:
 def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_step(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     first = bench.train(alice, 1)
     bench.turns()
     assert bench.backend.steps == [] and bench.outcome(first) is None
-    second = bench.train(bob, 1, tenant="bob")
+    second = bench.train(bob, 1)
     bench.turns()
     assert [sorted(step) for step in bench.backend.steps] == [sorted([first, second])]
 
 
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
     monkeypatch.setattr("tinsmith.engine.gathering.MOST_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.gathering.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
     for seq_id in (1, 2):
         bench.train(alice, seq_id)
-        bench.train(bob, seq_id, tenant="bob")
+        bench.train(bob, seq_id)
         bench.turns()
     bench.train(alice, 3)
     bench.turns()
     assert [len(step) for step in bench.backend.steps] == [2, 2]
-    bench.train(bob, 3, tenant="bob")
+    bench.train(bob, 3)
     bench.turns()
     assert [len(step) for step in bench.backend.steps] == [2, 2, 2]
 
@@ -235,7 +235,7 @@ def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypa
 def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
     bench.engine._queues.lanes[bob].rhythm = quick(0.01, answered_at=0.0)  # long ago
     request_id = bench.train(alice, 1)
@@ -246,20 +246,20 @@ def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
 def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
-    bench.step(bob, 1, tenant="bob")
-    passes = [bench.train(alice, 1), bench.train(bob, 2, tenant="bob")]
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
+    bench.step(bob, 1)
+    passes = [bench.train(alice, 1), bench.train(bob, 2)]
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
     bench.turns()
     assert [sorted(step) for step in bench.backend.steps] == [sorted(passes)]
 
 
 def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice, bob = bench.model("s:train:0"), bench.model("s:train:1", tenant="bob")
+    alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: 0.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
-    bench.step(bob, 1, tenant="bob")
-    bench.train(bob, 2, tenant="bob")
+    bench.step(bob, 1)
+    bench.train(bob, 2)
     request_id = bench.train(alice, 1)
     bench.engine.turn(0.0)
     assert bench.backend.steps == [] or bench.backend.steps[0] == [request_id]
@@ -269,7 +269,7 @@ def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, m
 
 def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = bench.model("s:train:0")
-    bench.model("s:train:1", tenant="bob")
+    bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))

@@ -33,6 +33,7 @@ def _request(
     num_samples: int = 1,
     weights: Weights,
     scored: int | None = 0,
+    scope: str = "",
 ) -> Request:
     """`scored` counts the prompt's last tokens whose logprobs are wanted; None: of all."""
     params = SamplingParams(max_tokens=max_new)
@@ -46,6 +47,7 @@ def _request(
         params,
         prompt_logprobs=wants,
         prompt_logprobs_last_n=last_n if wants else None,
+        cache_scope=scope,
     )
     return Request(sample, weights, number, max_new)
 
@@ -148,6 +150,7 @@ requests = st.tuples(
     st.integers(1, 8),  # max_new
     st.integers(1, 3),  # num_samples
     st.sampled_from([0, None, 1, 5]),  # how many prompt logprobs
+    st.sampled_from(["a", "a", "b", "c"]),  # scope
 )
 actions = st.lists(
     st.one_of(
@@ -174,7 +177,7 @@ def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_
 
     for action, value in actions:
         if action == "submit":
-            which, beginning, length, max_new, num_samples, scored = value
+            which, beginning, length, max_new, num_samples, scored, scope = value
             prompt = [(position * 5 + beginning * (position > 9)) % 50 for position in range(length)]
             request = _request(
                 prompt,
@@ -183,6 +186,7 @@ def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_
                 num_samples=num_samples,
                 weights=weights[which],
                 scored=scored,
+                scope=scope,
             )
             shadow.submit(request)
             expected.update({(number, i): _expected(prompt, i, max_new) for i in range(num_samples)})
@@ -344,6 +348,79 @@ def test_nobody_overtakes_a_prompt_that_waits_for_memory():
         shadow.step()
         finished += [order for order in shadow.answers if order not in finished]
     assert finished == [(0, 0), (1, 0), (2, 0)]
+
+
+def _steps_until_answered(shadow: _Shadow, order: tuple[int, int], most: int) -> int:
+    for count in range(1, most + 1):
+        shadow.step()
+        if order in shadow.answers:
+            return count
+    raise AssertionError(f"{order} was not answered within {most} steps")
+
+
+@pytest.mark.parametrize("num_samples", [1, 8])
+def test_a_sequence_of_another_scope_does_not_wait_for_the_end_of_long_answers(num_samples: int):
+    shadow = _Shadow(_batcher(1000, max_sequences=8, max_tokens=64))
+    weights = Weights(None, 0)
+    for number in range(16 // num_samples):
+        prompt = [number] * 5
+        shadow.submit(
+            _request(prompt, number=number, max_new=300, num_samples=num_samples, weights=weights, scope="flood")
+        )
+    for _ in range(5):
+        shadow.step()
+    assert len(shadow.batcher.running) == 8
+    oldest = shadow.batcher.running[0]
+    shadow.submit(_request([9] * 5, number=100, max_new=3, weights=weights, scope="lone"))
+    assert _steps_until_answered(shadow, (100, 0), 5) == 3
+    shadow.step()
+    assert len(shadow.batcher.running) == 8, "the place is the flood's again"
+    assert shadow.batcher.running[0] is oldest
+    while any(shadow.live.values()):
+        shadow.step()
+    expected = {(n, i): _expected([n] * 5, i, 300) for n in range(16 // num_samples) for i in range(num_samples)}
+    assert {order: tokens for order, tokens in shadow.answers.items() if order[0] < 100} == expected
+
+
+def test_scopes_share_places_equally_and_none_loses_its_oldest():
+    shadow = _Shadow(_batcher(1000, max_sequences=6, max_tokens=64))
+    weights = Weights(None, 0)
+    for number in range(12):
+        shadow.submit(_request([number] * 3, number=number, max_new=50, weights=weights, scope="flood"))
+    shadow.step()
+    for number in range(12, 30):
+        scope = "b" if number % 2 else "c"
+        shadow.submit(_request([number] * 3, number=number, max_new=50, weights=weights, scope=scope))
+    for _ in range(3):
+        shadow.step()
+        assert shadow.batcher.running[0].order == (0, 0)
+    counts = [sequence.scope for sequence in shadow.batcher.running]
+    assert sorted(counts) == ["b", "b", "c", "c", "flood", "flood"]
+
+
+def test_a_sequence_of_another_scope_gets_blocks_that_one_scope_holds():
+    shadow = _Shadow(_batcher(24, max_sequences=8, max_tokens=64))
+    weights = Weights(None, 0)
+    for number in range(4):
+        shadow.submit(_request([number] * 12, number=number, max_new=12, weights=weights, scope="flood"))
+    for _ in range(8):
+        shadow.step()
+    assert shadow.batcher.pool.num_available < 5
+    shadow.submit(_request([9] * 12, number=100, max_new=4, weights=weights, scope="lone"))
+    assert _steps_until_answered(shadow, (100, 0), 10) == 4
+    while any(shadow.live.values()):
+        shadow.step()
+    assert len(shadow.answers) == 5
+
+
+def test_prompts_of_two_scopes_share_the_tokens_of_a_step():
+    shadow = _Shadow(_batcher(1000, max_tokens=16))
+    weights = Weights(None, 0)
+    shadow.submit(_request([1] * 400, number=0, max_new=1, weights=weights, scope="flood"))
+    shadow.step()
+    shadow.submit(_request([2] * 24, number=1, max_new=1, weights=weights, scope="lone"))
+    assert _steps_until_answered(shadow, (1, 0), 4) == 3
+    assert shadow.live[0][0].num_cached == 16 + 3 * 8
 
 
 def test_least_recently_used_blocks_go_first_and_a_chain_goes_from_its_end():

@@ -254,13 +254,54 @@ def test_a_publish_among_64_clients_of_one_tenant_waits_for_about_a_step() -> No
     assert max(waits["forward_backward"]) < 2 * longest
 
 
-@given(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), max_size=4), st.integers(0, 30))
-def test_samples_are_taken_in_turns(counts: dict[str, int], room: int) -> None:
+@given(st.integers(1, 64), st.integers(0, 500))
+def test_all_that_a_light_tenant_wants_runs_in_the_next_short_step(lone_tokens: int, debt: int) -> None:
+    """A quarter of a step is half of its share of one among two."""
+    flood = {seq: pending(seq, "flood", "a", seq, "forward", 10) for seq in range(1000)}
+    lone = {0: pending(20_000, "lone", "b", 0, "forward", lone_tokens)}
+    queues = [ModelQueue("a", "flood", 0, flood), ModelQueue("b", "lone", 0, lone)]
+    step, _ = plan(queues, Fairness({"flood": debt}, ("flood",), was_short=False), 256)
+    assert "b:0" in {request.request_id for request in step.passes}
+    assert sum(request.num_tokens for request in step.passes) <= max(16, lone_tokens)
+
+
+def test_a_light_tenant_that_always_has_more_gets_no_more_than_its_share() -> None:
+    served: dict[str, int] = defaultdict(int)
+    fairness = Fairness()
+    for turn in range(400):
+        flood = {seq: pending(seq, "flood", "a", seq, "forward", 8) for seq in range(200)}
+        lone = {turn: pending(20_000, "lone", "b", turn, "forward", 64)}
+        step, fairness = plan([ModelQueue("a", "flood", 0, flood), ModelQueue("b", "lone", turn, lone)], fairness, 256)
+        for request in step.passes:
+            served[request.tenant_id] += request.num_tokens
+    assert served["lone"] <= served["flood"]
+
+
+COUNTS = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 20), max_size=4)
+
+
+@given(COUNTS, st.integers(1, 30))
+def test_samples_are_taken_in_turns(counts: dict[str, int], places: int) -> None:
     waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items()}
-    taken, _ = take_in_turns(waiting, room, "b")
-    assert len(taken) == min(room, sum(counts.values()))
+    taken, _ = take_in_turns(waiting, places, "b", {})
+    assert len(taken) >= min(places, sum(counts.values()))
     got = {t: [r.seq_id for r in taken if r.tenant_id == t] for t in counts}
     for tenant, mine in got.items():
         assert mine == list(range(len(mine)))
         for other, theirs in got.items():
             assert len(mine) <= len(theirs) + 1 or len(theirs) == counts[other], (tenant, other)
+
+
+@given(COUNTS, COUNTS, st.integers(1, 30))
+def test_a_tenant_with_less_than_its_share_of_places_gets_one_however_full_they_are(
+    counts: dict[str, int], inside: dict[str, int], places: int
+) -> None:
+    waiting = {t: [pending(i, t, t, i, "sample") for i in range(n)] for t, n in counts.items() if n}
+    taken, _ = take_in_turns(waiting, places, "b", inside)
+    there = waiting.keys() | {t for t, n in inside.items() if n}
+    share = max(1, places // max(1, len(there)))
+    for tenant in waiting:
+        num_taken = sum(request.tenant_id == tenant for request in taken)
+        assert num_taken == counts[tenant] or inside.get(tenant, 0) + num_taken >= share
+    free = max(0, places - sum(inside.values()))
+    assert len(taken) <= free + share * len(waiting)

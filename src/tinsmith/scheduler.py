@@ -5,7 +5,8 @@ at the heads of any number of models share one step, whatever their losses, rank
 barrier of its model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the
 step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
 next request by at most one step. Where more waits than one step holds, every other step may be a short one that serves
-first whoever wants little; otherwise that tenant would wait for a full step, and then again for the one that it is in.
+first the tenants that want little; otherwise such a tenant would wait for a full step, and then again for the one that
+it is in.
 
 What runs singly has a price in tokens, so that it can be weighed against passes. A step holds one of them, and more as
 long as they take at most half as long as its passes: one of each tenant in turn, and the tenants pay for them with
@@ -25,7 +26,14 @@ SINGLES_SHARE = 2
 """Saves, loads, publishes and creations beyond the first take this fraction of the time of a step's passes at most."""
 
 SHORT_STEPS = 16
-"""How many short steps would hold what one full step does."""
+"""How many short steps would hold what one full step does. A short step holds the whole of what light tenants want, if
+that is more.
+"""
+
+LIGHT = 2
+"""A light tenant wants at most this fraction of its share of a full step. Since it may be served in every step and
+others in every other one, half is the most that leaves these their share.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +160,11 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     """Deficit round robin over the tenants' runs within the budget."""
     order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
     order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
-    light = set() if fairness.was_short else _light_tenants(runs, token_budget)
+    light = {} if fairness.was_short else _light_tenants(runs, token_budget)
     order.sort(key=lambda tenant_id: tenant_id not in light)
     deficits = {tenant_id: fairness.deficits.get(tenant_id, 0) for tenant_id in order}
     taken: list[Pending] = []
-    room = token_budget // SHORT_STEPS if light else token_budget
+    room = max(token_budget // SHORT_STEPS, sum(light.values())) if light else token_budget
     position = dict.fromkeys(order, 0)
     open_tenants = list(order)
     quantum = max(1, room // max(1, len(order)))
@@ -167,7 +175,7 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
             run = runs[tenant_id]
             if taken and run[position[tenant_id]].num_tokens > room:
                 continue  # without a share: it could not use it, and others did not get one either
-            deficits[tenant_id] += quantum
+            deficits[tenant_id] += max(quantum, light.get(tenant_id, 0))
             rounds[tenant_id] += 1
             while position[tenant_id] < len(run):
                 tokens = run[position[tenant_id]].num_tokens
@@ -187,24 +195,38 @@ def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: 
     return taken, Fairness(kept, tuple(left + served), was_short=bool(light))
 
 
-def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> set[str]:
-    """Tenants whose whole wish is within their share of a short step, if not everything fits into one full step."""
+def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict[str, int]:
+    """The light tenants and the tokens of all that they want; none if everything fits into one full step."""
     totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
     if sum(totals.values()) <= token_budget:
-        return set()
-    return {tenant_id for tenant_id, total in totals.items() if total * SHORT_STEPS * len(totals) <= token_budget}
+        return {}
+    return {tenant_id: total for tenant_id, total in totals.items() if total * LIGHT * len(totals) <= token_budget}
 
 
-def take_in_turns(waiting: Mapping[str, Iterable[Pending]], room: int, last_tenant: str) -> tuple[list[Pending], str]:
-    """Up to `room` samples, one tenant after the other, beginning after `last_tenant`; and who came last."""
+def take_in_turns(
+    waiting: Mapping[str, Iterable[Pending]], places: int, last_tenant: str, inside: Mapping[str, int]
+) -> tuple[list[Pending], str]:
+    """The samples that get a place, one tenant after the other, beginning after `last_tenant`; and who came last.
+
+    `inside` says how many places each tenant has. A tenant takes one while fewer than `places` are taken in all, or
+    while it has fewer than an equal share of them itself: it does not wait for another tenant's samples to end. So up
+    to twice as many may be taken, and one by each tenant in any case.
+    """
     tenants = sorted(waiting)
     tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
     queues = deque((tenant_id, iter(waiting[tenant_id])) for tenant_id in tenants)
+    share = max(1, places // max(1, len(waiting.keys() | {t for t, count in inside.items() if count})))
+    held = dict(inside)
+    total = sum(held.values())
     taken: list[Pending] = []
-    while queues and len(taken) < room:
+    while queues:
         tenant_id, queue = queues.popleft()
+        if total >= places and held.get(tenant_id, 0) >= share:
+            continue
         if (request := next(queue, None)) is not None:
             taken.append(request)
             last_tenant = tenant_id
+            held[tenant_id] = held.get(tenant_id, 0) + 1
+            total += 1
             queues.append((tenant_id, queue))
     return taken, last_tenant

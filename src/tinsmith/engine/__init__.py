@@ -1,10 +1,10 @@
 """The engine of one base model: plan, run, settle. The one place where durable state meets compute.
 
 One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend,
-settles all its futures in one transaction, and lets the sampler decode for about as long as the step took. An
-error of one request is that request's answer; an exception out of a packed step makes the engine run its requests
-one by one, so that only the guilty fail; what ends the process itself is found by its successors (`suspects`). The
-engine is the only settler of futures.
+settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
+bounds both while several tenants are there. An error of one request is that request's answer; an exception out of a
+packed step makes the engine run its requests one by one, so that only the guilty fail; what ends the process itself is
+found by its successors (`suspects`). The engine is the only settler of futures.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tinsmith.engine.metering import EngineMeters
 from tinsmith.engine.moving import Moving
 from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.operations import Operations
+from tinsmith.engine.pacing import Pace
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.prices import Prices
 from tinsmith.engine.queues import Queues
@@ -50,7 +51,7 @@ from tinsmith.ops import ModelShape, Partial, PassResult, Pending
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
 from tinsmith.sampling_sessions import SamplingSession
-from tinsmith.scheduler import Fairness, Step, plan
+from tinsmith.scheduler import Fairness, ModelQueue, Step, plan
 from tinsmith.settings import Settings
 from tinsmith.storage import UnreachableError
 from tinsmith.wire.training import read_optim_step, write_pass_result
@@ -92,6 +93,7 @@ class Engine:
         self._recorder = Recorder(shape.name, nouns.records)
         self._fairness = Fairness()
         self._prices = Prices()
+        self._pace = Pace(settings.step_seconds)
         self._gathering = Gathering()
         self._hold_s = 0.0
         self._arrivals = Arrivals(
@@ -99,7 +101,8 @@ class Engine:
         )
         self._sendings = Sendings()
         self._moving = Moving(nouns.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox)
-        self._last_step_s = self._next_check = 0.0
+        self._share_s = self._next_check = 0.0
+        self._part_began = 0.0
         self._writes_at_once = False
 
     def run(self, stopping: Callable[[], bool]) -> None:
@@ -154,7 +157,7 @@ class Engine:
             patience_s = min(patience_s, POLL_S)
         trained = self._training_turn()
         self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
-        sampled = self._sampling.turn(self._queues, self._last_step_s if trained else None)
+        sampled = self._sampling.turn(self._queues, self._share_s if trained else None)
         busy = trained or sampled
         if self._hold_s:
             patience_s = min(patience_s, self._hold_s, QUIET_S)  # what can wait for longer takes long
@@ -205,9 +208,10 @@ class Engine:
         """Run one planned step; False if there was nothing to do."""
         self._unload()
         planned_at = time.time()
-        queues, budget = self._queues.model_queues(), self._settings.step_token_budget
+        queues = self._queues.model_queues()
+        budget = self._step_tokens(queues)
         step, fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
-        if self._are_held(step):
+        if self._are_held(step, budget):
             step = Step(step.optim_steps)  # they cost the others nothing
         else:
             self._fairness = fairness
@@ -215,7 +219,7 @@ class Engine:
             return False
         reach("engine.planned")
         self._worklog.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
-        started = time.monotonic()
+        started, decoded_s = time.monotonic(), self._sampling.decoded_s
         for group in self._suspects.groups(step.optim_steps):
             self._run_optim_steps(group)
         if step.optim_steps:
@@ -225,15 +229,16 @@ class Engine:
             self._run_single(request)
             self._prices.note_single(request.kind, time.monotonic() - begun)
             self.meters.worked(request.kind, time.monotonic() - begun)
-        begun = time.monotonic()
+        begun, decoded_before_s = time.monotonic(), self._sampling.decoded_s
         for group in self._suspects.groups(step.passes):
             self._run_passes(group)
-        passes_s = time.monotonic() - begun
+        passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
             self._gathering.ran(passes_s)
-        self._last_step_s = time.monotonic() - started
-        self._snapshots.worked(self._last_step_s)
-        self._recorder.ran(step, self._last_step_s)
+        step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
+        self._share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
+        self._snapshots.worked(step_s)
+        self._recorder.ran(step, step_s)
         self._prices.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
         self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
@@ -241,15 +246,36 @@ class Engine:
             passes=len(step.passes),
             optim_steps=len(step.optim_steps),
             singles=len(step.singles),
-            milliseconds=round(1000 * self._last_step_s, 1),
+            milliseconds=round(1000 * step_s, 1),
         )
         return True
 
-    def _are_held(self, step: Step) -> bool:
+    def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
+        """The most tokens of the next step."""
+        tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
+        self._pace.saw(tenants, time.monotonic())
+        samples = self._sampling.has_work or bool(self._queues.samples)
+        return self._pace.step_tokens(self._settings.step_token_budget, self._prices.token_s(), samples=samples)
+
+    def _between(self) -> None:
+        """Between two parts of a long step: samples that have arrived meanwhile are admitted, and all are decoded."""
+        trained_s = time.monotonic() - self._part_began
+        try:
+            if self._mailbox.wait(0.0):
+                self._arrivals.fetch(self._mailbox.drain())
+                self._pace.saw(self._queues.samples.keys(), time.monotonic())
+            self._sampling.admit_at_hand(self._queues)
+        except SQLAlchemyError as error:  # the step goes on; the next turn looks at everything
+            log.warning("what arrived during a step could not be read", error=repr(error))
+            self._next_check = 0.0
+        self._sampling.between(self._pace.decode_between_s(trained_s))
+        self._part_began = time.monotonic()
+
+    def _are_held(self, step: Step, budget: int) -> bool:
         """Whether the passes of this step wait for others; `_hold_s` says how long."""
         self._hold_s = 0.0
         tokens = sum(request.num_tokens for request in step.passes)
-        if step.passes and not step.singles and not self._suspects and 2 * tokens <= self._settings.step_token_budget:
+        if step.passes and not step.singles and not self._suspects and 2 * tokens <= budget:
             self._hold_s = self._gathering.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
         return self._hold_s > 0.0
 
@@ -294,7 +320,7 @@ class Engine:
             if error is None and request.model_id not in usable:
                 try:
                     with self._suspects.running([request.request_id]):
-                        usable[request.model_id] = self._bring_back(request.model_id, self._sampling.between)
+                        usable[request.model_id] = self._bring_back(request.model_id, self._between)
                 except UnreachableError as unreachable:
                     self._try_later(request, unreachable)
                     later.add(request.model_id)
@@ -345,7 +371,8 @@ class Engine:
         try:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
-                outcomes = self._backend.run_passes(passes, between=self._sampling.between)
+                self._part_began = time.monotonic()
+                outcomes = self._backend.run_passes(passes, between=self._between)
         except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it

@@ -145,11 +145,17 @@ class Queues:
 
     def passes_due(self, ready: Sequence[Pending]) -> tuple[list[float], list[float]]:
         """Until when passes of other models are expected: of those that came with the first of these before, and of
-        those that come right after their answers.
+        those that come right after their answers. Only one tenant's passes wait for each other: a tenant does not wait
+        for the convenience of another.
         """
+        tenants = {request.tenant_id for request in ready}
+        if len(tenants) > 1:
+            return [], []
         moment = time.time()
         first = self.lanes[min(ready, key=lambda request: request.created_at).model_id or ""]
-        lanes = [lane for lane in self.lanes.values() if lane is not first and not lane.is_held]
+        lanes = [
+            lane for lane in self.lanes.values() if lane is not first and lane.tenant_id in tenants and not lane.is_held
+        ]
         beside = (lane.pass_due_beside_s(first, moment) for lane in lanes)
         quick = (lane.pass_due_in_s(moment) for lane in lanes)
         return [due_s for due_s in beside if due_s is not None], [due_s for due_s in quick if due_s is not None]

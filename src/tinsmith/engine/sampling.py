@@ -1,13 +1,15 @@
 """Samples: from their queue into the sampler's continuous batch, and out of it one by one.
 
-Tenants take turns at the door of the sampler, so that a flood of one tenant's prompts does not hold up
-another's. Between training steps the sampler decodes for about as long as the last step took. What is cancelled leaves
-the queue or the batch and is settled as failed, together with the request to cancel it.
+Tenants take turns at the door of the sampler, and each has a share of its places, so that a flood of one tenant's
+samples does not hold up another's. After a training step the sampler decodes for as long as the engine says. During a
+long step `between` admits and decodes, too. What is cancelled leaves the queue or the batch and is settled as failed,
+together with the request to cancel it.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,7 +37,9 @@ from tinsmith.scheduler import take_in_turns
 from tinsmith.wire.sampling import read_sample, write_sample_result
 
 MAX_IN_SAMPLER = 256
-"""Requests handed to the sampler at a time; the others wait in their tenants' queues."""
+"""Requests handed to the sampler at a time; the others wait in their tenants' queues. A tenant with less than its share
+of them gets one in any case.
+"""
 
 MOST_AT_ONCE = 500
 """Cancelled samples that are settled in one transaction: others want to write, too."""
@@ -49,8 +53,9 @@ class _Inside:
     will be kept of it.
     """
 
-    prompt_tokens: int
-    recorded_for: str | None
+    request: Pending
+    prompt_tokens: int = 0
+    recorded_for: str | None = None
     begun: BegunSample | None = None
 
 
@@ -77,6 +82,18 @@ class Sampling:
         self._keeper = SampleKeeper(nouns.records)
         self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
+        self.decoded_s = 0.0
+        """Seconds that decoding has taken so far."""
+
+    @property
+    def tenants(self) -> set[str]:
+        """The tenants that have a sample in the sampler."""
+        return {inside.request.tenant_id for inside in self._inside.values()}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the trainer's device is needed for samples."""
+        return self._backend.sampler.has_work and not self._backend.sampler.runs_by_itself
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
         """Cancel and admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
@@ -91,12 +108,20 @@ class Sampling:
             self.slice()
         return True
 
-    def between(self) -> None:
-        """One decode step in the middle of a training step. Raises TurnFailedError: the training step is not to blame
-        for what goes wrong here, and nothing of what was finished here is lost.
+    def admit_at_hand(self, queues: Queues) -> None:
+        """Admit samples whose weights are in memory, in the middle of a training step."""
+        if not self._suspects:
+            self._admit(queues, loads=False)
+
+    def between(self, share_s: float) -> None:
+        """Decode for `share_s` seconds in the middle of a training step, one step at least. Raises TurnFailedError: the
+        training step is not to blame for what goes wrong here, and nothing of what was finished here is lost.
         """
+        deadline = time.monotonic() + share_s
         try:
             self.slice()
+            while self.has_work and time.monotonic() < deadline:
+                self.slice()
         except Exception as error:
             raise TurnFailedError(f"a decode step beside a training step failed: {type(error).__name__}") from error
 
@@ -115,7 +140,9 @@ class Sampling:
                 self._backend.sampler.cancel(request_id)
             self._finish([Settlement(request_id, error=failure) for request_id in self._inside])
             return
-        self._meters.worked(DECODE, time.monotonic() - started)
+        decoded_s = time.monotonic() - started
+        self.decoded_s += decoded_s
+        self._meters.worked(DECODE, decoded_s)
         if partials := self._backend.sampler.partials():
             self._tell(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
@@ -157,13 +184,17 @@ class Sampling:
         gone = [request_id for request_id in self._inside if name in (request_id, request_id.rpartition(":")[0])]
         return [request_id for request_id in gone if self._backend.sampler.cancel(request_id)]
 
-    def _admit(self, queues: Queues) -> None:
-        room = MAX_IN_SAMPLER - len(self._inside)
-        if room <= 0 or not queues.samples:
+    def _admit(self, queues: Queues, *, loads: bool = True) -> None:
+        """Hand waiting samples to the sampler; without `loads` only those whose weights are in memory."""
+        if not queues.samples:
             return
-        taken = self._next(queues, room)
-        bodies = self._nouns.futures.bodies([request.request_id for request in taken])
+        taken = self._next(queues)
         seen: dict[str, SamplingSession | None] = {}
+        if not loads:
+            taken = [request for request in taken if self._is_at_hand(request, seen)]
+        if not taken:
+            return
+        bodies = self._nouns.futures.bodies([request.request_id for request in taken])
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
@@ -171,7 +202,18 @@ class Sampling:
             self._submit(request, body, seen)
             queues.take_samples([request])
 
-    def _next(self, queues: Queues, room: int) -> list[Pending]:
+    def _is_at_hand(self, request: Pending, seen: dict[str, SamplingSession | None]) -> bool:
+        sampler = self._session(request, seen)
+        return sampler is not None and (sampler.version_id is None or self._backend.has_version(sampler.version_id))
+
+    def _session(self, request: Pending, seen: dict[str, SamplingSession | None]) -> SamplingSession | None:
+        """`seen` are the sampling sessions that were looked up for others of the same turn."""
+        name = request.sampling_session_id or ""
+        if name not in seen:
+            seen[name] = self._nouns.samplers.find(name)
+        return seen[name]
+
+    def _next(self, queues: Queues) -> list[Pending]:
         if self._suspects:
             if any(self._suspects.company(request_id) for request_id in self._inside):
                 return []
@@ -179,29 +221,27 @@ class Sampling:
             if suspects := [request for request in waiting if self._suspects.company(request.request_id)]:
                 # They come first, when the sampler is still empty: nobody else is to share their fate.
                 return self._suspects.groups(suspects)[0]
-        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), room, self._last_tenant)
+        inside = Counter(inside.request.tenant_id for inside in self._inside.values())
+        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), MAX_IN_SAMPLER, self._last_tenant, inside)
         return taken
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
         """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn.
         An error of the database changes nothing.
         """
-        self._inside[request.request_id] = _Inside(0, None)
+        self._inside[request.request_id] = _Inside(request)
         self._worklog.began([request])
         try:
             if verdict := self._suspects.verdict(request.request_id):
                 raise verdict
-            name = request.sampling_session_id or ""
-            if name not in seen:
-                seen[name] = self._nouns.samplers.find(name)
-            if (sampler := seen[name]) is None:
+            if (sampler := self._session(request, seen)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
             with self._suspects.running([request.request_id]):
                 version_id = self._prepare_version(sampler, request)
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)
-                self._inside[request.request_id] = _Inside(len(sample.prompt_T), recorded_for, begun)
+                self._inside[request.request_id] = _Inside(request, len(sample.prompt_T), recorded_for, begun)
                 self._backend.sampler.submit(sample)
                 reach("sample.admitted")
         except TinsmithError as error:

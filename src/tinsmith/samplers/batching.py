@@ -5,10 +5,15 @@ model. Each `schedule` gives every decoding sequence one token, then the rest of
 prompts, oldest first, in chunks; so a long prompt never stalls decoding. Sequences join between steps and
 leave one by one.
 
+Scopes (`Sequence.scope`, one for each tenant) share places and blocks. The scope with the fewest running sequences is
+admitted first. If a scope waits that has at least two fewer running than another, the youngest sequence of the largest
+scope is preempted for it, so no scope waits for the end of another's long answers. Prompts of several scopes share the
+tokens of a step. With one scope the order of arrival is all that counts.
+
 Memory cannot deadlock: a prompt's blocks are taken when it is admitted, later blocks on demand, and when none
-is left the youngest running sequence gives its blocks back and waits (its tokens are computed again later,
-mostly from cached blocks). The oldest sequence is never preempted for another and fits alone, so it always
-finishes.
+is left the youngest running sequence of the largest scope gives its blocks back and waits (its tokens are computed
+again later, mostly from cached blocks). The oldest running sequence of a scope is never preempted for another scope,
+and the oldest of all is never preempted and fits alone, so it always finishes.
 
 Blocks are shared in two ways. Answers of one request fork after the prompt and share its blocks; whoever
 writes into a shared block copies it first (`Step.copies`). Across requests, full blocks are found by their
@@ -19,6 +24,8 @@ compute it twice.
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter, deque
+from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,6 +34,10 @@ from tinsmith.samplers.blocks import BlockPool
 from tinsmith.samplers.sequences import Sequence
 
 MAX_DEFERRED = 256  # waiting sequences that one step looks past for the sake of a prefix in the making
+
+
+Lines = dict[str, deque[Sequence]]
+"""Waiting sequences by scope, oldest first."""
 
 
 class Span(NamedTuple):
@@ -67,6 +78,8 @@ class Batcher:
         self.running: list[Sequence] = []  # both lists are sorted by Sequence.order
         self.waiting: list[Sequence] = []
         self._computing: dict[bytes, Sequence] = {}
+        self._num_admitted = 0
+        self._admitted_at: dict[str, int] = {}  # each scope's last admission, by number
 
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_order)
@@ -81,15 +94,18 @@ class Batcher:
 
     def schedule(self) -> Step:
         step = Step()
-        for sequence in tuple(self.running):
-            # A victim of preemption is younger than everyone who has a span already.
-            if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step):
+        is_shared = self._is_shared()
+        if is_shared:
+            self._make_places()
+        spanned: set[int] = set()
+        for sequence in self._fewest_first() if is_shared else tuple(self.running):
+            if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, spanned):
                 step.spans.append(Span(sequence, sequence.num_cached, sequence.length))
+                spanned.add(id(sequence))
         budget = max(self._max_tokens - len(step.spans), 1)
-        for sequence in self.running:
-            if sequence.num_pending > 1 and budget > 0:
-                budget -= self._take(sequence, budget, step)
-        self._admit_waiting(budget, step)
+        lines = self._lines()
+        budget -= self._continue_prompts(budget, step, lines)
+        self._admit_waiting(budget, step, lines)
         written = {target for _, target in step.copies}
         step.fresh.extend(block for block in self.pool.take_fresh() if block not in written)
         return step
@@ -131,26 +147,116 @@ class Batcher:
             self.add(child)
         return list(children[:room])
 
+    def _continue_prompts(self, budget: int, step: Step, lines: Lines) -> int:
+        """Compute more of the prompts that have begun; returns the number of tokens. Of several scopes each takes an
+        equal part at most, and those that could be admitted are among them.
+        """
+        begun = [sequence for sequence in self.running if sequence.num_pending > 1]
+        if not begun:
+            return 0
+        takers = {sequence.scope for sequence in begun}
+        if len(self.running) < self._max_sequences:
+            takers |= lines.keys()
+        left = dict.fromkeys(takers, max(budget // len(takers), 1))
+        used = 0
+        for sequence in begun:
+            if (room := min(left[sequence.scope], budget - used)) > 0:
+                taken = self._take(sequence, room, step)
+                left[sequence.scope] -= taken
+                used += taken
+        return used
+
     def _take(self, sequence: Sequence, budget: int, step: Step) -> int:
         start = sequence.num_cached
         stop = min(sequence.length, start + budget)
         step.spans.append(Span(sequence, start, stop))
         return stop - start
 
-    def _admit_waiting(self, budget: int, step: Step) -> None:
+    def _admit_waiting(self, budget: int, step: Step, lines: Lines) -> None:
+        counts = Counter(sequence.scope for sequence in self.running)
         deferred = 0
-        while budget > 0 and deferred < min(len(self.waiting), MAX_DEFERRED):
-            if len(self.running) >= self._max_sequences:
+        while budget > 0 and len(self.running) < self._max_sequences and deferred < MAX_DEFERRED:
+            sequence = self._next(lines, counts)
+            if sequence is None:
                 return
-            sequence = self.waiting[deferred]
             hits = self._cached_blocks(sequence)
             if hits is None:
                 deferred += 1
                 continue
             if not self._admit(sequence, hits):
-                return  # nobody overtakes a sequence that waits for memory
-            del self.waiting[deferred]
+                return  # no sequence overtakes one that waits for memory
+            self.waiting.remove(sequence)
+            counts[sequence.scope] += 1
+            self._num_admitted += 1
+            self._admitted_at[sequence.scope] = self._num_admitted
             budget -= self._take(sequence, budget, step)
+
+    def _is_shared(self) -> bool:
+        """Whether there are several scopes."""
+        sequences = [*self.running, *self.waiting]
+        return any(sequence.scope != sequences[0].scope for sequence in sequences)
+
+    def _lines(self) -> Lines:
+        """The waiting sequences of each scope, oldest first."""
+        lines: Lines = {}
+        for sequence in self.waiting:
+            lines.setdefault(sequence.scope, deque()).append(sequence)
+        return lines
+
+    def _next(self, lines: Lines, counts: Counter[str]) -> Sequence | None:
+        """Take the next sequence: of the scope with the fewest running, then of the one admitted longest ago."""
+        heads = [line[0] for line in lines.values() if line]
+        if not heads:
+            return None
+        if len(heads) > 1:
+            heads.sort(key=lambda head: (counts[head.scope], self._admitted_at.get(head.scope, 0), head.order))
+        return lines[heads[0].scope].popleft()
+
+    def _fewest_first(self) -> list[Sequence]:
+        """The running sequences, those of the smallest scope first, then by age."""
+        counts = Counter(sequence.scope for sequence in self.running)
+        return sorted(self.running, key=lambda sequence: (counts[sequence.scope], sequence.order))
+
+    def _make_places(self) -> None:
+        """Preempt sequences of large scopes for waiting ones of small scopes, as far as this step can admit these."""
+        lines = self._lines()
+        counts = Counter(sequence.scope for sequence in self.running)
+        self._admitted_at = {s: at for s, at in self._admitted_at.items() if s in lines or s in counts}
+        budget = max(self._max_tokens - len(self.running), 1)
+        num_coming = num_blocks = 0
+        while budget > 0 and (newcomer := self._next(lines, counts)):
+            num_blocks += -(-newcomer.length // self.block_size)
+            if not self._displace(newcomer.scope, counts, num_coming, num_blocks):
+                return
+            counts[newcomer.scope] += 1
+            num_coming += 1
+            budget -= newcomer.num_pending
+
+    def _displace(self, scope: str, counts: Counter[str], num_coming: int, num_blocks: int) -> bool:
+        """Preempt what it takes to admit one sequence more of `scope`; nothing, and False, if that cannot be had.
+        `counts` are of the running and the `num_coming` who come before it; `num_blocks` is what all of these need.
+        """
+        left = counts.copy()
+        running = Counter(sequence.scope for sequence in self.running)
+        victims: list[Sequence] = []
+        available = self.pool.num_available
+        while True:
+            stay = len(self.running) - len(victims)
+            if stay + num_coming < self._max_sequences and (not stay or available >= num_blocks + stay):
+                break
+            largest = max(left, key=lambda name: left[name])
+            if left[largest] < left[scope] + 2 or running[largest] < 2:
+                return False
+            youngest = reversed(self.running)
+            victim = next(other for other in youngest if other.scope == largest and other not in victims)
+            victims.append(victim)
+            left[largest] -= 1
+            running[largest] -= 1
+            available += sum(self.pool.refs(block) == 1 for block in victim.blocks)
+        for victim in victims:
+            self._preempt(victim)
+            counts[victim.scope] -= 1
+        return True
 
     def _cached_blocks(self, sequence: Sequence) -> list[int] | None:
         """Blocks that a waiting sequence need not compute; None if it is worth waiting for one more."""
@@ -179,8 +285,10 @@ class Batcher:
         insort(self.running, sequence, key=_order)
         return True
 
-    def _make_writable(self, sequence: Sequence, step: Step) -> bool:
-        """Give a decoding sequence its own block for the next token; False if it was itself preempted."""
+    def _make_writable(self, sequence: Sequence, step: Step, spanned: Container[int]) -> bool:
+        """Give a decoding sequence its own block for the next token; False if it was itself preempted. Those in
+        `spanned` have their part of the step and keep their blocks.
+        """
         index = sequence.num_cached // self.block_size
         while True:
             has_block = index < len(sequence.blocks)
@@ -189,7 +297,7 @@ class Batcher:
             allocated = self.pool.allocate(1)
             if allocated is not None:
                 break
-            victim = self.running[-1]
+            victim = self._victim(sequence, spanned)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -200,6 +308,19 @@ class Batcher:
         else:
             sequence.blocks.append(allocated[0])
         return True
+
+    def _victim(self, sequence: Sequence, spanned: Container[int]) -> Sequence:
+        """Who gives its blocks back for this sequence: the youngest of the largest scope, if that has at least two
+        more running; otherwise the youngest of all, which may be this one.
+        """
+        candidates = [other for other in self.running if id(other) not in spanned]
+        counts = Counter(other.scope for other in self.running)
+        largest = max(counts, key=lambda scope: counts[scope])
+        if counts[largest] >= counts[sequence.scope] + 2:
+            theirs = [other for other in self.running if other.scope == largest][1:]
+            if youngest := next((other for other in reversed(theirs) if id(other) not in spanned), None):
+                return youngest
+        return candidates[-1]
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

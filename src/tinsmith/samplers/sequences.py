@@ -79,14 +79,15 @@ class Request:
 
 
 class Sequence:
-    """Answer `index` of a request. `order` says who is older; the youngest is preempted first. `counts` is how often it
-    has each token.
+    """Answer `index` of a request. `order` says who is older; the youngest is preempted first. `scope` is that of its
+    request, with which it shares the batch's places. `counts` is how often it has each token.
     """
 
     def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
         self.request = request
         self.index = index
         self.order = (request.number, index)
+        self.scope = request.sample.cache_scope
         self.stop = stop
         self.constraint = constraint
         self.counts: dict[int, int] = {}

@@ -1,0 +1,65 @@
+"""How long one turn of an engine may take: the bound that keeps one tenant's flood from holding up the others.
+
+An engine trains and decodes in turn, and what arrives meanwhile waits. While several tenants are there, or lately were,
+a step of passes and the decoding after it together take at most `step_seconds`, as far as the prices of the last steps
+tell: a step is cut by tokens, and passes beyond it wait for the next. Where samples wait as well, each of the two has
+half of the time. A tenant that is alone has steps of the whole token budget and decodes for as long as a step took,
+since longer steps cost it nothing.
+
+Before the first pass there is no price. Then a step is short (COLD_TOKENS) if several tenants are there.
+
+Moments are given: no clock here. Knows no request and no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+LATELY_S = 60.0
+"""A tenant counts as there for this long after its last work: training loops pause between their steps."""
+
+COLD_TOKENS = 1024
+"""Tokens of a step among several tenants before anything is known of what a token costs."""
+
+
+class Pace:
+    def __init__(self, step_seconds: float) -> None:
+        """`step_seconds` bounds a turn among several tenants, in seconds; 0 for no bound."""
+        self._step_s = step_seconds
+        self._seen_at: dict[str, float] = {}
+        self._is_shared = False
+
+    def saw(self, tenant_ids: Iterable[str], moment: float) -> None:
+        """These tenants have work now."""
+        for tenant_id in tenant_ids:
+            self._seen_at[tenant_id] = moment
+        self._seen_at = {name: at for name, at in self._seen_at.items() if moment - at <= LATELY_S}
+        self._is_shared = self._step_s > 0 and len(self._seen_at) > 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tenants have work or lately had."""
+        return self._is_shared
+
+    def step_tokens(self, token_budget: int, token_s: float | None, *, samples: bool) -> int:
+        """The most tokens of the next step, within `token_budget`. `token_s` is the price of one in seconds, None if it
+        is unknown; `samples` says whether there are samples to decode as well.
+        """
+        if not self._is_shared or token_s == 0:
+            return token_budget
+        if token_s is None:
+            return min(COLD_TOKENS, token_budget)
+        bound_s = self._step_s / 2 if samples else self._step_s
+        return max(1, min(token_budget, int(bound_s / token_s)))
+
+    def decode_s(self, trained_s: float, decoded_s: float) -> float:
+        """For how long to decode after a step that trained for `trained_s` and decoded for `decoded_s` meanwhile."""
+        if not self._is_shared:
+            return trained_s + decoded_s
+        return max(0.0, min(trained_s, self._step_s / 2) - decoded_s)
+
+    def decode_between_s(self, trained_s: float) -> float:
+        """For how long to decode between two parts of a step, `trained_s` after the last time; one decode step is due
+        in any case.
+        """
+        return min(trained_s, self._step_s / 2) if self._is_shared else 0.0
