@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bench import BASE, Bench
-from tinsmith.engine.pacing import COLD_TOKENS, LATELY_S, Pace
+from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
 from tinsmith.engine.prices import Prices
 from tinsmith.errors import UserError
 from tinsmith.ops import Pass, PassResult
@@ -38,15 +38,17 @@ def test_a_step_among_tenants_is_predicted_to_take_no_longer_than_its_bound(
     assert (tokens + 1) * token_s >= bound_s * (1 - 1e-9) or tokens == BUDGET
 
 
-@given(st.none() | st.floats(1e-9, 10.0), SECONDS, SECONDS)
-def test_a_tenant_that_is_alone_has_whole_steps_and_decodes_for_as_long_as_one(
-    token_s: float | None, trained_s: float, decoded_s: float
+@given(st.floats(1e-9, 10.0), SECONDS, SECONDS)
+def test_a_tenant_that_is_alone_has_long_steps_and_decodes_for_as_long_as_one(
+    token_s: float, trained_s: float, decoded_s: float
 ) -> None:
     pace = Pace(1.0)
     for moment in range(3):
         pace.saw(["alice"], float(moment))
     assert not pace.is_shared
-    assert pace.step_tokens(BUDGET, token_s, samples=True) == BUDGET
+    tokens = pace.step_tokens(BUDGET, token_s, samples=True)
+    assert tokens == BUDGET or tokens == 1 or (tokens + 1) * token_s >= ALONE * (1 - 1e-9)
+    assert tokens >= shared().step_tokens(BUDGET, token_s, samples=False)
     assert pace.decode_s(trained_s, decoded_s) == trained_s + decoded_s
     assert pace.decode_between_s(trained_s) == 0.0
 
@@ -69,13 +71,15 @@ def test_a_tenant_counts_for_a_minute_after_its_last_work() -> None:
     assert not pace.is_shared
 
 
-def test_before_anything_is_known_a_step_among_tenants_is_short() -> None:
+def test_before_anything_is_known_a_step_is_short() -> None:
     assert shared().step_tokens(BUDGET, None, samples=False) == COLD_TOKENS
-    assert Pace(1.0).step_tokens(BUDGET, None, samples=False) == BUDGET
+    assert Pace(1.0).step_tokens(BUDGET, None, samples=False) == COLD_TOKENS
+    assert Pace(1.0).step_tokens(500, None, samples=False) == 500
 
 
 def test_without_a_bound_every_step_has_the_whole_budget() -> None:
     assert shared(0.0).step_tokens(BUDGET, 1.0, samples=True) == BUDGET
+    assert shared(0.0).step_tokens(BUDGET, None, samples=True) == BUDGET
 
 
 # Prices.
@@ -128,7 +132,7 @@ def tokens_of_steps(bench: Bench) -> list[int]:
     return [60 * len(step) for step in bench.backend.steps]
 
 
-@pytest.mark.parametrize(("others", "most"), [(0, 60 * 50), (1, 600)])
+@pytest.mark.parametrize(("others", "most"), [(0, ALONE * 600), (1, 600)])
 def test_a_flood_has_steps_of_the_predicted_bound_only_where_another_tenant_is(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, others: int, most: int
 ) -> None:
@@ -136,19 +140,19 @@ def test_a_flood_has_steps_of_the_predicted_bound_only_where_another_tenant_is(
     for number in range(others):
         bench.model(f"t{number}:train:0", "bob")
     price(bench, 1 / 600, monkeypatch)
-    for seq_id in range(1, 51):
+    for seq_id in range(1, 61):
         bench.forward(flooding, seq_id, [1] * 60)
     bench.backend.steps.clear()
     bench.turns()
     assert max(tokens_of_steps(bench)) == most
-    assert sum(tokens_of_steps(bench)) == 60 * 50
+    assert sum(tokens_of_steps(bench)) == 60 * 60
 
 
 def test_a_step_beside_waiting_samples_has_half_of_the_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     flooding = bench.model()
     bench.samplers.create(NewSamplingSession("t:sample:0", "t", "bob", BASE))
     price(bench, 1 / 600, monkeypatch)
-    for seq_id in range(1, 51):
+    for seq_id in range(1, 61):
         bench.forward(flooding, seq_id, [1] * 60)
     for seq_id in range(100):
         bench.sample("t:sample:0", seq_id, tenant="bob")

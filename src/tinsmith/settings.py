@@ -203,8 +203,8 @@ class Settings(BaseSettings):
 
     step_seconds: float = Field(default=1.0, ge=0)
     """About how long an engine trains and decodes before it looks for other work, in seconds, as long as more than one
-    tenant had work in the last minute: an engine predicts from its last steps how many tokens fit. A single request is
-    never divided. A tenant that is alone has steps of up to step_token_budget; 0 means that all have."""
+    tenant had work in the last minute. It predicts from its last steps how many tokens fit. A single request is never
+    divided. A tenant that is alone has steps five times as long. 0: only step_token_budget bounds a step."""
 
     hold_s: float = Field(default=30.0, gt=0, le=30)
     """How long a poll for an unfinished result is held before it is answered with 408."""

@@ -3,10 +3,10 @@
 An engine trains and decodes in turn, and what arrives meanwhile waits. While several tenants are there, or lately were,
 a step of passes and the decoding after it together take at most `step_seconds`, as far as the prices of the last steps
 tell: a step is cut by tokens, and passes beyond it wait for the next. Where samples wait as well, each of the two has
-half of the time. A tenant that is alone has steps of the whole token budget and decodes for as long as a step took,
-since longer steps cost it nothing.
+half of the time. A tenant that is alone decodes for as long as a step took, and its steps are ALONE times as long: a
+second tenant may come at any moment, and what a step costs besides its tokens is by then less than a hundredth of it.
 
-Before the first pass there is no price. Then a step is short (COLD_TOKENS) if several tenants are there.
+Before the first pass there is no price. Then a step is short (COLD_TOKENS).
 
 Moments are given: no clock here. Knows no request and no device.
 """
@@ -19,7 +19,10 @@ LATELY_S = 60.0
 """A tenant counts as there for this long after its last work: training loops pause between their steps."""
 
 COLD_TOKENS = 1024
-"""Tokens of a step among several tenants before anything is known of what a token costs."""
+"""Tokens of a step before anything is known of what a token costs."""
+
+ALONE = 5
+"""The step of a tenant that is alone is predicted to take at most this many times as long as one among several."""
 
 
 class Pace:
@@ -45,11 +48,13 @@ class Pace:
         """The most tokens of the next step, within `token_budget`. `token_s` is the price of one in seconds, None if it
         is unknown; `samples` says whether there are samples to decode as well.
         """
-        if not self._is_shared or token_s == 0:
+        if not self._step_s or token_s == 0:
             return token_budget
         if token_s is None:
             return min(COLD_TOKENS, token_budget)
-        bound_s = self._step_s / 2 if samples else self._step_s
+        bound_s = ALONE * self._step_s
+        if self._is_shared:
+            bound_s = self._step_s / 2 if samples else self._step_s
         return max(1, min(token_budget, int(bound_s / token_s)))
 
     def decode_s(self, trained_s: float, decoded_s: float) -> float:
