@@ -43,7 +43,7 @@ from tinsmith.sessions import NewSession, Sessions
 from tinsmith.wire.fields import Fields, show
 from tinsmith.wire.sampling import sample_of
 
-HEARTBEAT_S = 20.0
+HEARTBEAT_S = 15.0
 DATABASE_PAUSE_S = 1.0
 MAX_KEY = 48
 FINISH_TYPES = {"SUCCEEDED": "success", "FAILED": "errored", "CANCELLED": "interrupted"}

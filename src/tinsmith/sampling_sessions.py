@@ -221,6 +221,16 @@ class SamplingSessions:
                 connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
         return directories
 
+    def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
+        """Which of these sessions gave no sign of life for `silent_s` seconds."""
+        found: set[str] = set()
+        silent = SESSIONS.c.last_heartbeat_at < now() - silent_s
+        with self._db.read() as connection:
+            for start in range(0, len(session_ids), _CHUNK):
+                some = SESSIONS.c.session_id.in_(session_ids[start : start + _CHUNK])
+                found.update(connection.scalars(sa.select(SESSIONS.c.session_id).where(some, silent)))
+        return found
+
     def of_session(self, session_id: str) -> list[str]:
         query = (
             sa.select(SAMPLERS.c.sampling_session_id)

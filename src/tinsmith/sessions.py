@@ -7,6 +7,7 @@ SDK's last requests can arrive after its farewell. The first farewell counts, an
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +23,9 @@ from tinsmith.tables import FUTURES, SESSIONS
 FINISH_TYPES = ("success", "errored", "interrupted")
 _SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's
 _FORGOTTEN_AT_A_TIME = 100
+
+POLL_SIGN_S = 15.0
+"""How often a poll is looked at as a sign of life. The SDK's heartbeats, which come every 10 s, are newer than that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ _BY_ID = Prepared(
 class Sessions:
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._polled_at: dict[str, float] = {}  # by the monotonic clock; the oldest first
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
         """A session of a new id; of a given one, it is opened once, and then found."""
@@ -127,6 +132,27 @@ class Sessions:
         with self._db.write() as connection:
             mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
             connection.execute(mine.values(last_heartbeat_at=now()))
+
+    def is_sign_due(self, session_id: str) -> bool:
+        """Whether `polled` is worth calling for this poll: once in POLL_SIGN_S. To be called by one thread."""
+        moment = time.monotonic()
+        if moment - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
+            return False
+        self._polled_at.pop(session_id, None)
+        self._polled_at[session_id] = moment
+        while moment - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
+            del self._polled_at[oldest]
+        return True
+
+    def polled(self, tenant_id: str, session_id: str) -> None:
+        """A client that waits for results is there, whether it sends heartbeats or not."""
+        mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
+        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
+        with self._db.read() as connection:
+            if connection.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is None:
+                return
+        with self._db.write() as connection:
+            connection.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
 
     def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
         """The client's farewell, one of FINISH_TYPES; False if it was not the first, or the session had expired."""

@@ -221,6 +221,11 @@ class Settings(BaseSettings):
     session_timeout_s: float = 300.0
     """A session without a heartbeat for this long expires and its models are unloaded; negative turns it off."""
 
+    absent_after_s: float = Field(default=45.0, ge=0)
+    """A session that sent no heartbeat and no poll for this long (the SDK sends a heartbeat every 10 s) gives its
+    samples' places in the sampler to samples of other sessions that wait. They go back into the queue, begin again once
+    it is heard of or nothing else is to be sampled, and fail when it expires. 0: they keep their places until then."""
+
     session_sweep_s: float = 30.0
     """How often sessions are checked for expiry; negative turns it off."""
 

@@ -19,7 +19,7 @@ from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
 from tinsmith.sessions import NewSession, Sessions
 
 REPLACED_EVERY_S = 600.0
-HEARTBEAT_S = 20.0
+HEARTBEAT_S = 15.0
 DISPLAY_NAME = "chat and completions"
 
 

@@ -167,6 +167,7 @@ class Engine:
             self._look_at_everything()
             self._give_up_gaps()
             self._recorder.flush()
+            self._sampling.look_for_absent(self._queues, self._settings.absent_after_s)
             self._sampling.measure()
             self.meters.memory(self._backend.memory_use())
         if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):

@@ -81,6 +81,7 @@ class SamplerEngine:
             holder, nouns, self._key_of, self._suspects, self._outbox, self._tell, self._worklog, self.meters
         )
         self._failures: list[Failure] = []
+        self._absent_after_s = settings.absent_after_s
         self._last_arrival = 0
         self._next_check = 0.0
 
@@ -115,6 +116,7 @@ class SamplerEngine:
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._nouns.ownership.free_lapsed()
             self._fetch_late()
+            self._sampling.look_for_absent(self._queues, self._absent_after_s)
             self._sampling.measure()
         if self._stock.is_fetching:
             patience_s = min(patience_s, FETCHING_POLL_S)

@@ -4,13 +4,17 @@ Tenants take turns at the door of the sampler, and each has a share of its place
 samples does not hold up another's. After a training step the sampler decodes for as long as the engine says. During a
 long step `between` admits and decodes, too. What is cancelled leaves the queue or the batch and is settled as failed,
 together with the request to cancel it.
+
+A session that was not heard of for a while is absent: its client may have been killed, or cut off. Its samples make way
+for those of others that wait: they go back into the queue, and are admitted again once the session is heard of, or
+nothing else is to be sampled. So nothing is lost if the client comes back, but for what was drawn.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -49,14 +53,15 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, and what
-    will be kept of it.
+    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, what will be
+    kept of it, and whether its tokens are told as they are drawn.
     """
 
     request: Pending
     prompt_tokens: int = 0
     recorded_for: str | None = None
     begun: BegunSample | None = None
+    streams: bool = False
 
 
 class Sampling:
@@ -80,6 +85,7 @@ class Sampling:
         self._worklog = worklog
         self._meters = meters
         self._keeper = SampleKeeper(nouns.records)
+        self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
         self.decoded_s = 0.0
@@ -148,6 +154,37 @@ class Sampling:
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
+
+    def look_for_absent(self, queues: Queues, absent_after_s: float) -> None:
+        """Find out which sessions are absent, and give the places of their samples to others that wait. A session is
+        absent after so many seconds without a sign of life; never if it is 0.
+        """
+        waiting = [request for requests in queues.waiting_samples().values() for request in requests]
+        sessions = {inside.request.session_id for inside in self._inside.values()}
+        sessions.update(request.session_id for request in waiting)
+        if not absent_after_s or len(sessions) < 2:
+            self._absent = set()
+            return
+        self._absent = self._nouns.samplers.silent_among(sorted(sessions), absent_after_s)
+        others = sessions - self._absent
+        others_wait = any(request.session_id in others for request in waiting)
+        if self._absent and others and (others_wait or self._backend.sampler.cache_use().waiting_sequences):
+            self._put_back(queues)
+
+    def _put_back(self, queues: Queues) -> None:
+        """Out of the sampler and into the queue with the samples of absent sessions, unless their tokens were told."""
+        gone = [
+            inside.request
+            for inside in self._inside.values()
+            if inside.request.session_id in self._absent and not inside.streams
+        ]
+        for request in gone:
+            if self._backend.sampler.cancel(request.request_id):
+                del self._inside[request.request_id]
+                queues.add_sample(request)
+        if gone:
+            absent = sorted({request.session_id for request in gone})
+            log.info("samples of absent sessions make way for others", session_ids=absent[:20], samples=len(gone))
 
     def measure(self) -> None:
         """Tell the meters how full the sampler is."""
@@ -222,8 +259,21 @@ class Sampling:
                 # They come first, when the sampler is still empty: nobody else is to share their fate.
                 return self._suspects.groups(suspects)[0]
         inside = Counter(inside.request.tenant_id for inside in self._inside.values())
-        taken, self._last_tenant = take_in_turns(queues.waiting_samples(), MAX_IN_SAMPLER, self._last_tenant, inside)
+        waiting = self._present(queues.waiting_samples())
+        taken, self._last_tenant = take_in_turns(waiting, MAX_IN_SAMPLER, self._last_tenant, inside)
         return taken
+
+    def _present(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:
+        """Without the samples of absent sessions, unless there are no others, here or in the sampler."""
+        if not self._absent:
+            return waiting
+        present: dict[str, Collection[Pending]] = {}
+        for tenant_id, requests in waiting.items():
+            if theirs := [request for request in requests if request.session_id not in self._absent]:
+                present[tenant_id] = theirs
+        if present or any(inside.request.session_id not in self._absent for inside in self._inside.values()):
+            return present
+        return waiting
 
     def _submit(self, request: Pending, body: bytes, seen: dict[str, SamplingSession | None]) -> None:
         """Hand it to the sampler. `seen` are the sampling sessions that were looked up for others of the same turn.
@@ -241,7 +291,9 @@ class Sampling:
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)
-                self._inside[request.request_id] = _Inside(request, len(sample.prompt_T), recorded_for, begun)
+                self._inside[request.request_id] = _Inside(
+                    request, len(sample.prompt_T), recorded_for, begun, sample.stream
+                )
                 self._backend.sampler.submit(sample)
                 reach("sample.admitted")
         except TinsmithError as error:

@@ -18,11 +18,14 @@ from tinsmith.ops import Partial, Sample, SampleResult
 
 @dataclass(frozen=True, slots=True)
 class CacheUse:
-    """The blocks of a key-value cache: of running samples, kept for prompts to come, and how many at most."""
+    """The blocks of a key-value cache: of running samples, kept for prompts to come, and how many at most; and the
+    sequences that wait for a place or for blocks.
+    """
 
     live_blocks: int
     cached_blocks: int
     max_blocks: int
+    waiting_sequences: int = 0
 
 
 class Sampler(Protocol):

@@ -157,7 +157,7 @@ class LocalSampler:
 
     def cache_use(self) -> CacheUse:
         pool = self._batcher.pool
-        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks)
+        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
 
     def collect(self) -> None:
         """Let go of versions that were replaced or dropped; their owner may call this after either."""

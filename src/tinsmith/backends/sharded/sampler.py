@@ -157,6 +157,7 @@ class GroupSampler:
             sum(use.live_blocks for use in uses),
             sum(use.cached_blocks for use in uses),
             sum(use.max_blocks for use in uses),
+            sum(use.waiting_sequences for use in uses),
         )
 
     def _home(self, sample: Sample) -> int:
