@@ -150,8 +150,13 @@ def test_logs_say_which_batch_printed_what(run: Any) -> None:  # noqa: ANN401
 def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
     words = ("submit", "mappers.py:picky", "-i", "json:in.jsonl", "-o", "out.jsonl")
     code, _, err = run(*words)
-    assert code == 1 and "2 rows failed" in err and "max_failed_rows is 0" in err
     job_id = json.loads(run("list", "--json", "--limit", 1)[1])[0]["job_id"]
+    assert code == 1
+    assert "2 rows failed, and max_failed_rows is 0; the first is row 3: ValueError: [not] this one\n" in err
+    assert 'row 3 is {"text": "t3"}\nTraceback' in err and "batch.Job(" not in err
+    assert f"`tinsmith batch errors {job_id}`" in err and f"`tinsmith batch resume {job_id}`" in err
+    assert 'row 3 is {"text": "t3"}\nTraceback' in run("show", job_id)[1]
+    assert run("errors", job_id, "--full")[1].count("Traceback") == 2
     code, out, _ = run("errors", job_id)
     assert code == 0 and out == "row 3 ValueError: [not] this one\nrow 7 ValueError: [not] this one\n"
     found = [json.loads(line) for line in run("errors", job_id, "--json")[1].splitlines()]
@@ -212,6 +217,7 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "in.jsonl"), "pass --yes"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "o.jsonl", "--pool", "moon"), "there is no pool 'moon'"),
         (("submit", "mappers.py", "-i", "in.jsonl", "-o", "o.jsonl", "--batch-size", 0), "batch_size is 0"),
+        (("submit", "mappers.py:picky", "-i", "in.xml", "-o", "o.jsonl"), "write FORMAT:in.xml"),
         (("submit", "-i", "in.jsonl", "-o", "o.jsonl"), "FILE.py:NAME or --sample MODEL"),
         (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m", "--sample-options", '{"x": 1}'), "'x'"),
         (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m"), "no column to ask with"),

@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import time
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from live import LiveServer, freeze, serving
 from tinsmith import batch
+from tinsmith.batch.children import interpreter_problem
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import Dataset
 from tinsmith.batch.job import Job, JobFailedError
@@ -161,8 +164,14 @@ def test_a_poison_row_is_found_and_the_others_are_kept(client: Client, tmp_path:
 
 def test_a_job_with_more_failed_rows_than_allowed_fails_and_keeps_the_rest(client: Client, tmp_path: Path) -> None:
     job = start(client, tmp_path, poisoned, rows=10, bad=(4,), limits=QUICK)
-    with pytest.raises(JobFailedError, match=r"1 rows failed, and max_failed_rows is 0"):
+    why = r"1 row failed, and max_failed_rows is 0; the first is row 4: ValueError: this row is poison\n"
+    with pytest.raises(JobFailedError, match=why) as failure:
         job.wait()
+    text = str(failure.value)
+    assert 'row 4 is {"text": "FAIL4"}\nTraceback (most recent call last):\n' in text
+    assert 'raise ValueError("this row is poison")' in text.replace("'", '"')
+    assert f"1 row failed (batch.Job({int(job)}).errors() lists them)" in text and "tinsmith batch" not in text
+    assert failure.value.status["first_error"] == next(job.errors())
     assert not (tmp_path / "out.jsonl").exists()
     assert doubled(4) == list(job.partial())[:4]
     assert [error["idx"] for error in job.errors()] == [4]
@@ -200,6 +209,41 @@ def test_a_mapper_that_cannot_start_fails_the_job_with_its_traceback(client: Cli
     assert time.monotonic() - began < 20
     assert job.status()["batch_completed_batches"] == 0
     assert {state["attempt_id"] for state in job.batches()} <= {0, 1}, "an import fails on every worker alike"
+
+
+def test_an_input_that_is_not_there_is_one_line(client: Client, tmp_path: Path) -> None:
+    missing = batch.read_json(f"{tmp_path}/none.jsonl")
+    job = missing.map(double, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), stream=False, client=client)
+    assert isinstance(job, Job)
+    with pytest.raises(JobFailedError) as failure:
+        job.wait()
+    assert str(failure.value) == f"bulk job {int(job)} is FAILED: no file is named {tmp_path}/none.jsonl"
+
+
+def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(client: Client, tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", with_pip=False)
+    bare, old, broken_one = tmp_path / "bare/bin/isolated", tmp_path / "old", tmp_path / "broken"
+    bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {tmp_path}/bare/bin/python "$@"\n')
+    old.write_text("#!/bin/sh\nprintf '3.8 '\nexit 1\n")
+    broken_one.write_text("#!/bin/sh\nexit 3\n")
+    for script in (bare, old, broken_one):
+        script.chmod(0o755)
+    expected = {
+        str(
+            bare
+        ): f"cannot import tinsmith (ModuleNotFoundError: No module named 'tinsmith'). Install it there: {bare} "
+        "-m pip install tinsmith",
+        str(old): "is Python 3.8; a mapper needs 3.11 or newer",
+        str(broken_one): "is no Python interpreter: it ended with status 3",
+        f"{tmp_path}/none": "cannot be started (No such file or directory)",
+    }
+    for python, says in expected.items():
+        assert says in interpreter_problem(python)
+    assert interpreter_problem(sys.executable) == ""
+    job = start(client, tmp_path, double, python=str(bare))  # with the usual pauses between tries
+    with pytest.raises(JobFailedError, match=re.escape(f"setup_failed: {bare} {expected[str(bare)]}")):
+        job.wait()
+    assert {state["attempt_id"] for state in job.batches()} <= {0, 1} and not list(job.errors())
 
 
 @pytest.mark.parametrize("victim", ["worker", "mapper"])

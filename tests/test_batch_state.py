@@ -152,7 +152,7 @@ def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: Batc
         failed.append(jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S, backoff_s=0).failed)
     assert failed == [False, False, False, False, True]
     assert statuses(jobs, job) == ["FAILED"]
-    assert jobs.failure(job.job_id) == "rows 0 to 0: ValueError: the row is bad"
+    assert jobs.failure(job.job_id) == "row 0: ValueError: the row is bad"
 
 
 def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jobs: BatchJobs) -> None:

@@ -619,6 +619,8 @@ def test_bulk_jobs_show_how_far_they_are_what_failed_and_end_when_told(alice: Si
     browser.until(lambda: "succeeded" in browser.text("main dl"), "the end")
     assert "greetings.jsonl" in browser.text("main")
     browser.until(lambda: [row for row in rows(browser) if row.startswith("4 ")], "the failed row")
+    trace = browser.text("main details pre")
+    assert trace.startswith("row 4 is {") and "Traceback" in trace
     browser.open(f"jobs/{running}", "Job ")
     browser.until(lambda: [row for row in rows(browser) if " to " in row], "committed batches")
     browser.click("button.danger", "Cancel the job")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, RowFailure
+from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
@@ -107,7 +109,9 @@ def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
         try:
             send({"end": operations[request["op"]](spec, job_id, request, send)})
         except Exception as error:  # noqa: BLE001  the answer of this operation alone
-            text = "".join(traceback.format_exception(error))
+            # What the user can put right is said in one line: where it was raised does not help.
+            own = isinstance(error, UserError | OSError)
+            text = str(error) if own else "".join(traceback.format_exception(error))
             send({"error": text, "error_type": type(error).__name__, "message": str(error)})
 
 
@@ -168,7 +172,7 @@ def _give_up(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) 
         writer.write_part([None], given.span, base) for writer, base in zip(writers, given.part_bases, strict=True)
     ]
     trace = request["error"]
-    message = trace.strip().rpartition("\n")[2]
+    message = re.sub(rf"^[\w.]*{re.escape(request['error_type'])}: ", "", trace.strip().rpartition("\n")[2])
     failure = RowFailure(given.start_idx, request["error_type"], message, trace, row)
     made = Outcome(given.batch_idx, given.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,))
     return made.to_dict()

@@ -21,12 +21,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tinsmith import __version__
 from tinsmith.batch.printed import untagged
 
 TAIL_BYTES = 4000
 AHEAD = 3
 """Attempts that the child has: one's rows are read, one is mapped, one's results are stored."""
 Message = dict[str, Any]
+
+
+MIN_PYTHON = (3, 11)
+PROBE = """
+import sys
+print("%d.%d" % sys.version_info[:2], end=" ", flush=True)
+import tinsmith, tinsmith.batch.mapper_runtime
+print(tinsmith.__version__)
+"""
+PROBE_S = 60.0
 
 
 class ChildError(Exception):
@@ -95,6 +106,31 @@ def interpreter(spec: Message) -> str:
     return sys.executable
 
 
+def interpreter_problem(python: str) -> str:
+    """Why this interpreter cannot run a mapper, and what to do; empty if it can."""
+    try:
+        told = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"{python} did not start within {PROBE_S:g} s"
+    except OSError as error:
+        return f"{python} cannot be started ({error.strerror}); python= and activate_env= name an interpreter on the worker"
+    version, _, found = told.stdout.strip().partition(" ")
+    if not version:
+        return f"{python} is no Python interpreter: it ended with status {told.returncode}\n{told.stderr[-TAIL_BYTES:]}"
+    if tuple(map(int, version.split("."))) < MIN_PYTHON:
+        wanted = ".".join(map(str, MIN_PYTHON))
+        return f"{python} is Python {version}; a mapper needs {wanted} or newer"
+    if told.returncode:
+        why = told.stderr.strip().rpartition("\n")[2]
+        return f"{python} cannot import tinsmith ({why}). Install it there: {python} -m pip install tinsmith"
+    if found != __version__:
+        return (
+            f"{python} has tinsmith {found}, and this server is {__version__}. Install the same there: "
+            f"{python} -m pip install tinsmith=={__version__}"
+        )
+    return ""
+
+
 class Attempt:
     """One assignment in a worker, what it asks of the server, and, once it is `settled`, what it came to."""
 
@@ -156,6 +192,7 @@ class Mapper:
     def __init__(self, spec: Message, log_path: Path, on_settled: Callable[[Attempt], None]) -> None:
         self._first = {"role": "mapper", "spec": spec}
         self._python = interpreter(spec)
+        self._problem: str | None = "" if self._python == sys.executable else None  # None: not looked for yet
         self._limits: Message = spec["limits"]
         self._log_path = log_path
         self._on_settled = on_settled
@@ -201,6 +238,12 @@ class Mapper:
                     attempt.settle(lost("GivenBack", "other batches took too long", infra=True, begun=False))
 
     def _begin(self) -> None:
+        if self._problem is None:
+            self._problem = interpreter_problem(self._python)
+        if self._problem:
+            self.start_error = self._problem
+            self._fail_all(lost("InterpreterError", self._problem, setup=True, final=True))
+            return
         try:
             child = Child(self._python, self._first, self._log_path)
         except OSError as error:

@@ -96,7 +96,7 @@ class Client:
                 if time.monotonic() - failing_since > self.patience_s:
                     raise TinsmithError(
                         f"no connection to {self.base_url} for {self.patience_s:g} s: {error}{WAY_OUT}"
-                    ) from error
+                    ) from None
             time.sleep(PAUSE_S)
 
     def _events(self, job_id: int) -> Iterator[Status]:
@@ -126,7 +126,7 @@ class Client:
                 response = self._http.request(method, path, params=query, json=body)
             except httpx.TransportError as error:
                 if time.monotonic() > until:
-                    raise TinsmithError(f"no connection to {self.base_url}: {error}{WAY_OUT}") from error
+                    raise TinsmithError(f"no connection to {self.base_url}: {error}{WAY_OUT}") from None
             else:
                 if not response.is_error:
                     return response.json()

@@ -177,7 +177,7 @@ class Mapped:
         try:
             job = Job(client.submit(spec.to_dict()), client)
         except UserError as error:
-            raise JobRefusedError(str(error)) from error
+            raise JobRefusedError(str(error)) from None
         return self._followed(job)
 
     def _followed(self, job: Job) -> Job:

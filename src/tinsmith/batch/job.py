@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,8 +15,17 @@ from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row
 POLL_S = 0.5
 
 
+SHOWN_CHARACTERS = 1000
+"""Of a row, in a message."""
+
+
 class JobFailedError(RuntimeError):
-    """A bulk job did not succeed. The text says how it ended, and how to go on."""
+    """A bulk job did not succeed. The text says how it ended, shows the first failed row, and says how to go on.
+    `status` is the job's."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(ending_of(status))
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,7 @@ class Job:
             for status in self._client.statuses(self.job_id):
                 bar.show(status)
         if check and status["status"] != "SUCCEEDED":
-            raise JobFailedError(self._how_it_ended(status))
+            raise JobFailedError(status)
         return status
 
     def cancel(self) -> Status:
@@ -131,14 +141,43 @@ class Job:
             if not moved:
                 time.sleep(POLL_S)
 
-    def _how_it_ended(self, status: Status) -> str:
-        kept = f"{status['rows_ok']} rows are kept" if status.get("rows_ok") else "no row is kept"
-        return (
-            f"bulk job {self.job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}\n"
-            f"{status.get('rows_failed') or 0} rows failed (batch.Job({self.job_id}).errors() lists them) and {kept} "
-            f"(.partial() reads them). Resume with batch.Job({self.job_id}).resume(), or with a changed function by "
-            f"Dataset.map(..., resume_from={self.job_id})."
+
+def ending_of(status: Status, *, shell: bool = False) -> str:
+    """How a job that did not succeed ended, with its first failed row and the traceback, and how to go on: by calls in
+    Python, or by commands of the shell."""
+    job_id, failed, kept = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
+    lines = [f"bulk job {job_id} is {status['status']}: {status.get('error') or 'no error was recorded'}"]
+    if first := status.get("first_error"):
+        lines += first_error_lines(first)
+    if failed or kept:
+        errors, partial = (
+            (f"`tinsmith batch errors {job_id}`", f"`tinsmith batch export {job_id} PATH`")
+            if shell
+            else (f"batch.Job({job_id}).errors()", f"batch.Job({job_id}).partial()")
         )
+        lines.append(
+            f"{_rows(failed)} failed ({errors} lists them) and {_rows(kept)} {'is' if kept == 1 else 'are'} kept ({partial} reads them)."
+        )
+        again, changed = (
+            (f"`tinsmith batch resume {job_id}`", f"`tinsmith batch submit ... --resume-from {job_id}`")
+            if shell
+            else (f"batch.Job({job_id}).resume()", f"Dataset.map(..., resume_from={job_id})")
+        )
+        lines.append(f"Resume with {again}, or with a changed function by {changed}.")
+    return "\n".join(lines)
+
+
+def first_error_lines(error: Row) -> list[str]:
+    """A failed row as it was, and the traceback of its failure."""
+    shown = json.dumps(error["row"], ensure_ascii=False)
+    if len(shown) > SHOWN_CHARACTERS:
+        shown = f"{shown[:SHOWN_CHARACTERS]}... ({len(shown)} characters)"
+    trace = error["traceback"].rstrip() or f"{error['error_type']}: {error['message']}"
+    return [f"row {error['idx']} is {shown}", trace]
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"
 
 
 def progress_of(status: Status) -> Progress:

@@ -15,7 +15,7 @@ What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reduci
 The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
 - POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
-  created_at, started_at, ended_at, outputs: [OutputInfo]};
+  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row, as /errors has it, or null};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume -> {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
 - GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;

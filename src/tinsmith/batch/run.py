@@ -212,7 +212,9 @@ class JobRun:
 
     def _judge(self) -> None:
         if self.job.failed_too_many:
-            self.fail(f"{self.job.rows_failed} rows failed, and max_failed_rows is {self.job.max_failed_rows:g}")
+            failed = self.job.rows_failed
+            rows = "row" if failed == 1 else "rows"
+            self.fail(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}")
         elif self.job.status == "CANCELLING" or self.job.done:
             self._ended.set()
 
@@ -295,9 +297,17 @@ class JobRun:
                 return  # the server stops
         except FailedError as error:
             self.fail(str(error))
-        cancelled = self._failure is None or not await self._set_status("FAILED", self._failure)
+        cancelled = self._failure is None or not await self._set_status("FAILED", await self._explained(self._failure))
         if cancelled:
             await self._set_status("CANCELLED")
+
+    async def _explained(self, failure: str) -> str:
+        """With the first failed row, where rows are why the job failed."""
+        if not self.job.failed_too_many or not (found := await self._db(self._jobs.row_errors, self.job.job_id, 1)):
+            return failure
+        (first,) = found
+        message = str(first["message"]).partition("\n")[0]
+        return f"{failure}; the first is row {first['row_idx']}: {first['error_class']}: {message}"
 
     async def _stop_serving(self) -> None:
         """Nothing is dispatched any more; what is still in flight was ended on purpose."""

@@ -24,7 +24,7 @@ from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlche
 
 from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.inserting import PENDING, delete_batches, insert_batches
-from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, Span
+from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.batch.resuming import copy_batches, resumable
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
@@ -338,7 +338,10 @@ class BatchJobs:
             row = connection.execute(failed.limit(1)).one_or_none()
         if row is None:
             return None
-        return f"rows {row.start_idx} to {row.end_idx}: {row.error_class}: {row.error}"
+        where = f"row {row.start_idx}" if row.start_idx == row.end_idx else f"rows {row.start_idx} to {row.end_idx}"
+        if row.error_class == ProgramError.__name__:  # the text alone says which rule was broken
+            return f"{where}: {row.error}"
+        return f"{where}: {row.error_class}: {row.error}"
 
     # Workers.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import httpx
 import typer
@@ -27,7 +27,9 @@ from tinsmith.errors import TinsmithError, UserError
 if TYPE_CHECKING:
     from tinsmith.batch.client import Client, Status
     from tinsmith.batch.protocols import InputReader, OutputWriter
+    from tinsmith.batch.registry import Registry
 
+T = TypeVar("T")
 REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
 PATIENCE_S = 5.0
 """How long a server that cannot be reached is asked again, where nobody waits for a job."""
@@ -133,7 +135,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(status)
         return
-    from tinsmith.batch.job import progress_of
+    from tinsmith.batch.job import first_error_lines, progress_of
 
     now = progress_of(status)
     left = "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
@@ -153,6 +155,8 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     for name, text in lines.items():
         if text:
             output.print(f"[bold]{name:<9}[/] {text}")
+    if status["first_error"]:
+        output.print(escape("\n".join(first_error_lines(status["first_error"]))))
 
 
 @app.command()
@@ -175,9 +179,13 @@ def logs(
 
 
 @app.command("errors")
-def list_errors(job_id: JobId, as_json: AsJson = False) -> None:
+def list_errors(
+    job_id: JobId,
+    full: Annotated[bool, typer.Option("--full", help="Print each row and its traceback, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Print the rows that failed, and why."""
-    from tinsmith.batch.job import Job
+    from tinsmith.batch.job import Job, first_error_lines
 
     with _client() as client:
         for error in Job(job_id, client).errors():
@@ -185,6 +193,8 @@ def list_errors(job_id: JobId, as_json: AsJson = False) -> None:
                 typer.echo(json.dumps(error))
             else:
                 output.print(f"[bold]row {error['idx']}[/] {escape(error['error_type'])}: {escape(error['message'])}")
+                if full:
+                    output.print(escape("\n".join(first_error_lines(error))) + "\n")
 
 
 @app.command()
@@ -263,7 +273,7 @@ def _client() -> Iterator[Client]:
 
 def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
     """Wait for a job's end and say how it went, unless nobody wants to."""
-    from tinsmith.batch.job import Job, JobFailedError
+    from tinsmith.batch.job import Job, JobFailedError, ending_of
 
     job = Job(job_id, client)
     if detach:
@@ -278,7 +288,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
             _show_progress(client, job_id)
         status = job.wait(check=not as_json)
     except JobFailedError as error:
-        notes.print(f"[red]error:[/] {escape(str(error))}")
+        notes.print(f"[red]error:[/] {escape(ending_of(error.status, shell=True))}")
         raise typer.Exit(NOT_SUCCEEDED) from None
     except KeyboardInterrupt:
         notes.print(f"bulk job {job_id} goes on: `tinsmith batch show {job_id}`, `tinsmith batch cancel {job_id}`")
@@ -361,18 +371,28 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
 
 def _reader(given: str) -> InputReader:
     from tinsmith.batch import registry
-    from tinsmith.batch.dataset import format_of
 
-    name, path = _format(given, registry.INPUT_READER_REGISTRY.names())
-    return registry.INPUT_READER_REGISTRY.find(name or format_of(path))(path)
+    return _found(registry.INPUT_READER_REGISTRY, given)
 
 
 def _writer(given: str) -> OutputWriter:
     from tinsmith.batch import registry
+
+    return _found(registry.OUTPUT_WRITER_REGISTRY, given)
+
+
+def _found(registry: Registry[T], given: str) -> T:
+    """The reader or writer of `[FORMAT:]PATH`."""
     from tinsmith.batch.dataset import format_of
 
-    name, path = _format(given, registry.OUTPUT_WRITER_REGISTRY.names())
-    return registry.OUTPUT_WRITER_REGISTRY.find(name or format_of(path))(path)
+    name, path = _format(given, registry.names())
+    try:
+        return registry.find(name or format_of(path))(path)  # type: ignore[call-arg]
+    except UserError as error:
+        if name:
+            raise
+        names = ", ".join(registry.names())
+        raise UserError(f"the format of {path!r} is not known by its ending: write FORMAT:{path} ({names})") from error
 
 
 def _format(given: str, names: list[str]) -> tuple[str, str]:

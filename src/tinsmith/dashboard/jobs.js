@@ -65,7 +65,7 @@ function describe(job) {
     ["Submitted", moment(job.created_at)],
     ["Took", took === null ? null : seconds(took)],
     ["Resumes", !job.resume_from ? null : h("a", { href: `#/jobs/${job.resume_from}` }, `job ${job.resume_from}`)],
-    ["Error", job.error ? h("pre", {}, job.error.trim()) : null],
+    ["Error", job.error ? h("pre", { class: "trace" }, job.error.trim()) : null],
   ]);
 }
 
@@ -75,6 +75,11 @@ const ERRORS = [
   { label: "Message", cell: (row) => row.message },
   { label: "Tries", number: true, cell: (row) => count(row.attempts) },
 ];
+function firstError(error) {
+  const text = `row ${error.idx} is ${JSON.stringify(error.row)}\n${error.traceback || `${error.error_type}: ${error.message}`}`;
+  return h("details", { open: "" }, h("summary", {}, `Row ${error.idx}, the first that failed`), h("pre", { class: "trace" }, text));
+}
+
 const OUTPUTS = [
   { label: "Path", kind: "mono", cell: (row) => row.path },
   { label: "Rows", number: true, cell: (row) => count(row.rows) },
@@ -121,7 +126,7 @@ function outputs(job) {
 const first = (most, all) => (all > most ? h("p", { class: "quiet" }, `The first ${count(most)} are shown.`) : null);
 
 function failedRows(job, errors) {
-  return errors.length ? section("Failed rows", table("Failed rows", ERRORS, errors), first(MOST_ERRORS, job.rows_failed)) : null;
+  return errors.length ? section("Failed rows", table("Failed rows", ERRORS, errors), first(MOST_ERRORS, job.rows_failed), job.first_error && firstError(job.first_error)) : null;
 }
 
 function partialResults(job, batches) {
@@ -142,7 +147,7 @@ async function showJob(main, id, signal) {
     drawOutputs([job.outputs, job.status], () => outputs(job));
     drawWorkers([job.workers, job.status], () => workers(job));
     const { errors } = await get(path`/batch/jobs/${id}/errors` + `?limit=${MOST_ERRORS}`, signal);
-    drawErrors([errors, job.rows_failed], () => failedRows(job, errors));
+    drawErrors([errors, job.rows_failed, job.first_error], () => failedRows(job, errors));
     const { batches } = await get(path`/batch/jobs/${id}/partial` + `?limit=${MOST_PARTS}`, signal);
     drawParts([batches, job.status], () => partialResults(job, batches));
   };

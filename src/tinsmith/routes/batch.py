@@ -185,9 +185,11 @@ def _whole(services: Services, job: Job) -> JsonObject:
     outputs = services.batch_jobs.outputs(job.job_id)
     names = ("path", "rows", "bytes", "sha256", "etag")
     workers = services.batch_jobs.workers(job.job_id)
+    failed = services.batch_jobs.row_errors(job.job_id, 1) if job.rows_failed else []
     return {
         **_shown(job),
         "outputs": [{name: output[name] for name in names} for output in outputs],
+        "first_error": error_row(failed[0]) if failed else None,
         "workers": [{name: worker[name] for name in ("worker_id", "kind", "state")} for worker in workers],
     }
 

@@ -68,7 +68,10 @@ class LinesReader(InputReader):
             found = locations(self.path)
             if not found:
                 raise FileNotFoundError(f"no file is named {self.path}")
-            self._files = [indexed(location, self.unroll) for location in found]
+            try:
+                self._files = [indexed(location, self.unroll) for location in found]
+            except FileNotFoundError:
+                raise FileNotFoundError(f"no file is named {self.path}") from None
         return self._files
 
     def unroll(self, location: str) -> Iterator[bytes] | None:

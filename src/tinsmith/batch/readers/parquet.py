@@ -49,7 +49,10 @@ class ParquetReader(InputReader):
             found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
             if not found:
                 raise FileNotFoundError(f"no file is named {self.path}")
-            files = [pyarrow.parquet.ParquetFile(open_object(location)) for location in found]
+            try:
+                files = [pyarrow.parquet.ParquetFile(open_object(location)) for location in found]
+            except FileNotFoundError:
+                raise FileNotFoundError(f"no file is named {self.path}") from None
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
             self._ends = list(accumulate(file.metadata.row_group(group).num_rows for file, group in self._groups))
         return self._groups
