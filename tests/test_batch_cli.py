@@ -29,13 +29,15 @@ from tinsmith import batch
 
 
 @batch.remote_function
-def double(mark: str = "", pause_s: float = 0.0):
-    import sys, time
+def double(mark: str = "", pause_s: float = 0.0, hold: str = ""):
+    import os, sys, time
 
     for rows in batch.load():
         print("has", rows[0]["text"])
         print("warns", file=sys.stderr)
         time.sleep(pause_s)
+        while rows[0]["text"] not in ("t0", "t1") and os.path.exists(hold):
+            time.sleep(0.05)
         batch.save_results([{"text": row["text"] * 2 + mark} for row in rows])
 
 
@@ -168,7 +170,10 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
 
 
 def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
-    code, out, err = run(*DOUBLE, "--fn-kwargs", '{"pause_s": 1.0}', "--detach", "--json", "--batch-size", 1)
+    hold = tmp_path / "hold"
+    hold.touch()
+    kwargs = json.dumps({"hold": str(hold)})
+    code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
     assert code == 0, err
     job = batch.Job(json.loads(out)["job_id"], Client(server.url, API_KEY))
     while job.progress.batches_done < 2:
@@ -183,6 +188,7 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
     assert 2 <= len(kept) < ROWS
     assert run("export", int(job), "part.jsonl")[0] == 0
     assert lines(tmp_path / "part.jsonl") == kept and all(row in double(ROWS) for row in kept)
+    hold.unlink()
     code, out, err = run("resume", int(job), "--json")
     assert code == 0, err
     assert json.loads(out)["resume_from"] == int(job)

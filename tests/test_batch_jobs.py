@@ -229,10 +229,8 @@ def test_an_interpreter_that_cannot_run_a_mapper_fails_the_job_with_the_fix(clie
     for script in (bare, old, broken_one):
         script.chmod(0o755)
     expected = {
-        str(
-            bare
-        ): f"cannot import tinsmith (ModuleNotFoundError: No module named 'tinsmith'). Install it there: {bare} "
-        "-m pip install tinsmith",
+        str(bare): "cannot import tinsmith (ModuleNotFoundError: No module named 'tinsmith'). Install it there: "
+        f"{bare} -m pip install tinsmith",
         str(old): "is Python 3.8; a mapper needs 3.11 or newer",
         str(broken_one): "is no Python interpreter: it ended with status 3",
         f"{tmp_path}/none": "cannot be started (No such file or directory)",

@@ -118,9 +118,10 @@ def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
 def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> dict[str, Any]:
     from tinsmith.batch import planning
 
+    version = {"input_version": planning.version_of(spec)}
     batches = planning.plan(spec)
     if isinstance(batches, planning.Even):
-        return {"total_rows": batches.total_rows, "batch_size": batches.batch_size}
+        return {"total_rows": batches.total_rows, "batch_size": batches.batch_size, **version}
     total, spans = 0, []
     for span in batches:
         total = span.end_idx + 1
@@ -130,7 +131,7 @@ def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> 
             spans = []
     if spans:
         send({"spans": spans})
-    return {"total_rows": total}
+    return {"total_rows": total, **version}
 
 
 def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:

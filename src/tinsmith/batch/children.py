@@ -113,7 +113,7 @@ def interpreter_problem(python: str) -> str:
     except subprocess.TimeoutExpired:
         return f"{python} did not start within {PROBE_S:g} s"
     except OSError as error:
-        return f"{python} cannot be started ({error.strerror}); python= and activate_env= name an interpreter on the worker"
+        return f"{python} cannot be started ({error.strerror}); it must be on the machine of the worker"
     version, _, found = told.stdout.strip().partition(" ")
     if not version:
         return f"{python} is no Python interpreter: it ended with status {told.returncode}\n{told.stderr[-TAIL_BYTES:]}"

@@ -37,7 +37,7 @@ class Crew:
         self._jobs = jobs
         self._job_id = job_id
         self._token = token
-        self._spec = spec
+        self.spec = spec
         self._pool = pool
         self._desk = desk
         self._idle: list[RemoteWorker] = []
@@ -96,7 +96,7 @@ class Crew:
         last: Exception | None = None
         for tried in range(MAX_OPERATION_TRIES):
             if isinstance(last, WorkerStartError):
-                await asyncio.sleep(self._spec.limits.backoff_s * 2**tried)
+                await asyncio.sleep(self.spec.limits.backoff_s * 2**tried)
             try:
                 worker = next((one for one in self._idle if not one.useless), None)
                 if worker is None:
@@ -116,9 +116,9 @@ class Crew:
         try:
             await asyncio.to_thread(self._jobs.intend_worker, name, worker_id, self._job_id, self._token, kind)
             started = await self._pool.start(worker_id, slot)
-            worker = RemoteWorker(worker_id, started, self._job_id, self._spec.limits, slot, self._desk)
+            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._desk)
             self._workers.add(worker)
-            await worker.call("/configure", spec=self._spec.to_dict(), start_mapper=with_mapper)
+            await worker.call("/configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
             await asyncio.to_thread(self._jobs.note_worker, name, worker_id, "ready", started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self._give_up(worker_id, worker))
@@ -135,7 +135,7 @@ class Crew:
             await self._forget(worker_id)
 
     async def _stop(self, worker: RemoteWorker) -> None:
-        grace_s = self._spec.limits.grace_s
+        grace_s = self.spec.limits.grace_s
         with contextlib.suppress(WorkerLostError):
             await worker.call("/shutdown", grace_s=grace_s)
             worker.lost = True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
 from tinsmith.batch import adapters, functions, operations, registry
-from tinsmith.batch.client import Client
+from tinsmith.batch.client import Client, Status
 from tinsmith.batch.job import Job
 from tinsmith.batch.operations.base import Operation
 from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row
@@ -170,7 +170,9 @@ class Mapped:
         if options.get("if_exists") == "resume":
             options["if_exists"] = "error"
             if (last := _last_job(client, outputs)) is not None:
-                if last.status()["status"] not in ("FAILED", "CANCELLED"):
+                status = last.status()
+                self._check_same(client.partial(int(last), limit=1), status, outputs)
+                if status["status"] not in ("FAILED", "CANCELLED"):
                     return self._followed(last)
                 options["resume_from"] = last
         spec = self._spec(outputs)
@@ -179,6 +181,23 @@ class Mapped:
         except UserError as error:
             raise JobRefusedError(str(error)) from None
         return self._followed(job)
+
+    def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
+        """Raises JobRefusedError if the job that writes to these outputs is another one than this, and has rows."""
+        given = _sent(self._reader.of_job([str(_sent(writer)["path"]) for writer in outputs]))
+        mine = {
+            "function": functions.identity_of(self._payload),
+            "input": {name: given[name] for name in ("format", "path")},
+            "rows": self._options.get("rows", "one"),
+        }
+        other = [name for name, value in mine.items() if told[name] != value]
+        if other and (status["rows_ok"] or status["status"] not in ("FAILED", "CANCELLED")):
+            job_id, rows, name = status["job_id"], status["rows_ok"], other[0]
+            raise JobRefusedError(
+                f"bulk job {job_id} writes to these outputs, is {status['status']} and has {rows} rows, but its {name} "
+                f"is another one: {told[name]} there, {mine[name]} here. To keep its rows and do the rest "
+                f"with this one, pass resume_from={job_id}; to begin anew, if_exists='overwrite'"
+            )
 
     def _followed(self, job: Job) -> Job:
         if self._options.get("stream", True):

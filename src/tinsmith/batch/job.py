@@ -155,9 +155,9 @@ def ending_of(status: Status, *, shell: bool = False) -> str:
             if shell
             else (f"batch.Job({job_id}).errors()", f"batch.Job({job_id}).partial()")
         )
-        lines.append(
-            f"{_rows(failed)} failed ({errors} lists them) and {_rows(kept)} {'is' if kept == 1 else 'are'} kept ({partial} reads them)."
-        )
+        are = "is" if kept == 1 else "are"
+        told = f"{_rows(failed)} failed ({errors} lists them) and {_rows(kept)} {are} kept ({partial} reads them)."
+        lines.append(told)
         again, changed = (
             (f"`tinsmith batch resume {job_id}`", f"`tinsmith batch submit ... --resume-from {job_id}`")
             if shell

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
-from tinsmith.batch import adapters, functions, operations, registry
+from tinsmith.batch import adapters, functions, operations, registry, versions
 from tinsmith.batch.cache import cache_directory
 from tinsmith.batch.encoding import plain
 from tinsmith.batch.operations import runtime as answering
@@ -98,6 +98,8 @@ class Feed:
         self._report = report
         self._cache = str(cache_directory())
         self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
+        if spec.input_version is not None:
+            versions.check(spec.input_version, self._reader.version())
         self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
         self._read: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
         self._mapped: queue.Queue[_Batch | None] = queue.Queue(maxsize=1)
@@ -395,7 +397,7 @@ def _failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
 
 def _text(error: BaseException) -> str:
     """The traceback, without this package's frames that lead to the mapper's; of a broken rule, the rule alone."""
-    if isinstance(error, ProgramError):
+    if isinstance(error, ProgramError | versions.InputChangedError):
         return str(error)
     frames = error.__traceback__
     while frames is not None and "/tinsmith/batch/" in frames.tb_frame.f_code.co_filename and frames.tb_next:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from tinsmith.batch import registry
 from tinsmith.batch.protocols import JobSpec, Span
+from tinsmith.batch.versions import Version
 from tinsmith.errors import UserError
 
 
@@ -20,6 +21,14 @@ class Even:
     def __iter__(self) -> Iterator[Span]:
         for start in range(0, self.total_rows, self.batch_size):
             yield Span(start, min(start + self.batch_size, self.total_rows) - 1)
+
+
+def version_of(spec: JobSpec) -> Version | None:
+    """What the input is now. To be taken before `plan`: a change between the two is then seen, and not missed."""
+    try:
+        return registry.reader_from_dict(spec.batch_input_format).version()
+    except FileNotFoundError:  # `plan` says what is missing in the reader's words
+        return None
 
 
 def plan(spec: JobSpec) -> Iterable[Span]:

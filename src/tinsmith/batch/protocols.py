@@ -15,23 +15,26 @@ What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reduci
 The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
 - POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
-  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row, as /errors has it, or null};
+  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as /errors has it, or
+  null};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume -> {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
 - GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
   text}], after}: what the job's workers on this server have, and the lines of one of them;
-- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], batches: [{batch_idx, start_idx, end_idx, parts}]},
-  committed batches by ascending `start_idx`.
+- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], function, input: {format, path}, rows, batches:
+  [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a digest of it.
 """
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
+from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.errors import UserError
 
 Row = dict[str, Any]
@@ -100,6 +103,16 @@ class InputReader(ABC):
     def of_job(self, output_paths: Sequence[str]) -> InputReader:
         """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
         return self
+
+    def version(self) -> Version | None:
+        """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
+        knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
+        from tinsmith.batch import versions
+        from tinsmith.storage.stores import locations
+
+        if not self.in_store and not os.path.isfile(self.path):
+            return None
+        return versions.of_files(locations(self.path))
 
     def row_sizes(self) -> Iterator[int] | None:
         """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
@@ -274,7 +287,7 @@ class ProgramError(RuntimeError):
     succeeds with wrong rows: the job fails at once."""
 
 
-FINAL_ERRORS = (ProgramError, ImportError)
+FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
 """What no retry can help against. The message of an ImportError names the module that the interpreter lacks."""
 
 
@@ -333,6 +346,8 @@ class JobSpec:
     """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
     roots: list[str] | None = None
     """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
+    input_version: Version | None = None
+    """What the input was when its rows were counted. The server's knowledge, not the client's."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -396,6 +411,8 @@ class JobSpec:
             if getattr(self, name) is not None:
                 _check_kind(name, getattr(self, name), str)
         _check_number("batch_size", self.batch_size, minimum=1, whole=True)
+        if self.input_version is not None:
+            _check_kind("input_version", self.input_version, dict)
         if self.batch_tokens is not None:
             _check_number("batch_tokens", self.batch_tokens, minimum=1, whole=True)
         if self.resume_from is not None:

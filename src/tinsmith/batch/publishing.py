@@ -136,8 +136,8 @@ def check_output(path: str, if_exists: str) -> None:
 
 def exists_already(path: str) -> str:
     return (
-        f"the output {path} exists already; pass if_exists='overwrite' (in the shell: --if-exists overwrite), or choose "
-        "another path"
+        f"the output {path} exists already; pass if_exists='overwrite' (in the shell: --if-exists overwrite), or "
+        "choose another path"
     )
 
 

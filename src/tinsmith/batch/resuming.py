@@ -1,7 +1,8 @@
 """What a bulk job begins with that resumes another one.
 
 Of the jobs that resumed one another (those of one root) at most one is active, and once one has succeeded, or parts
-were deleted, none can be resumed: so whoever resumes finds every part that its rows name.
+were deleted, none can be resumed: so whoever resumes finds every part that its rows name. It reads the same rows:
+input, outputs and `rows` must be the same, and mappers refuse an input that has changed since (`versions.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.protocols import JobSpec
+from tinsmith.batch.versions import Version
 from tinsmith.db import now
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.tables import BATCH
@@ -24,6 +26,7 @@ class Resumed(NamedTuple):
     root_job_id: int
     sealed: bool
     total_rows: int
+    input_version: Version | None
 
 
 def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
@@ -35,7 +38,7 @@ def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
     if row is None:
         raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
     root = row.root_job_id or row.job_id
-    old = Resumed(row.job_id, root, row.sealed, row.total_rows)
+    old = Resumed(row.job_id, root, row.sealed, row.total_rows, row.spec.get("input_version"))
     same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned)
     chain = connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))).all()
     for other in chain:

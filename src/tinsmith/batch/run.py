@@ -18,6 +18,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from tinsmith.batch.protocols import JobSpec, OutputInfo
 from tinsmith.batch.questions import Answers, Desk
 from tinsmith.batch.remote import RemoteWorker, SetupFailedError, WorkerLostError
 from tinsmith.batch.state import TERMINAL, BatchJobs, Job, SupersededError, is_passing
+from tinsmith.batch.versions import Version
 from tinsmith.crashpoints import reach
 
 IN_FLIGHT = 2
@@ -348,13 +350,14 @@ class JobRun:
         return await self._crew.operate(operation, with_mapper=not self.job.done)
 
     async def _plan(self) -> None:
-        async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int]:
+        async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int, Version | None]:
             starts, end = array("q"), {}
             async for message in worker.operate("plan"):
                 starts.extend(span[0] for span in message.get("spans", ()))
                 end = message.get("end", {})
             total = end.get("total_rows", 0)
-            return (range(0, total, end["batch_size"]) if "batch_size" in end else starts), total
+            given = range(0, total, end["batch_size"]) if "batch_size" in end else starts
+            return given, total, end.get("input_version")
 
         planning = asyncio.ensure_future(self._operate(plan))
         ended = asyncio.ensure_future(self._ended.wait())
@@ -362,11 +365,12 @@ class JobRun:
             await asyncio.wait({planning, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not planning.done():
                 return  # the job is cancelled
-            starts, total = planning.result()
+            starts, total, version = planning.result()
         finally:
             planning.cancel()
             ended.cancel()
-        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, starts, total)
+        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, starts, total, version)
+        self._crew.spec = replace(self._crew.spec, input_version=version)  # for workers that start from now on
 
     async def _wind_down(self) -> None:
         if not await self._set_status("WINDING_DOWN"):

@@ -15,7 +15,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sqlalchemy as sa
@@ -26,6 +26,7 @@ from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.inserting import PENDING, delete_batches, insert_batches
 from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.batch.resuming import copy_batches, resumable
+from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
 from tinsmith.tables import BATCH
@@ -36,6 +37,8 @@ ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 CHUNK = 10_000
 """Rows in one page of a listing."""
+SAID_ALONE = (ProgramError.__name__, InputChangedError.__name__)
+"""Errors whose text says all: which rule was broken."""
 DISPATCHED = sa.literal_column("'DISPATCHED'")
 
 
@@ -122,7 +125,7 @@ class BatchJobs:
             "priority": spec.priority,
             "weight": spec.weight,
             "status": "PENDING",
-            "spec": spec.to_dict(),
+            "spec": replace(spec, input_version=None).to_dict(),
             "sealed": False,
             "cleaned": False,
             "max_failed_rows": spec.max_failed_rows,
@@ -135,6 +138,8 @@ class BatchJobs:
                 return _inserted(connection, values)
             old = resumable(connection, tenant_id, spec)
             values |= {"root_job_id": old.root_job_id, "sealed": old.sealed, "total_rows": old.total_rows}
+            if old.sealed:
+                values["spec"]["input_version"] = old.input_version
             job_id = _inserted(connection, values)
             if old.sealed:
                 copy_batches(connection, old.job_id, job_id)
@@ -255,7 +260,9 @@ class BatchJobs:
             connection.execute(mine.values(owner_token=None, owner_lease_at=0))
             connection.execute(WORKERS.delete().where(WORKERS.c.job_id == job_id, WORKERS.c.owner_token == token))
 
-    def save_batch_states(self, job_id: int, token: str, starts: Sequence[int], total_rows: int) -> Job:
+    def save_batch_states(
+        self, job_id: int, token: str, starts: Sequence[int], total_rows: int, input_version: Version | None = None
+    ) -> Job:
         """Store all batches of a job, given the first row of each, and seal it. What a crash left is begun anew."""
 
         def fence(connection: Connection) -> None:
@@ -264,7 +271,11 @@ class BatchJobs:
         delete_batches(self._db, job_id, fence)
         insert_batches(self._db, job_id, starts, total_rows, fence)
         with self._db.write() as connection:
-            _fence(connection, job_id, token, sealed=True, total_rows=total_rows, total_batches=len(starts))
+            planned: dict[str, Any] = {"total_rows": total_rows, "total_batches": len(starts)}
+            if input_version is not None:
+                stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
+                planned["spec"] = {**(stored or {}), "input_version": input_version}
+            _fence(connection, job_id, token, sealed=True, **planned)
             return _job(connection, job_id)
 
     def set_status(self, job_id: int, token: str, status: str, error: str | None = None) -> bool:
@@ -339,7 +350,7 @@ class BatchJobs:
         if row is None:
             return None
         where = f"row {row.start_idx}" if row.start_idx == row.end_idx else f"rows {row.start_idx} to {row.end_idx}"
-        if row.error_class == ProgramError.__name__:  # the text alone says which rule was broken
+        if row.error_class in SAID_ALONE:
             return f"{where}: {row.error}"
         return f"{where}: {row.error_class}: {row.error}"
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator import DEFAULT_POOL
+from tinsmith.batch.functions import identity_of
 from tinsmith.batch.protocols import JobSpec
 from tinsmith.batch.run import error_row
 from tinsmith.batch.state import TERMINAL, Job
@@ -85,8 +86,12 @@ def partial(call: Call) -> JsonObject:
     """The parts of what is committed, in the order of rows; whoever may read the outputs can read them."""
     found = _job(call)
     after, limit = _after(call)
+    spec = call.services.batch_jobs.spec(found.job_id)
     return {
-        "outputs": call.services.batch_jobs.spec(found.job_id).batch_output_formats,
+        "outputs": spec.batch_output_formats,
+        "function": identity_of(spec.batch_serialized_fn),
+        "input": {name: spec.batch_input_format[name] for name in ("format", "path")},
+        "rows": spec.rows,
         "batches": [
             {"start_idx": span.start_idx, "end_idx": span.end_idx, "parts": parts}
             for span, parts in call.services.batch_jobs.committed(found.job_id, after, limit)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tinsmith.batch import versions
 from tinsmith.batch.cache import cache_directory
 from tinsmith.batch.protocols import InputReader, Row
 from tinsmith.batch.registry import INPUT_READER_REGISTRY
+from tinsmith.batch.versions import Version
 from tinsmith.errors import UserError
 
 
@@ -28,6 +30,11 @@ class HuggingFaceReader(InputReader):
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         columns = self._dataset()[start_idx : end_idx + 1]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    def version(self) -> Version:
+        if Path(self.path).is_dir():
+            return versions.of_files(sorted(str(path) for path in Path(self.path).rglob("*") if path.is_file()))
+        return {self.path: {"fingerprint": getattr(self._dataset(), "_fingerprint", None)}}
 
     def _dataset(self) -> Any:  # noqa: ANN401
         if self._loaded is None:
