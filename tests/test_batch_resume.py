@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tinsmith.batch import versions
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import JobRefusedError
 from tinsmith.batch.job import Job, JobFailedError
+from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
 from tinsmith.batch.readers.lines import JsonReader
+from tinsmith.errors import NotFoundError
 from tinsmith.storage.stores import open_store
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
@@ -170,3 +173,90 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
     assert isinstance(done, Job) and int(done) == int(same), "it finds its job done"
     with pytest.raises(JobRefusedError, match=r"is SUCCEEDED .* its function is another one"):
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@batch.remote_function
+def held(gate: str) -> None:
+    """The batch of row 2 waits for the gate."""
+    import time
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        while rows[0]["n"] == 2 and not Path(gate).exists():
+            time.sleep(0.02)
+        batch.save_results(rows)
+
+
+class Racing(Client):
+    """Something happens after the first status that it is told."""
+
+    def __init__(self, url: str, then: Callable[[], None]) -> None:
+        super().__init__(url, API_KEY)
+        self._then: Callable[[], None] | None = then
+
+    def status(self, job_id: int) -> dict[str, Any]:
+        found = super().status(job_id)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+        return found
+
+
+def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_parts_meanwhile(
+    client: Client, server: LiveServer, tmp_path: Path
+) -> None:
+    writers = [
+        *(batch.JsonWriter(f"{tmp_path}/o.jsonl{packed}") for packed in ("", ".gz", ".zst")),
+        batch.CsvWriter(f"{tmp_path}/o.csv"),
+        batch.ParquetWriter(f"{tmp_path}/o.parquet"),
+        batch.ParquetWriter(f"{tmp_path}/parts/"),
+        batch.TextWriter(f"{tmp_path}/o.txt", column="text"),
+    ]
+    gate = tmp_path / "gate"
+    data = batch.from_items([{"n": n, "text": f"t{n}"} for n in range(8)])
+    job = data.map(held, fn_kwargs={"gate": str(gate)}, batch_size=2, output=writers, stream=False, client=client)
+    assert isinstance(job, Job)
+    until(lambda: [each["start_idx"] for each in client.partial(int(job))["batches"]] == [0, 4, 6])
+    readers = [(job.stream(output), job.partial(output)) for output in range(len(writers))]
+    firsts = [[next(stream), next(partial)] for stream, partial in readers]
+
+    def finish() -> None:
+        gate.touch()
+        job.wait()
+        until(lambda: not list(tmp_path.rglob(TEMPORARY_DIRECTORY)))  # the parts are deleted
+
+    Job(int(job), Racing(server.url, finish)).export(f"{tmp_path}/copy.jsonl")
+    assert lines(tmp_path / "copy.jsonl") == lines(tmp_path / "o.jsonl")
+    for output, ((stream, partial), (first, second)) in enumerate(zip(readers, firsts, strict=True)):
+        texts = [row["text"] for row in [first, *stream]]
+        assert texts == [f"t{n}" for n in range(8)], writers[output]
+        texts = [row["text"] for row in [second, *partial]]
+        assert texts == [f"t{n}" for n in (0, 1, 4, 5, 6, 7)], f"{writers[output]}: what was committed"
+        assert [row["text"] for row in job.stream(output)] == [f"t{n}" for n in range(8)], "long after"
+        assert list(job.partial(output)) == list(job.stream(output))
+
+    (tmp_path / "o.jsonl").write_text('{"text": "another"}\n' * 8)
+    with pytest.raises(NotFoundError, match="was deleted or replaced after it was published"):
+        list(job.stream())
+
+
+def test_the_rows_of_a_job_that_was_resumed_are_said_to_be_gone_once_its_successor_has_succeeded(
+    client: Client, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    write_rows(source, TEXTS)
+    job = stopped(client, tmp_path, str(source))
+    assert list(job.partial())
+    job.resume().wait()
+    until(lambda: not list(tmp_path.rglob(TEMPORARY_DIRECTORY)))
+    with pytest.raises(NotFoundError, match="a job that resumed it has succeeded"):
+        list(job.partial())

@@ -53,7 +53,7 @@ FLAGS = {
     "batch list": {"--limit", "--json"},
     "batch show": {"job_id", "--json"},
     "batch logs": {"job_id", "--follow", "-f", "--json"},
-    "batch errors": {"job_id", "--json"},
+    "batch errors": {"job_id", "--full", "--json"},
     "batch cancel": {"job_id", "--yes", "-y", "--json"},
     "batch resume": {"job_id", "--detach", "-d", "--json"},
     "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},

@@ -33,17 +33,30 @@ def export(client: Client, job_id: int, target: str, output: int = 0, if_exists:
     staging = staging_of(target, name, output)
     try:
         status = client.status(job_id)
-        if status["status"] == "SUCCEEDED":
-            return _published(OutputInfo.from_dict(status["outputs"][output]), writer, target, staging, if_exists)
-        if not writer.in_store:
-            other = _writer_for(target)
-            converted = _converted(client, job_id, output, writer, other, name)
-            return other.publish(list(converted), staging, if_exists)
-        _check_name(writer, target)
-        parts = [part for _, part in _parts(client, job_id, output)]
-        return replace(writer, path=target).publish(parts, staging, if_exists)
+        if status["status"] != "SUCCEEDED":
+            try:
+                return _committed(client, job_id, output, writer, target, name, if_exists)
+            except FileNotFoundError:
+                status = client.status(job_id)  # a job that succeeds meanwhile deletes its parts
+                if status["status"] != "SUCCEEDED":
+                    raise
+        return _published(OutputInfo.from_dict(status["outputs"][output]), writer, target, staging, if_exists)
     finally:
         delete_staging(target, name)
+
+
+def _committed(
+    client: Client, job_id: int, output: int, writer: OutputWriter, target: str, name: str, if_exists: str
+) -> OutputInfo:
+    """Of the parts as they are now. Raises FileNotFoundError if they are deleted meanwhile."""
+    staging = staging_of(target, name, output)
+    if not writer.in_store:
+        other = _writer_for(target)
+        converted = _converted(client, job_id, output, writer, other, name)
+        return other.publish(list(converted), staging, if_exists)
+    _check_name(writer, target)
+    parts = [part for _, part in _parts(client, job_id, output)]
+    return replace(writer, path=target).publish(parts, staging, if_exists)
 
 
 def _published(info: OutputInfo, writer: OutputWriter, target: str, staging: str, if_exists: str) -> OutputInfo:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.batch import registry
 from tinsmith.batch.client import FINAL, Client, Status
-from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row
+from tinsmith.batch.protocols import OutputInfo, Row
+from tinsmith.batch.reading import CommittedRows
 
 POLL_S = 0.5
 
@@ -102,16 +102,12 @@ class Job:
 
     def partial(self, output: int = 0) -> Iterator[Row]:
         """The rows of what is committed now, in input order, whether the job runs, failed or was cancelled."""
-        writer: OutputWriter | None = None
+        rows = CommittedRows(self._client, self.job_id, output)
         after = -1
-        while True:
-            page = self._client.partial(self.job_id, after)
-            if not page["batches"]:
-                return
-            writer = writer or registry.writer_from_dict(page["outputs"][output])
-            for batch in page["batches"]:
+        while batches := rows.page(after):
+            for batch in batches:
                 after = batch["start_idx"]
-                yield from _rows_of(batch, writer, output)
+                yield from rows.of(batch)
 
     def export(self, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
         """Writes an output as it is now to another place: what is committed, or all of it. `exporting.py` says how."""
@@ -120,23 +116,23 @@ class Job:
         return export(self._client, self.job_id, target, output, if_exists)
 
     def stream(self, output: int = 0) -> Iterator[Row]:
-        """The rows in input order, each as soon as those before it are there; ends with the job.
+        """The rows in input order, each once, as soon as those before it are there; ends with the job.
 
         A row that failed is passed over once the job has ended.
         """
+        rows = CommittedRows(self._client, self.job_id, output)
         following = 0
         after = -1
         while True:
             ended = self.status()["status"] in FINAL
-            page = self._client.partial(self.job_id, after)
-            writer = registry.writer_from_dict(page["outputs"][output])
+            batches = rows.page(after)
             moved = False
-            for batch in page["batches"]:
+            for batch in batches:
                 if batch["start_idx"] != following and not ended:
                     break
-                yield from _rows_of(batch, writer, output)
+                yield from rows.of(batch)
                 after, following, moved = batch["start_idx"], batch["end_idx"] + 1, True
-            if ended and not page["batches"]:
+            if ended and not batches:
                 return
             if not moved:
                 time.sleep(POLL_S)
@@ -276,8 +272,3 @@ def _pages(page: Callable[[int], list[Row]], cursor: str) -> Iterator[Row]:
     while found := page(after):
         yield from found
         after = found[-1][cursor]
-
-
-def _rows_of(batch: Row, writer: OutputWriter, output: int) -> Iterator[Row]:
-    if batch["parts"]:
-        yield from writer.read_part(PartInfo.from_dict(batch["parts"][output]))

@@ -179,6 +179,13 @@ class OutputWriter:
         """The rows of a part as they would be read from the output; for following a job that still runs."""
         raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
 
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        """The rows of the published output, in order: what `read_part` gives of all its parts."""
+        from tinsmith.batch.publishing import published_files
+
+        for file in published_files(output, self.is_directory):
+            yield from self.read_part(file)
+
     def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
         """Older form: writes one batch somewhere below `path`."""
         raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part")

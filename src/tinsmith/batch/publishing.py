@@ -121,6 +121,16 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
     return OutputInfo(path, rows, total, wanted, store.head(manifest_key).etag)
 
 
+def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:
+    """The files of an output in the order of their rows, as parts whose rows are not counted."""
+    if not is_directory:
+        yield PartInfo(output.path, output.rows, output.bytes, output.sha256, output.etag)
+        return
+    store, key = open_store(join(output.path, MANIFEST))
+    for file in orjson.loads(store.get(key))["files"]:
+        yield PartInfo(join(output.path, file["name"]), 0, file["bytes"], file["sha256"])
+
+
 def check_output(path: str, if_exists: str) -> None:
     """Raises FileExistsError if publishing would. For saying so before any work is done."""
     if if_exists != "error":

@@ -65,6 +65,11 @@ class ImageWriter(OutputWriter):
             store, key = open_store(file.location)
             yield {"path": file.name, self.column: store.get(key)}
 
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        for file in publishing.published_files(output, is_directory=True):
+            store, key = open_store(file.path)
+            yield {"path": file.path.rpartition("/")[2], self.column: store.get(key)}
+
     def _image(self, row: Row) -> Any:  # noqa: ANN401
         from PIL import Image, UnidentifiedImageError
 

@@ -40,6 +40,9 @@ class LegacyWriter(OutputWriter):
         _, rows = pickle.loads(publishing.read_verified(part))
         yield from (row for row in rows if row is not None)
 
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        raise UserError(f"the output is {output.path}, as {type(self.inner).__name__} makes it: read it there")
+
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         name = self.path.rstrip("/").rpartition("/")[2]
         staged = join(staging, f"staged/{name}") + ("/" if self.is_directory else "")

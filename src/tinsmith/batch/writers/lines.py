@@ -10,6 +10,7 @@ import gzip
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import IO
 
 import orjson
 
@@ -17,7 +18,7 @@ from tinsmith.batch import publishing
 from tinsmith.batch.encoding import encode, selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import join
+from tinsmith.storage.stores import join, open_object
 
 
 @dataclass
@@ -47,6 +48,11 @@ class LinesWriter(OutputWriter):
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         for line in unpack(publishing.read_verified(part), self.path).splitlines():
             yield self.row(line)
+
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        with unpacked(output.path) as lines:
+            for line in lines:
+                yield self.row(line.removesuffix(b"\n"))
 
     def row(self, line: bytes) -> Row:
         raise NotImplementedError
@@ -97,6 +103,18 @@ def pack(data: bytes, path: str) -> bytes:
 
         return zstandard.ZstdCompressor().compress(data)
     return data
+
+
+def unpacked(path: str) -> IO[bytes]:
+    """The bytes that were packed into a file, for reading; little of it is in memory."""
+    source = open_object(path)
+    if path.endswith(".gz"):
+        return gzip.open(source)  # type: ignore[return-value]
+    if path.endswith(".zst"):
+        import zstandard
+
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True))
+    return source
 
 
 def unpack(data: bytes, path: str) -> bytes:

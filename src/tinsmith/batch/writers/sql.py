@@ -104,8 +104,13 @@ class SqlWriter(OutputWriter):
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         with connect(self._url, self.password, writes=False) as connection:
+            if existing_table(connection, _parts_table(part.path).name) is None:
+                raise FileNotFoundError(f"the part {part.path} is not there")
             rows = [orjson.loads(line) for line in _lines(connection, part)]
         yield from rows
+
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        raise UserError(f"the output is {output.path}, a table, whose rows have no order: read them there")
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         winners = hashlib.sha256(orjson.dumps([part.to_dict() for part in parts])).hexdigest()
