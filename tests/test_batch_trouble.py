@@ -124,20 +124,21 @@ def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_pa
     assert jobs.find("local", later).status == "SUCCEEDED"
 
 
-def failing(times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> Any:  # noqa: ANN401
-    """Wraps a function so that it fails so often; `.failed` counts."""
+class Failing:
+    """Wraps functions so that they fail, so often in all; `failed` counts."""
 
-    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> None:
+        self.times, self.error, self.only = times, error, only
+        self.failed = 0
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def called(*given: Any, **named: Any) -> Any:  # noqa: ANN401
-            if wrap.failed < times and only(*given):
-                wrap.failed += 1
-                raise error
+            if self.failed < self.times and self.only(*given):
+                self.failed += 1
+                raise self.error
             return function(*given, **named)
 
         return called
-
-    wrap.failed = 0
-    return wrap
 
 
 class Worker:
@@ -199,7 +200,7 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
     monkeypatch.setattr(crews, "MAX_OPERATION_TRIES", 9)
     phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
-    fails = {name: failing(1, error) for name in phases}
+    fails = {name: Failing(1, error) for name in phases}
     for name, wrap in fails.items():
         monkeypatch.setattr(jobs, name, wrap(getattr(jobs, name)))
     job_id = submitted(jobs, tmp_path, "out")
@@ -214,7 +215,7 @@ def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
     jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bad = submitted(jobs, tmp_path, "bad")
-    fails = failing(float("inf"), ValueError("this list cannot be read"), lambda job_id, *_: job_id == bad)
+    fails = Failing(float("inf"), ValueError("this list cannot be read"), lambda job_id, *_: job_id == bad)
     monkeypatch.setattr(jobs, "save_batch_states", fails(jobs.save_batch_states))
     good = submitted(jobs, tmp_path, "good")
     coordinate(jobs, tmp_path, lambda: ended(jobs, bad) and is_over(jobs, good))
@@ -255,7 +256,7 @@ def test_a_worker_that_cannot_be_started_gives_its_slot_back(
     def spoil(patched: pytest.MonkeyPatch, step: str, times: float) -> None:
         owner, name = STARTING[step](jobs)
         only = (lambda path, *_: path.name == "logs") if owner is Path else lambda *_: True
-        patched.setattr(owner, name, failing(times, error, only)(getattr(owner, name)))
+        patched.setattr(owner, name, Failing(times, error, only)(getattr(owner, name)))
 
     async def run() -> None:
         async with coordinating(jobs, tmp_path) as until:

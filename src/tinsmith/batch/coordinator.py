@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -249,23 +249,27 @@ class Coordinator:
     async def _run(self) -> None:
         while True:
             self._due.clear()
-            await self._step("bulk jobs cannot be looked for", self._take_jobs())
-            await self._step("bulk jobs that are cancelled cannot be looked for", self._see_cancelled())
-            if time.monotonic() >= self._next_sweep:
-                self._next_sweep = time.monotonic() + SWEEP_S
-                await self._step("what bulk jobs left cannot be deleted", self._sweep())
+            await self._look()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._due.wait()
 
-    async def _step(self, complaint: str, work: Awaitable[None]) -> None:
-        """One part of a look. Its error ends neither the other parts nor the next look."""
-        try:
-            await work
-        except SQLAlchemyError as error:
-            log.error(f"{complaint}; the next look may", error=repr(error))
-        except Exception as error:
-            log.error(f"{complaint}; the next look may", exc_info=error)
+    async def _look(self) -> None:
+        """The error of one part keeps none of the others from being done. Raises one that is not the database's."""
+        parts = [self._take_jobs, self._see_cancelled]
+        if time.monotonic() >= self._next_sweep:
+            self._next_sweep = time.monotonic() + SWEEP_S
+            parts.append(self._sweep)
+        unexpected: Exception | None = None
+        for part in parts:
+            try:
+                await part()
+            except SQLAlchemyError as error:
+                log.error("bulk jobs cannot be looked for; the next look may", error=repr(error))
+            except Exception as error:  # noqa: BLE001  raised when the other parts are done
+                unexpected = unexpected or error
+        if unexpected is not None:
+            raise unexpected
 
     async def _see_cancelled(self) -> None:
         for job_id in await asyncio.to_thread(self._jobs.being_cancelled, list(self._runs)):
