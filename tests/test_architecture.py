@@ -71,7 +71,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "notify": {"errors"},
     "listen": {"background", "db", "notify"},
     "observing.logs": set(),
-    "batch": VALUES | {"", "background", "batch", "chat", "crashpoints", "db", "tables", "settings", "storage", "wire"},
+    "batch": VALUES
+    | {"", "background", "batch", "chat", "crashpoints", "db", "notify", "tables", "settings", "storage", "wire"},
     "cli.batch": {"batch", "errors"},
     "answers": VALUES
     | {

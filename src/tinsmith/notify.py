@@ -33,6 +33,9 @@ SERVER = "server"
 EVERYTHING = "*"
 """In place of an id: rows that were another's are anybody's now, wherever they are in the queue."""
 
+JOB = "batch-job:"
+"""Before the number of a bulk job, in place of an id: its row has changed."""
+
 SAFETY_POLL_S = 1.0
 MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
 
@@ -50,6 +53,11 @@ def engine_mailbox(base_model: str, engine_id: str | None = None) -> str:
 @lru_cache
 def _group_of(base_model: str) -> str:
     return "engine-" + hashlib.sha256(base_model.encode()).hexdigest()[:16]
+
+
+def job_line(job_id: int) -> str:
+    """What servers are sent when a bulk job has changed."""
+    return f"{JOB}{job_id}"
 
 
 def server_mailbox(data_dir: Path) -> str:
@@ -206,12 +214,13 @@ class EngineWaker:
 
 class Waiters:
     """Coroutines that wait for futures to settle: for one by its request_id, or for any of a sampling session, whose
-    samples' ids begin with its own. Lives on one event loop.
+    samples' ids begin with its own; or for a bulk job to change. Lives on one event loop.
     """
 
     def __init__(self) -> None:
         self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._session_events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._job_events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
 
@@ -222,6 +231,10 @@ class Waiters:
     def watch_session(self, sampling_session_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
         """The same for any sample of a sampling session."""
         return self._watch(self._session_events, sampling_session_id)
+
+    def watch_job(self, job_id: int) -> contextlib.AbstractContextManager[asyncio.Event]:
+        """The same for any change of a bulk job."""
+        return self._watch(self._job_events, job_line(job_id))
 
     @contextlib.contextmanager
     def _watch(self, events: defaultdict[str, set[asyncio.Event]], name: str) -> Iterator[asyncio.Event]:
@@ -241,9 +254,12 @@ class Waiters:
         return list(self._events), list(self._session_events)
 
     def settled(self, request_ids: Iterable[str]) -> None:
-        """Wake whoever waits for these."""
+        """Wake whoever waits for these, or for the bulk jobs that they name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
+            if request_id.startswith(JOB):
+                _set(self._job_events.get(request_id, ()))
+                continue
             _set(self._events.get(request_id, ()))
             if self._session_events:
                 sampling_session_ids.add(request_id.rpartition(":")[0])
@@ -262,7 +278,7 @@ class Waiters:
 
     def wake_all(self) -> None:
         """Have every waiter look again."""
-        for events in (self._events, self._session_events):
+        for events in (self._events, self._session_events, self._job_events):
             for watchers in events.values():
                 _set(watchers)
 

@@ -55,10 +55,12 @@ from tinsmith.models import Models
 from tinsmith.notify import (
     EVERYTHING,
     SAFETY_POLL_S,
+    SERVER,
     EngineWaker,
     Waiters,
     WakeUps,
     engine_mailbox,
+    job_line,
     server_mailbox,
 )
 from tinsmith.observing.census import Census
@@ -214,6 +216,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     services = replace(services, failing=supervisor.failing)
+    services.batch_jobs.tell(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)

@@ -14,7 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from tinsmith.batch.resuming import copy_batches, resumable
 from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
+from tinsmith.notify import SERVER, job_line
 from tinsmith.tables import BATCH
 
 JOBS, STATES, WORKERS, ROW_ERRORS, OUTPUTS = BATCH
@@ -113,6 +115,20 @@ _COUNT = JOBS.update().where(_IS_JOB).values(**{name: JOBS.c[name] + sa.bindpara
 class BatchJobs:
     def __init__(self, db: Database) -> None:
         self._db = db
+        self._changed: Callable[[int], None] | None = None
+
+    def tell(self, changed: Callable[[int], None]) -> None:
+        """Call `changed` for every job that is not as it was, once that is committed; on any thread."""
+        self._changed = changed
+
+    @contextmanager
+    def _changing(self, job_id: int) -> Iterator[Connection]:
+        """A transaction that changes what is told of a job to whoever follows it."""
+        with self._db.write() as connection:
+            yield connection
+            self._db.notify(connection, SERVER, [job_line(job_id)])
+        if self._changed:
+            self._changed(job_id)
 
     # Whoever asks for jobs.
 
@@ -174,7 +190,7 @@ class BatchJobs:
         """Ask for a job's end; nothing if it has ended. Raises NotFoundError."""
         self.find(tenant_id, job_id)
         cancel = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.status.in_(ACTIVE))
-        with self._db.write() as connection:
+        with self._changing(job_id) as connection:
             connection.execute(cancel.values(status="CANCELLING", updated_at=now()))
         return self.find(tenant_id, job_id)
 
@@ -270,7 +286,7 @@ class BatchJobs:
 
         delete_batches(self._db, job_id, fence)
         insert_batches(self._db, job_id, starts, total_rows, fence)
-        with self._db.write() as connection:
+        with self._changing(job_id) as connection:
             planned: dict[str, Any] = {"total_rows": total_rows, "total_batches": len(starts)}
             if input_version is not None:
                 stored = connection.scalar(sa.select(JOBS.c.spec).where(JOBS.c.job_id == job_id))
@@ -285,7 +301,7 @@ class BatchJobs:
             values["started_at"] = sa.func.coalesce(JOBS.c.started_at, now())
         if status in TERMINAL:
             values |= {"ended_at": now(), "error": error, "owner_lease_at": 0}
-        with self._db.write() as connection:
+        with self._changing(job_id) as connection:
             _fence(connection, job_id, token)
             move = JOBS.update().where(JOBS.c.job_id == job_id)
             if status != "CANCELLED":
@@ -294,7 +310,7 @@ class BatchJobs:
 
     def finish(self, job_id: int, token: str, outputs: Sequence[tuple[str, OutputInfo]]) -> bool:
         """The outputs are published: the job has succeeded, in one transaction. False if it is being cancelled."""
-        with self._db.write() as connection:
+        with self._changing(job_id) as connection:
             _fence(connection, job_id, token)
             done = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.status != "CANCELLING")
             ended = {"status": "SUCCEEDED", "ended_at": now(), "owner_lease_at": 0, "error": None}
@@ -319,7 +335,7 @@ class BatchJobs:
         """One transaction: what attempts came to, then claims for each worker that has room. Raises SupersededError."""
         rejected: list[Claim] = []
         counts: dict[str, int] = {}
-        with self._db.write() as connection:
+        with self._changing(job_id) if settled else self._db.write() as connection:
             _fence(connection, job_id, token)
             attempts = Attempts(connection, job_id, token, self._db, max_retries, backoff_s)
             for claim, outcome in settled:

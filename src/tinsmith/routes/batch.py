@@ -7,7 +7,9 @@ The specification of a job is checked and stored; its classes and its function a
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 import orjson
@@ -25,7 +27,10 @@ from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.routes.call import MAX_PAGE, Call, JsonObject, Services, authenticate, endpoint, run
 from tinsmith.wire.bodies import JSON_TYPE
 
-EVENTS_POLL_S = 0.25
+EVENTS_PAUSE_S = 0.25
+"""Between two looks at a job that changes all the time."""
+SAFETY_POLL_S = 5.0
+"""A wake-up that was lost costs a follower this long."""
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
 
@@ -122,19 +127,23 @@ async def events(request: Request) -> Response:
 
 async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
     told: Job | None = None
-    silent_s = 0.0
-    while True:
-        found = await run(services.batch_jobs.find, tenant_id, job_id)
-        if told is None or replace(found, updated_at=told.updated_at) != told:
-            told, silent_s = found, 0.0
-            yield b"event: status\ndata: " + orjson.dumps(await run(_whole, services, found)) + b"\n\n"
-        if told.status in TERMINAL:
-            return
-        await asyncio.sleep(EVENTS_POLL_S)  # a job that runs is never the same twice
-        silent_s += EVENTS_POLL_S
-        if silent_s >= KEEP_ALIVE_S:
-            silent_s = 0.0
-            yield b": still there\n\n"
+    told_at = time.monotonic()
+    with services.waiters.watch_job(job_id) as changed:
+        while not services.waiters.closed:
+            changed.clear()
+            found = await run(services.batch_jobs.find, tenant_id, job_id)
+            if told is None or replace(found, updated_at=told.updated_at) != told:
+                told, told_at = found, time.monotonic()
+                yield b"event: status\ndata: " + orjson.dumps(await run(_whole, services, found)) + b"\n\n"
+            elif time.monotonic() - told_at >= KEEP_ALIVE_S:
+                told_at = time.monotonic()
+                yield b": still there\n\n"
+            if told.status in TERMINAL:
+                return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAFETY_POLL_S):
+                    await changed.wait()
+                    await asyncio.sleep(EVENTS_PAUSE_S)
 
 
 def pools(call: Call) -> JsonObject:
