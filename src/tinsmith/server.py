@@ -229,25 +229,12 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
             wake.bind(loop)
         loop.set_default_executor(services.threads.handlers)
         loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
-        supervisor.start(background)
         background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
-        background.start("lost_wake_ups", partial(_poll_slowly, services))
-        if settings.runs_bulk_jobs:
-            local.sweep(services.coordinator.logs)
-            services.coordinator.start(background)
-        if settings.answers_clients:
-            services.batch_keeper.start(background, services.threads.sweeps)
-            background.start("janitor", partial(janitor.run, services.threads.sweeps))
+        _start(services, supervisor, janitor, background)
         try:
             yield
         finally:
-            background.end()
-            if settings.answers_clients:
-                await services.batch_keeper.stop()
-            await services.coordinator.stop()
-            await supervisor.stop()
-            await asyncio.to_thread(services.tracing.close)
-            await background.stop()
+            await _stop(services, supervisor, background)
             loop.remove_reader(mailbox.fileno())
             mailbox.close()
             services.threads.close()
@@ -257,6 +244,29 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     app = create_app(services, lifespan) if settings.answers_clients else create_probe_app(services, lifespan)
     listener = None if port is None else _open_port(settings.host, port)
     return Server(settings, app, served, listener, supervisor, waiters)
+
+
+def _start(services: Services, supervisor: Supervisor, janitor: Janitor, background: Background) -> None:
+    """Start what runs beside the requests, as far as it is this process's role."""
+    supervisor.start(background)
+    background.start("lost_wake_ups", partial(_poll_slowly, services))
+    if services.settings.runs_bulk_jobs:
+        local.sweep(services.coordinator.logs)
+        services.coordinator.start(background)
+    if services.settings.answers_clients:
+        services.batch_keeper.start(background, services.threads.sweeps)
+        background.start("janitor", partial(janitor.run, services.threads.sweeps))
+
+
+async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
+    """End what `_start` started; batch workers and engines get the time that they need."""
+    background.end()
+    if services.settings.answers_clients:
+        await services.batch_keeper.stop()
+    await services.coordinator.stop()
+    await supervisor.stop()
+    await asyncio.to_thread(services.tracing.close)
+    await background.stop()
 
 
 def _swept(settings: Settings, services: Services, engines: Engines) -> SweptParts:
