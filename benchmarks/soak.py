@@ -137,8 +137,10 @@ class Worker:
             model.optim_step(ADAM).result()
             with self.timed("save_state"):
                 path = model.save_state(f"state-{number % 3}", overwrite=number >= 3).result().path
-            with self.timed("load_state"):
-                model.load_state_with_optimizer(path).result()
+            if number % 5 == 0:
+                fresh = self._model(service)
+                with self.timed("load_state"):
+                    fresh.load_state_with_optimizer(path).result()
         with self.timed("resume from a checkpoint"):
             service.create_training_client_from_state_with_optimizer(path).result()
 

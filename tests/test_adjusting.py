@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -13,8 +14,11 @@ from local_sampling import alone, finish, make_prompt, make_sample, run
 from tinsmith import nano
 from tinsmith.backends.torch.base import BaseModel
 from tinsmith.bases import read_shape
+from tinsmith.chat.plans import json_grammar
+from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import UserError
 from tinsmith.ops import Adjustments, Grammar, SampledSequence, SamplingParams
+from tinsmith.samplers.grammars import MOST_NUMBER, Grammars
 from tinsmith.samplers.local import LocalSampler
 from tinsmith.samplers.sampling import uniform
 
@@ -154,6 +158,90 @@ def test_an_answer_that_is_held_to_a_schema_fits_it(request: pytest.FixtureReque
         assert one.stop_reason == "stop"
         value = json.loads(text_of(base, one))
         assert set(value) == {"name", "age"} and len(value["name"]) <= 8 and 0 <= value["age"] <= 99
+
+
+def thing(required: bool = True, **properties: object) -> dict[str, object]:
+    """A schema of objects that have these properties and no others."""
+    names = list(properties) if required else []
+    return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
+
+
+LETTERS = {"enum": ["x", "y"]}
+SCHEMAS: dict[str, dict[str, object]] = {
+    "flat": thing(ok={"type": "boolean"}, n={"enum": [1, 2]}),
+    "optional": thing(required=False, a={"type": "boolean"}, b=LETTERS),
+    "nested": thing(a=thing(b=thing(c={"type": "boolean"}, d={"type": "null"})), e=LETTERS),
+    "array": thing(rows={"type": "array", "items": thing(id=LETTERS), "minItems": 1, "maxItems": 3}),
+    "text": thing(name={"type": "string", "maxLength": 8}, city={"enum": ["Rome", "Oslo"]}),
+    "integer": thing(n={"type": "integer"}),
+    "number": thing(x={"type": "number"}, y={"type": "number"}),
+    "either": thing(v={"anyOf": [{"type": "boolean"}, thing(k={"type": "null"})]}),
+}
+ASKED = ("Say hello.", "What is 2+2?")
+
+
+def held_answers(base: BaseModel, grammar: Grammar, max_tokens: int = 160) -> list[tuple[str, str]]:
+    """The texts of answers to several prompts at temperature 1 and 0, and why they ended."""
+    samples = []
+    for seed, question in enumerate(ASKED):
+        prompt = base.tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+        for temperature in (1.0, 0.0):
+            params = held_to(grammar, seed=seed, temperature=temperature, max_tokens=max_tokens)
+            ids = np.array(prompt, np.int32)
+            samples.append(make_sample(f"{seed} {temperature}", ids, params, num_samples=3 if temperature else 1))
+    found = run(LocalSampler(base, {}), *samples).values()
+    return [(text_of(base, one), one.stop_reason) for result in found for one in result.sequences]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_an_answer_that_is_held_to_a_schema_ends_in_time(chatty: BaseModel, name: str) -> None:
+    """Whatever white space and digits the model would go on with."""
+    for text, reason in held_answers(chatty, json_grammar(SCHEMAS[name])):
+        assert reason == "stop", text
+        jsonschema.validate(json.loads(text), SCHEMAS[name])
+        assert "\n" not in text and "  " not in text
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("name", ["flat", "nested", "array", "integer"])
+def test_a_call_that_must_be_made_comes_back(chatty: BaseModel, name: str, named: bool) -> None:
+    tools = Tool(name, SCHEMAS[name], {}), Tool("other", {"type": "object", "additionalProperties": False}, {})
+    use = ToolUse(tools, name if named else "required", named, parallel=not named, form="hermes")
+    grammar = use.grammar()
+    assert grammar is not None
+    for text, reason in held_answers(chatty, grammar, 400):
+        assert reason == "stop", text
+        said, calls = use.found(text)
+        assert calls and not said and (not named or [call.name for call in calls] == [name])
+        for call in calls:
+            jsonschema.validate(
+                json.loads(call.arguments), SCHEMAS[name] if call.name == name else {"maxProperties": 0}
+            )
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_numbers_end_and_what_only_looks_like_one_does_not(chatty: BaseModel, seed: int) -> None:
+    """Drawn evenly from the digits that are allowed, which is as bad as a model can be."""
+    grammars = Grammars(chatty.tokenizer, 512, frozenset([chatty.tokenizer.eos_token_id]))
+    dice = np.random.default_rng(seed)
+    digits = [chatty.tokenizer.encode(digit)[0] for digit in "0123456789"]
+
+    def drawn(schema: object) -> object:
+        constraint = grammars.constraint(json_grammar({"type": "array", "prefixItems": [schema], "items": False,
+                                                       "minItems": 1}))  # fmt: skip
+        tokens: list[int] = []
+        while not constraint.finished and len(tokens) < 200:
+            allowed = np.flatnonzero(constraint.allowed())
+            tokens.append(int(dice.choice([token for token in allowed if token in digits] or allowed)))
+            if tokens[-1] == chatty.tokenizer.eos_token_id:
+                break
+            constraint.push(tokens[-1])
+        return json.loads(chatty.tokenizer.decode(tokens, skip_special_tokens=True))[0]
+
+    assert 1 <= len(str(drawn({"type": "integer"}))) <= MOST_NUMBER
+    text = drawn({"type": "string", "pattern": "^[0-9]{60}$"})
+    assert isinstance(text, str) and len(text) == 60, "digits of a text are not counted"
+    assert drawn({"enum": [10**59]}) == 10**59, "a schema may want a longer one"
 
 
 def test_a_grammar_goes_with_penalties_and_survives_a_crowd(chatty: BaseModel) -> None:

@@ -214,13 +214,17 @@ class OptimStep:
     params: OptimParams
 
 
-JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
-"""Between the parts of JSON that a grammar asks for: bounded, since a model may well find no end of it."""
+JSON_FORM: Mapping[str, bool | str] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How a grammar has JSON written, in llguidance's words: on one line, as json.dumps writes it and chat templates show
+calls. A model that may choose its white space may well find no end of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer must match: `kind` is json_schema, regex or lark, and `text` is written in that."""
+    """What an answer must match: `kind` is json_schema, regex, lark or json_lark, and `text` is written in that.
+
+    json_lark is lark whose answers are JSON and marks around it, without any quotation mark elsewhere.
+    """
 
     kind: str
     text: str

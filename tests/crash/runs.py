@@ -67,14 +67,15 @@ def _run(server: KeptServer, plan: Plan) -> Record:
         _train(client, plan, record)
         middle = client.save_state("middle").result(PATIENCE_S)
         _train(client, plan, record)
-        client.load_state_with_optimizer(middle.path).result(PATIENCE_S)
-        _train(client, plan, record)
-        final = client.save_state("final").result(PATIENCE_S)
-        client.save_weights_for_sampler("named").result(PATIENCE_S)
+        loaded = service.create_lora_training_client(NANO, rank=plan.rank, seed=plan.seed).result(PATIENCE_S)
+        loaded.load_state_with_optimizer(middle.path).result(PATIENCE_S)
+        _train(loaded, plan, record)
+        final = loaded.save_state("final").result(PATIENCE_S)
+        loaded.save_weights_for_sampler("named").result(PATIENCE_S)
         again = service.create_training_client_from_state_with_optimizer(final.path).result(PATIENCE_S)
         _train(again, plan, record)
         again.save_state("again").result(PATIENCE_S)
-        for model in (client, again):
+        for model in (client, loaded, again):
             _unload(server, plan.tenant, model.model_id)
     return record
 

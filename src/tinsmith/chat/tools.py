@@ -11,15 +11,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from tinsmith.chat.refusals import RequestError, not_supported
-from tinsmith.ops import JSON_WHITESPACE, Grammar
+from tinsmith.ops import JSON_FORM, Grammar
 from tinsmith.wire.fields import Fields, show
 
 MAX_TOOLS = 128
+MAX_CALLS = 16
+"""In an answer that must call tools: one that need not stop would go on calling for some models."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
@@ -61,10 +64,10 @@ class ToolUse:
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
         if self.form == "llama":
-            return Grammar("lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
+            return Grammar("json_lark", _rules("start: call", wanted, '{"name": ', ', "parameters": '))
         call = f"{self._mark(OPEN)} {NEWLINE} call {NEWLINE} {self._mark(CLOSE)}"
-        several = "" if self.named or not self.parallel else f" ({NEWLINE} one)*"
-        return Grammar("lark", _rules(f"start: one{several}\none: {call}", wanted))
+        several = "" if self.named or not self.parallel else f" ({NEWLINE} one){{0,{MAX_CALLS - 1}}}"
+        return Grammar("json_lark", _rules(f"start: one{several}\none: {call}", wanted))
 
     def _strict_grammar(self) -> Grammar:
         if self.form != "hermes":
@@ -192,7 +195,7 @@ def _rules(head: str, tools: Sequence[Tool], before: str = '{"name": ', between:
     lines = [head, f"call: {calls}"]
     for index, tool in enumerate(tools):
         start = before + json.dumps(tool.name) + between
-        schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}}
+        schema = {"type": "object"} | dict(tool.parameters) | {"x-guidance": dict(JSON_FORM)}
         lines += [
             f'call_{index}: {_quoted(start)} arguments_{index} "}}"',
             f"arguments_{index}: %json {json.dumps(schema)}",
@@ -206,13 +209,18 @@ def _quoted(text: str) -> str:
 
 def _read_call(text: str, arguments: str) -> tuple[str, str] | None:
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_float=_finite)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
     given = call.get(arguments, call.get("arguments"))
     return (call["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+
+
+def _finite(number: str) -> float:
+    """The nearest number that JSON can write again: one too large for a double would become Infinity."""
+    return max(-sys.float_info.max, min(float(number), sys.float_info.max))
 
 
 def _partial_length(text: str, word: str) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.ops import JSON_WHITESPACE, Grammar
+from tinsmith.ops import JSON_FORM, Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -37,24 +37,63 @@ LIMITS = {
 }
 """Of what the library computes: a compilation ends within a second, a step within some 10 ms, whatever the grammar."""
 
+_JSON = cast("JsonCompileOptions", dict(JSON_FORM))
 
-_JSON: JsonCompileOptions = {"whitespace_pattern": JSON_WHITESPACE}
+
+MOST_NUMBER = 40
+"""Characters of a number in JSON. A double takes 25 at most; a schema sets no bound, and some models find no end."""
+
+_NUMBER = frozenset(b"0123456789+-.eE")
+_QUOTE, _ESCAPE = b'"\\'
+
+
+class Spellings:
+    """What the tokens of a vocabulary are, byte by byte."""
+
+    def __init__(self, tokenizer: LLTokenizer, num_vocab: int) -> None:
+        self.bytes_of = [tokenizer.decode_bytes([token]) for token in range(num_vocab)]
+        self.continues_number = np.array([bool(spelled) and spelled[0] in _NUMBER for spelled in self.bytes_of])
+
+
+class NumberRun:
+    """How long the number is that JSON ends with, as it comes token by token; 0 in a string and elsewhere."""
+
+    def __init__(self, spellings: Spellings) -> None:
+        self.spellings = spellings
+        self.length = 0
+        self._in_string = self._escaped = False
+
+    def push(self, token: int) -> None:
+        for byte in self.spellings.bytes_of[token]:
+            if self._in_string:
+                self._in_string = self._escaped or byte != _QUOTE
+                self._escaped = byte == _ESCAPE and not self._escaped
+            else:
+                self._in_string = byte == _QUOTE
+                self.length = self.length + 1 if byte in _NUMBER else 0
 
 
 class Constraint:
-    """One answer's way through its grammar."""
+    """One answer's way through its grammar; `number` bounds the numbers of one that is JSON."""
 
-    def __init__(self, matcher: LLMatcher, num_vocab: int) -> None:
+    def __init__(self, matcher: LLMatcher, num_vocab: int, number: NumberRun | None = None) -> None:
         self._matcher = matcher
         self._num_vocab = num_vocab
+        self._number = number
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """[V]: the tokens that may come next; an end token where the answer may end."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-        return bits[: self._num_vocab].astype(np.bool_)
+        allowed = bits[: self._num_vocab].astype(np.bool_)
+        if self._number is not None and self._number.length >= MOST_NUMBER:
+            ending = allowed & ~self._number.spellings.continues_number
+            return ending if ending.any() else allowed  # a schema may want a longer one
+        return allowed
 
     def push(self, token: int) -> None:
         self._matcher.consume_token(token)
+        if self._number is not None:
+            self._number.push(token)
 
     @property
     def finished(self) -> bool:
@@ -74,6 +113,7 @@ class Grammars:
         self._num_vocab = num_vocab
         self._end_token_ids = sorted(end_token_ids)
         self._tokenizer: LLTokenizer | None = None
+        self._spellings: Spellings | None = None
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def compiled(self, grammar: Grammar) -> LLMatcher:
@@ -87,7 +127,13 @@ class Grammars:
         return matcher
 
     def constraint(self, grammar: Grammar) -> Constraint:
-        return Constraint(self.compiled(grammar).deep_copy(), self._num_vocab)
+        matcher = self.compiled(grammar).deep_copy()
+        if grammar.kind not in ("json_schema", "json_lark"):
+            return Constraint(matcher, self._num_vocab)
+        if self._spellings is None:
+            assert self._tokenizer is not None
+            self._spellings = Spellings(self._tokenizer, self._num_vocab)
+        return Constraint(matcher, self._num_vocab, NumberRun(self._spellings))
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         try:
@@ -106,6 +152,7 @@ class Grammars:
             "json_schema": partial(LLMatcher.grammar_from_json_schema, overrides=_JSON),
             "regex": LLMatcher.grammar_from_regex,
             "lark": LLMatcher.grammar_from_lark,
+            "json_lark": LLMatcher.grammar_from_lark,
         }
         try:
             source = of_kind[grammar.kind](grammar.text)
