@@ -153,16 +153,39 @@ class Bench:
         new = NewFuture(request_id, tenant, session, BASE, kind, raw, num_tokens, model_id=model_id, seq_id=seq_id)
         return self.futures.submit(new, refusal)
 
-    def train(self, model_id: str, seq_id: int, tokens: Sequence[int] = (1, 2, 3), tenant: str = "alice") -> str:
-        return self._pass(model_id, seq_id, "forward_backward", tokens, tenant)
+    def train(
+        self,
+        model_id: str,
+        seq_id: int,
+        tokens: Sequence[int] = (1, 2, 3),
+        tenant: str = "alice",
+        weights: Sequence[float] | None = None,
+    ) -> str:
+        """A pass over one datum; `weights` are 1 unless they are given."""
+        return self._pass(model_id, seq_id, "forward_backward", tokens, tenant, weights)
 
-    def forward(self, model_id: str, seq_id: int, tokens: Sequence[int] = (1, 2, 3), tenant: str = "alice") -> str:
-        return self._pass(model_id, seq_id, "forward", tokens, tenant)
+    def forward(
+        self,
+        model_id: str,
+        seq_id: int,
+        tokens: Sequence[int] = (1, 2, 3),
+        tenant: str = "alice",
+        weights: Sequence[float] | None = None,
+    ) -> str:
+        return self._pass(model_id, seq_id, "forward", tokens, tenant, weights)
 
     def step(self, model_id: str, seq_id: int, rate: float = 0.5, tenant: str = "alice") -> str:
         return self.submit(model_id, seq_id, "optim_step", {"adam_params": {"learning_rate": rate}}, tenant=tenant)
 
-    def _pass(self, model_id: str, seq_id: int, kind: str, tokens: Sequence[int], tenant: str) -> str:
+    def _pass(
+        self,
+        model_id: str,
+        seq_id: int,
+        kind: str,
+        tokens: Sequence[int],
+        tenant: str,
+        weights: Sequence[float] | None = None,
+    ) -> str:
         message = pb.ForwardBackwardRequest(
             model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=kind == "forward"
         )
@@ -170,8 +193,8 @@ class Bench:
         datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
         targets = np.array(tokens, "<i8").tobytes()
         datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=targets, dtype=pb.DTYPE_INT64))
-        weights = np.ones(len(tokens), "<f4").tobytes()
-        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=weights, dtype=pb.DTYPE_FLOAT32))
+        given = np.array([1.0] * len(tokens) if weights is None else weights, "<f4").tobytes()
+        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=given, dtype=pb.DTYPE_FLOAT32))
         raw = message.SerializeToString()
         return self.submit(model_id, seq_id, kind, raw, tenant=tenant, num_tokens=len(tokens))
 

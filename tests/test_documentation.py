@@ -25,6 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
 EXAMPLES = ROOT / "examples"
 Run = Callable[..., str]
+MARKS = re.compile(r"<\|\w+\|>|</?think>")
 # An example in a page: its language is written so that no formatter takes the line for Python.
 SNIPPET = re.compile(r'^``` { \.python }\n--8<-- "(\S+)"\n```$', re.MULTILINE)
 
@@ -51,7 +52,9 @@ def run(nano_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         monkeypatch.setattr(sys, "argv", [str(path), *arguments])
         capsys.readouterr()
         runpy.run_path(str(path), run_name="__main__")
-        return capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert not MARKS.search(said), f"{path.name} prints a mark of the chat format"
+        return said
 
     return call
 
@@ -65,8 +68,9 @@ def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Pa
     script = tmp_path / f"{page.stem}.py"
     script.write_text("\n".join(own_code(page)))
     said = run(script)
-    losses = numbers(r"loss ([\d.]+)", said)
+    losses = numbers(r"loss(?: per token)? ([\d.]+)", said)
     assert said and (len(losses) < 2 or losses[-1] < losses[0])
+    assert page.stem != "quickstart" or "Say hello. -> ahoy\n" in said
 
 
 def test_every_example_is_shown_and_tested() -> None:

@@ -13,19 +13,26 @@ import pytest
 import tinker
 from sqlalchemy.exc import OperationalError
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.types import LossFnType
 
 from engine_bench import BASE, Bench
+from live import API_KEY, LiveServer
 from tinsmith.engine import recording
 from tinsmith.engine.recording import Recorder, Records, SampleKeeper
+from tinsmith.losses import LOSSES, token_weight
 from tinsmith.ops import (
     AdamParams,
+    Array,
+    Datum,
     OptimStep,
+    Pass,
     PassResult,
     Pending,
     Sample,
     SampledSequence,
     SampleResult,
     SamplingParams,
+    SparseRows,
 )
 from tinsmith.prepared import execute
 from tinsmith.records.curves import Curves, Point
@@ -118,11 +125,106 @@ def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
     gathered = recording._Gathered()
     outputs = []
     for num_data, metrics in results:
-        gathered.add(metrics, num_data)
+        gathered.add(metrics, num_data, num_data)
         data = [{} for _ in range(num_data)]
         outputs.append(tinker.ForwardBackwardOutput(loss_fn_output_type="x", metrics=metrics, loss_fn_outputs=data))
     expected = combine_fwd_bwd_output_results(outputs).metrics
-    assert gathered.metrics() == pytest.approx({name: expected[name] for name in names})
+    found = gathered.metrics()
+    assert found.pop("loss_per_token") == pytest.approx(expected["loss:sum"] / sum(num_data for num_data, _ in results))
+    assert found == pytest.approx({name: expected[name] for name in names})
+
+
+def pass_of(loss_fn: str, *inputs: dict[str, Array]) -> Pass:
+    data = tuple(Datum(np.zeros(arrays["target_tokens"].shape[0], np.int32), arrays) for arrays in inputs)
+    return Pass("r", RUN, data, loss_fn, {}, forward_only=False)
+
+
+def arrays_of(**values: list[float]) -> dict[str, Array]:
+    inputs: dict[str, Array] = {name: np.array(array, np.float32) for name, array in values.items()}
+    return inputs | {"target_tokens": np.zeros(len(next(iter(values.values()))), np.int64)}
+
+
+def test_a_prompt_without_weight_is_no_part_of_the_loss_per_token() -> None:
+    first = arrays_of(weights=[0, 0, 0, 1, 1])
+    second = arrays_of(weights=[0, 0.5, 2, 0.5])
+    assert token_weight(pass_of("cross_entropy", first)) == 2
+    assert token_weight(pass_of("cross_entropy", first, second)) == 5
+    # Two targets at each of three positions, each with its share.
+    two = {"target_tokens": np.zeros((3, 2), np.int64), "weights": np.array([[0, 0], [0.25, 0.75], [1, 0]], np.float32)}
+    assert token_weight(pass_of("cross_entropy", two)) == 2
+    sparse = SparseRows(np.array([0.5, 1.0], np.float32), np.array([0, 0, 1, 2]), np.array([0, 1]), (3, 2))
+    assert token_weight(pass_of("cross_entropy", two | {"weights": sparse})) == 1.5
+    without = {"target_tokens": np.zeros(4, np.int64)}
+    assert token_weight(pass_of("cross_entropy", without)) == 4, "weights that are left out are 1"
+    # What forward_backward_custom of the SDK sends: a gradient, whose sum is 0.
+    assert token_weight(pass_of("cross_entropy", arrays_of(weights=[0, 1.5, -1.5]))) == 3
+
+
+@pytest.mark.parametrize("loss_fn", sorted(set(LOSSES) - {"cross_entropy", "custom"}))
+def test_a_policys_loss_is_shared_by_the_tokens_that_have_an_advantage(loss_fn: str) -> None:
+    assert "advantages" in LOSSES[loss_fn].required
+    data = [arrays_of(advantages=[0, 0, 0.5, 0.5]), arrays_of(advantages=[0, -2, -2, -2]), arrays_of(advantages=[0])]
+    assert token_weight(pass_of(loss_fn, *data)) == 5
+
+
+def test_a_custom_loss_is_shared_by_data() -> None:
+    passed = pass_of("custom", arrays_of(weights=[1, 1]), arrays_of(weights=[1, 1]))
+    assert token_weight(passed) is None
+    gathered = recording._Gathered()
+    gathered.add({"loss:sum": 6.0, "tokens:sum": 4.0}, 2, None)
+    assert gathered.metrics() == {"loss:sum": 6.0, "tokens:sum": 4.0, "loss_per_datum": 3.0}
+    gathered.add({"loss:sum": 4.0, "tokens:sum": 9.0}, 3, 8.0)
+    found = gathered.metrics()
+    assert (found["loss_per_datum"], found["loss_per_token"], found["loss:sum"]) == (3.0, 0.5, 10.0)
+
+
+def test_a_pass_without_any_weight_has_no_loss_per_token(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1, weights=(0, 0, 0))
+    bench.step(model, 2)
+    bench.turns()
+    (point,) = points(bench)
+    assert point.metrics["tokens:sum"] == 3 and "loss_per_token" not in point.metrics
+
+
+def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1, weights=(0, 0, 1))
+    bench.train(model, 2, tokens=(4, 5), weights=(0, 0.5))
+    bench.step(model, 3)
+    bench.forward(model, 4, weights=(0, 2, 0))
+    bench.step(model, 5)
+    bench.turns()
+    first, second = points(bench)
+    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2, 4)]
+    assert first.metrics["loss_per_token"] == pytest.approx((losses[0] + losses[1]) / 1.5)
+    assert second.metrics["forward/loss_per_token"] == pytest.approx(losses[2] / 2)
+
+
+def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_server: LiveServer) -> None:
+    """By hand, from the logprobs that the client got."""
+    weights, advantages = np.array([0, 0, 0, 1, 2], np.float32), np.array([0, 0, 1, -1, 0], np.float32)
+    tokens, old = [40, 41, 42, 43, 44, 45], np.array([0, 0, -1, -2, -1], np.float32)
+    targets = {"target_tokens": np.array(tokens[1:])}
+    policy = {"logprobs": old, "advantages": advantages}
+    with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
+        model = service.create_lora_training_client("tinsmith/nano", rank=4).result()
+        expected = []
+        losses: list[tuple[LossFnType, dict[str, np.ndarray]]]
+        losses = [("cross_entropy", {"weights": weights}), ("importance_sampling", policy)]
+        for loss_fn, inputs in losses:
+            model_input = tinker.ModelInput.from_ints(tokens[:-1])
+            datum = tinker.Datum(model_input=model_input, loss_fn_inputs=targets | inputs)
+            passed = model.forward_backward([datum], loss_fn)
+            model.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+            logprobs = np.array(passed.result().loss_fn_outputs[0]["logprobs"].data)
+            if loss_fn == "cross_entropy":
+                expected.append(-float((weights * logprobs).sum()) / 3)
+            else:
+                expected.append(-float((np.exp(logprobs - old) * advantages).sum()) / 2)
+        found = nano_server.get(f"training_runs/{model.model_id}/metrics").json()["points"]
+    assert [point["metrics"]["loss_per_token"] for point in found] == pytest.approx(expected, rel=1e-4)
+    assert [point["metrics"]["tokens:sum"] for point in found] == [5, 5]
 
 
 class NoDatabase:
@@ -139,7 +241,7 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
     records = Records(bench.db, 1)
     records.curves = records.recent_steps = NoDatabase()  # type: ignore[assignment]
     recorder = Recorder(BASE, records)
-    recorder.passed(pending("forward_backward"), PassResult((), {"loss:sum": 1.0}))
+    recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), {"loss:sum": 1.0}))
     assert recorder.stepped(pending("optim_step"), optim_step(), {}) == []
     recorder.ran(Step(passes=(pending("forward"),)), 0.1)
     recorder.flush()
@@ -152,7 +254,8 @@ def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: 
     recorder = Recorder(BASE, Records(bench.db, 1))
     most = 0
     for number in range(1, 101):
-        recorder.passed(pending("forward_backward"), PassResult((), {"loss:sum": float(number), "tokens:sum": 1.0}))
+        metrics = {"loss:sum": float(number), "tokens:sum": 1.0}
+        recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
         with bench.db.write() as connection:
             for statement in recorder.stepped(pending("optim_step", number=number), optim_step(), {"norm": math.nan}):
                 execute(connection, statement)

@@ -148,6 +148,20 @@ def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
     return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
+def token_weight(pass_: Pass) -> float | None:
+    """How many tokens `loss:sum` of an admitted pass is a sum over; None if its loss is not a sum over tokens.
+
+    cross_entropy: the sum of its weights' sizes, so that prompts of weight 0 do not count, and weights of both signs
+    (a gradient that the client computed itself) never sum to 0 unless all are 0. Losses of a policy: the number of
+    positions whose advantage is not 0, which are the ones that their loss sums. custom: None, it is a sum over data.
+    """
+    if pass_.loss_fn == "custom":
+        return None
+    if pass_.loss_fn == "cross_entropy":
+        return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in pass_.data))
+    return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in pass_.data))
+
+
 def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:
     num_positions = len(datum.tokens_N)
     if datum.tokens_N.ndim != 1 or num_positions == 0:

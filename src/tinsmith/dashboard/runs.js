@@ -13,6 +13,7 @@ const LIMIT = 50;
 // What the metrics are called, in the order in which they are shown; what is not here comes after them.
 const TITLES = new Map([
   ["loss_per_token", "Loss per token"],
+  ["loss_per_datum", "Loss per datum"],
   ["ppo_kl:mean", "KL (sampled minus current logprobs)"],
   ["ratio:mean", "Importance ratio"],
   ["pg_clipfrac:mean", "Clipped share"],
@@ -21,6 +22,7 @@ const TITLES = new Map([
   ["tokens_per_second", "Tokens per second"],
   ["step_seconds", "Seconds per step"],
   ["forward/loss_per_token", "Loss per token, forward only"],
+  ["forward/loss_per_datum", "Loss per datum, forward only"],
   ["loss:sum", "Loss, summed"],
   ["tokens:sum", "Tokens of the step"],
 ]);

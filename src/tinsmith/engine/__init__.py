@@ -47,7 +47,7 @@ from tinsmith.fleet.running_notes import note_path
 from tinsmith.futures import REPLAYED_KINDS, Settlement
 from tinsmith.models import Model, log_deletion, unloading
 from tinsmith.notify import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.ops import ModelShape, Partial, PassResult, Pending
+from tinsmith.ops import ModelShape, Partial, Pass, PassResult, Pending
 from tinsmith.partials import line_of
 from tinsmith.records.audit import entry
 from tinsmith.sampling_sessions import SamplingSession
@@ -369,6 +369,7 @@ class Engine:
         ready = self._ready(requests)
         if not ready:
             return
+        passes: list[Pass] = []
         try:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
@@ -384,12 +385,12 @@ class Engine:
                 return
             outcomes = [_as_error(error, ready[0][0])]
         settled: list[tuple[Pending, Settlement]] = []
-        for (request, body), outcome in zip(ready, outcomes, strict=True):
+        for index, ((request, body), outcome) in enumerate(zip(ready, outcomes, strict=True)):
             if isinstance(outcome, PassResult):
                 keep = request.kind in REPLAYED_KINDS
                 if keep and request.model_id:
                     self._snapshots.count(request.model_id, body_bytes=len(body))
-                self._recorder.passed(request, outcome)
+                self._recorder.passed(request, passes[index], outcome)
                 answer = write_pass_result(outcome)
                 settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
             else:

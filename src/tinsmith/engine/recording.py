@@ -19,7 +19,8 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db import Database, now
-from tinsmith.ops import OptimStep, PassResult, Pending, Sample, SampledSequence, SampleResult
+from tinsmith.losses import token_weight
+from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampledSequence, SampleResult
 from tinsmith.prepared import Bound, Effect
 from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, SERVER, Curves, thinning
 from tinsmith.records.kept_samples import (
@@ -57,13 +58,22 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Gathered:
-    """The metrics of passes of one kind since the last optimizer step, put together as the SDK does for its chunks."""
+    """The metrics of passes of one kind since the last optimizer step, put together as the SDK does for its chunks.
+
+    Beside them the mean loss: per token, or per datum where a loss is no sum over tokens (losses.token_weight).
+    """
 
     sums: dict[str, float] = field(default_factory=dict)
     means: dict[str, _Mean] = field(default_factory=dict)
     extremes: dict[str, float] = field(default_factory=dict)
 
-    def add(self, metrics: Mapping[str, float], num_data: int) -> None:
+    def add(self, metrics: Mapping[str, float], num_data: int, tokens: float | None) -> None:
+        """`tokens` is the pass's losses.token_weight."""
+        if "loss:sum" in metrics:
+            name, weight = ("loss_per_datum", num_data) if tokens is None else ("loss_per_token", tokens)
+            loss = self.means.setdefault(name, _Mean())
+            loss.total += metrics["loss:sum"]
+            loss.weight += weight
         for name, value in metrics.items():
             reduction = name.rpartition(":")[2]
             if reduction == "sum":
@@ -78,8 +88,6 @@ class _Gathered:
 
     def metrics(self) -> dict[str, float]:
         found = dict(self.sums)
-        if found.get("tokens:sum"):
-            found["loss_per_token"] = found.get("loss:sum", 0.0) / found["tokens:sum"]
         found |= {name: mean.total / mean.weight for name, mean in self.means.items() if mean.weight}
         return found | self.extremes
 
@@ -129,10 +137,10 @@ class Recorder:
 
     # Curves.
 
-    def passed(self, request: Pending, result: PassResult) -> None:
+    def passed(self, request: Pending, pass_: Pass, result: PassResult) -> None:
         if (run := self._run(request.model_id)) is not None:
             gathered = run.forwards if request.kind == "forward" else run.passes
-            gathered.add(result.metrics, len(result.logprobs))
+            gathered.add(result.metrics, len(result.logprobs), token_weight(pass_))
 
     def stepped(self, request: Pending, step: OptimStep, metrics: Mapping[str, float]) -> list[Effect]:
         """Statements for the transaction that settles an optimizer step."""
