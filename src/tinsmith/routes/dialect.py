@@ -25,7 +25,7 @@ from tinsmith.futures import Outcome
 from tinsmith.records import usage
 from tinsmith.routes import models, sampling, sessions
 from tinsmith.routes.call import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
-from tinsmith.routes.futures import held, outcome_of
+from tinsmith.routes.futures import held, note_poll, outcome_of
 from tinsmith.routes.submission import stored
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.dialect import pass_result, sample_body, sample_result
@@ -185,6 +185,7 @@ async def _outcome(
     async def look() -> Outcome | None:
         return await outcome_of(services, tenant_id, request_id)
 
+    await note_poll(services, tenant_id, request_id)
     return await held(request, services.waiters.watch(request_id), look, hold_s)
 
 

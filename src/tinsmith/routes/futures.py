@@ -56,7 +56,7 @@ async def retrieve_future(request: Request) -> Response:
     fields = await read_json(request)
     request_id = fields.text("request_id")
     inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
-    await _note_poll(services, tenant_id, request_id)
+    await note_poll(services, tenant_id, request_id)
     with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
         outcome = await held(
             request,
@@ -145,7 +145,7 @@ async def retrieve_futures(request: Request) -> Response:
     samplers = services.sampling_sessions
     await read(services, samplers.get, tenant_id, poll.sampling_session_id)
     samplers.acknowledge(poll.sampling_session_id, poll.acknowledged)
-    await _note_poll(services, tenant_id, poll.sampling_session_id)
+    await note_poll(services, tenant_id, poll.sampling_session_id)
 
     async def look() -> list[Completion] | None:
         return await read(services, samplers.completions, poll.sampling_session_id, poll.clone, poll.cursor) or None
@@ -261,7 +261,7 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
             task.cancel()
 
 
-async def _note_poll(services: Services, tenant_id: str, name: str) -> None:
+async def note_poll(services: Services, tenant_id: str, name: str) -> None:
     """A poll is a sign of life of the session whose id `name` begins with."""
     session_id = name.partition(":")[0]
     if services.sessions.is_sign_due(session_id):
