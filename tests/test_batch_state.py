@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from array import array
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -19,7 +15,6 @@ from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, Row
 from tinsmith.batch.state import BatchJobs, Job, SupersededError
 from tinsmith.db import Database
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.routes import batch as routes
 
 APP = Lost("ValueError", "the row is bad", infra=False)
 INFRA = Lost("WorkerLost", "it was killed", infra=True)
@@ -302,27 +297,3 @@ def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs
     jobs.acquire_batch_coordinator(job.job_id, "two", "here", LEASE_S)
     assert len(statements) == 2 and all("ix_batch_state_dispatched" in plan for plan in statements), statements
     assert set(statuses(jobs, job)) == {"PENDING"}
-
-
-class ChangingJobs(BatchJobs):
-    """A job of which more is done whenever somebody looks."""
-
-    looks = 0
-
-    def find(self, tenant_id: str, job_id: int) -> Job:
-        self.looks += 1
-        ended = {"status": "SUCCEEDED"} if self.looks == 4 else {}
-        return replace(super().find(tenant_id, job_id), rows_ok=self.looks, **ended)
-
-
-def test_a_job_that_changes_all_the_time_is_told_a_few_times_a_second(db: Database) -> None:
-    jobs = ChangingJobs(db)
-    job_id = jobs.create("alice", spec())
-    services: Any = SimpleNamespace(batch_jobs=jobs)
-
-    async def told() -> list[bytes]:
-        return [event async for event in routes._events(services, "alice", job_id)]
-
-    began = time.monotonic()
-    assert len(asyncio.run(told())) == 4 == jobs.looks
-    assert time.monotonic() - began >= 3 * routes.EVENTS_POLL_S
