@@ -16,7 +16,7 @@ HANDLERS = 16
 """More than there are cores: most of the time they wait for the database, whose writers take turns."""
 TRANSFERS = 4
 """Uploads and downloads that are worked on at once; they share the disk and the processors with everything else."""
-RESULTS = 4
+RESULTS = 2
 SWEEPS = 2
 
 
