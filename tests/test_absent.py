@@ -39,7 +39,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
             with made.db.write() as connection:
                 connection.execute(SESSIONS.insert(), {**row, "last_heartbeat_at": now()})
         # One decode step in each turn finishes nothing, so that places stay taken for as long as a test wants.
-        made.backend.sampler.step = lambda: []  # type: ignore[method-assign]
+        made.backend.sampler.step = lambda scopes=None: []  # type: ignore[method-assign]
         yield made
         made.close()
 

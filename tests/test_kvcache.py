@@ -78,8 +78,9 @@ class _Shadow:
     def cancel(self, number: int) -> None:
         self.batcher.remove(self.live.pop(number, []))
 
-    def step(self) -> Step:
-        step = self.batcher.schedule()
+    def step(self, scopes: set[str] | None = None) -> Step:
+        step = self.batcher.schedule(scopes)
+        assert scopes is None or {span.sequence.scope for span in step.spans} <= scopes
         for source, target in step.copies:
             for slot in range(BLOCK):
                 self.slots[target, slot] = self.slots.get((source, slot), ())
@@ -156,6 +157,7 @@ actions = st.lists(
     st.one_of(
         st.tuples(st.just("submit"), requests),
         st.tuples(st.just("step"), st.integers(1, 4)),
+        st.tuples(st.just("few"), st.integers(1, 4)),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
         st.tuples(st.just("replace"), st.integers(1, 2)),
     ),
@@ -194,6 +196,9 @@ def test_whatever_the_interleaving_every_span_reads_its_own_prefix_and_no_block_
         elif action == "step":
             for _ in range(value):
                 _check_step(shadow.step(), batcher, max_tokens, max_sequences)
+        elif action == "few":
+            for _ in range(value):
+                _check_step(shadow.step({"b", "c"}), batcher, max_tokens, max_sequences)
         elif action == "cancel":
             shadow.cancel(value)
             cancelled.add(value)
@@ -380,6 +385,20 @@ def test_a_sequence_of_another_scope_does_not_wait_for_the_end_of_long_answers(n
         shadow.step()
     expected = {(n, i): _expected([n] * 5, i, 300) for n in range(16 // num_samples) for i in range(num_samples)}
     assert {order: tokens for order, tokens in shadow.answers.items() if order[0] < 100} == expected
+
+
+def test_a_step_of_some_scopes_leaves_the_others_as_they_are():
+    shadow = _Shadow(_batcher(1000, max_sequences=8, max_tokens=64))
+    weights = Weights(None, 0)
+    for number in range(10):
+        shadow.submit(_request([number] * 5, number=number, max_new=20, weights=weights, scope="flood"))
+    shadow.step()
+    lengths = [sequence.length for sequence in shadow.batcher.running[:6]]
+    shadow.submit(_request([9] * 5, number=100, max_new=3, weights=weights, scope="lone"))
+    for _ in range(3):
+        assert [span.sequence.scope for span in shadow.step({"lone"}).spans] == ["lone"]
+    assert (100, 0) in shadow.answers
+    assert [sequence.length for sequence in shadow.batcher.running[:6]] == lengths
 
 
 def test_scopes_share_places_equally_and_none_loses_its_oldest():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from engine_bench import BASE, Bench
 from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
 from tinsmith.engine.prices import Prices
 from tinsmith.errors import UserError
-from tinsmith.ops import Pass, PassResult
+from tinsmith.ops import Partial, Pass, PassResult, Sample, SampleResult
 from tinsmith.sampling_sessions import NewSamplingSession
 
 BUDGET = 65_536
@@ -248,6 +248,55 @@ def test_what_the_database_does_not_tell_during_a_step_is_read_after_it(
     assert outcome is not None and outcome.error is None
     bench.turns()
     assert bench.outcome("t:sample:0:0", "bob") is not None
+
+
+class _SlowSampler:
+    """A sampler whose steps take as long as they have tenants' sequences, and never end a request."""
+
+    runs_by_itself = False
+    has_work = True
+
+    def __init__(self) -> None:
+        self.steps: list[Collection[str] | None] = []
+        self.now = 0.0
+
+    def submit(self, sample: Sample) -> None:
+        pass
+
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult]]:
+        self.steps.append(scopes)
+        self.now += 0.2 if scopes is None else 0.012
+        return []
+
+    def partials(self) -> list[Partial]:
+        return []
+
+
+@pytest.mark.parametrize(("flood", "few"), [(40, True), (5, False)])
+def test_a_tenant_with_few_sequences_has_decode_steps_of_its_own_where_one_of_all_takes_long(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, flood: int, few: bool
+) -> None:
+    sampler = _SlowSampler()
+    monkeypatch.setattr(bench.backend, "_sampler", sampler)
+    monkeypatch.setattr("tinsmith.engine.sampling.time.monotonic", lambda: sampler.now)
+    for name, tenant in (("s:sample:0", "alice"), ("t:sample:0", "bob")):
+        bench.samplers.create(NewSamplingSession(name, name[0], tenant, BASE))
+    for seq_id in range(flood):
+        bench.sample("s:sample:0", seq_id)
+    bench.sample("t:sample:0", 0, tenant="bob")
+    bench.engine._arrivals.fetch()
+    sampling = bench.engine._sampling
+    sampling._admit(bench.engine._queues)
+    for _ in range(60):
+        sampling.slice()
+    own = [scopes for scopes in sampler.steps if scopes is not None]
+    assert bool(own) == few
+    assert all(set(scopes) == {"bob"} for scopes in own)
+    whole = len(sampler.steps) - len(own)
+    assert 0.012 * len(own) <= 0.2 * whole / 2 + 0.2
+    assert whole >= 5
+    if few:
+        assert 0.012 * len(own) >= 0.2 * (whole - 2) / 2 - 0.2
 
 
 def test_passes_of_one_tenant_do_not_wait_for_those_of_another(bench: Bench) -> None:

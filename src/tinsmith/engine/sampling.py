@@ -2,7 +2,8 @@
 
 Tenants take turns at the door of the sampler, and each has a share of its places, so that a flood of one tenant's
 samples does not hold up another's. After a training step the sampler decodes for as long as the engine says. During a
-long step `between` admits and decodes, too. What is cancelled leaves the queue or the batch and is settled as failed,
+long step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them
+have steps of their own in between. What is cancelled leaves the queue or the batch and is settled as failed,
 together with the request to cancel it.
 
 A session that was not heard of for a while is absent: its client may have been killed, or cut off. Its samples make way
@@ -45,6 +46,15 @@ MAX_IN_SAMPLER = 256
 of them gets one in any case.
 """
 
+LONG_STEP_S = 0.05
+"""A tenant with few sequences waits for the whole batch if a decode step takes no longer than this."""
+
+FEW = 8
+"""A tenant has few sequences if the largest tenant has at least this many times as many."""
+
+LEAST_STEP_S = 0.01
+"""What a decode step counts at least: one that could not compute anything takes no time."""
+
 MOST_AT_ONCE = 500
 """Cancelled samples that are settled in one transaction: others want to write, too."""
 
@@ -54,7 +64,7 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class _Inside:
     """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, what will be
-    kept of it, and whether its tokens are told as they are drawn.
+    kept of it, whether its tokens are told as they are drawn, and how many answers it has.
     """
 
     request: Pending
@@ -62,6 +72,7 @@ class _Inside:
     recorded_for: str | None = None
     begun: BegunSample | None = None
     streams: bool = False
+    num_samples: int = 1
 
 
 class Sampling:
@@ -88,6 +99,8 @@ class Sampling:
         self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
         self._last_tenant = ""
+        self._whole_step_s = 0.0  # the last decode step of all
+        self._few_ahead_s = 0.0  # what steps of tenants with few sequences took beyond half of what those of all took
         self.decoded_s = 0.0
         """Seconds that decoding has taken so far."""
 
@@ -135,10 +148,11 @@ class Sampling:
         """One decode step; finished requests are settled as soon as the database permits it."""
         if not self._backend.sampler.has_work:
             return
+        few = self._tenants_with_few()
         started = time.monotonic()
         try:
             with self._suspects.running(list(self._inside)):
-                finished = self._backend.sampler.step()
+                finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
         except Exception as error:  # the sampler's state is unknown: fail what is in it, go on
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
@@ -149,6 +163,11 @@ class Sampling:
         decoded_s = time.monotonic() - started
         self.decoded_s += decoded_s
         self._meters.worked(DECODE, decoded_s)
+        if few:
+            self._few_ahead_s += max(decoded_s, LEAST_STEP_S)
+        else:
+            self._whole_step_s = decoded_s
+            self._few_ahead_s = max(self._few_ahead_s - decoded_s / 2, -decoded_s / 2)
         if partials := self._backend.sampler.partials():
             self._tell(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
@@ -185,6 +204,16 @@ class Sampling:
         if gone:
             absent = sorted({request.session_id for request in gone})
             log.info("samples of absent sessions make way for others", session_ids=absent[:20], samples=len(gone))
+
+    def _tenants_with_few(self) -> set[str]:
+        """The tenants whose sequences alone are in the next decode step; empty if all are."""
+        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._suspects:
+            return set()
+        counts: Counter[str] = Counter()
+        for inside in self._inside.values():
+            counts[inside.request.tenant_id] += inside.num_samples
+        largest = max(counts.values(), default=0)
+        return {tenant_id for tenant_id, count in counts.items() if FEW * count <= largest}
 
     def measure(self) -> None:
         """Tell the meters how full the sampler is."""
@@ -292,7 +321,7 @@ class Sampling:
                 recorded_for = request.session_id if sample.record_stability_info else None
                 begun = self._keeper.begin(request, sampler, sample)
                 self._inside[request.request_id] = _Inside(
-                    request, len(sample.prompt_T), recorded_for, begun, sample.stream
+                    request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
                 )
                 self._backend.sampler.submit(sample)
                 reach("sample.admitted")

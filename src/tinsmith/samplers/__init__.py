@@ -7,7 +7,7 @@ no SQL, answers no HTTP and is driven from one thread. One may have another engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -45,8 +45,10 @@ class Sampler(Protocol):
         """Forget a waiting or running request; False if it is unknown or finished."""
         ...
 
-    def step(self) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
-        """Run one step and return the finished requests as (request_id, outcome)."""
+    def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
+        """Run one step and return the finished requests as (request_id, outcome). With `scopes`, a sampler that can
+        leaves requests of other cache_scopes out of the step.
+        """
         ...
 
     def partials(self) -> list[Partial]:

@@ -92,19 +92,23 @@ class Batcher:
         self.running = [s for s in self.running if id(s) not in gone]
         self.waiting = [s for s in self.waiting if id(s) not in gone]
 
-    def schedule(self) -> Step:
+    def schedule(self, scopes: Container[str] | None = None) -> Step:
+        """What to compute next; with `scopes`, of sequences of these alone. The others keep their places."""
         step = Step()
         is_shared = self._is_shared()
         if is_shared:
             self._make_places()
         spanned: set[int] = set()
         for sequence in self._fewest_first() if is_shared else tuple(self.running):
+            if scopes is not None and sequence.scope not in scopes:
+                continue
             if sequence.num_pending == 1 and sequence.blocks and self._make_writable(sequence, step, spanned):
                 step.spans.append(Span(sequence, sequence.num_cached, sequence.length))
                 spanned.add(id(sequence))
         budget = max(self._max_tokens - len(step.spans), 1)
-        lines = self._lines()
-        budget -= self._continue_prompts(budget, step, lines)
+        lines = {scope: line for scope, line in self._lines().items() if scopes is None or scope in scopes}
+        begun = [s for s in self.running if s.num_pending > 1 and (scopes is None or s.scope in scopes)]
+        budget -= self._continue_prompts(begun, budget, step, lines)
         self._admit_waiting(budget, step, lines)
         written = {target for _, target in step.copies}
         step.fresh.extend(block for block in self.pool.take_fresh() if block not in written)
@@ -147,11 +151,10 @@ class Batcher:
             self.add(child)
         return list(children[:room])
 
-    def _continue_prompts(self, budget: int, step: Step, lines: Lines) -> int:
+    def _continue_prompts(self, begun: Seq[Sequence], budget: int, step: Step, lines: Lines) -> int:
         """Compute more of the prompts that have begun; returns the number of tokens. Of several scopes each takes an
         equal part at most, and those that could be admitted are among them.
         """
-        begun = [sequence for sequence in self.running if sequence.num_pending > 1]
         if not begun:
             return 0
         takers = {sequence.scope for sequence in begun}

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ class ExternalSampler:
             self._loop.call_soon_threadsafe(_cancel, job)
         return job is not None
 
-    def step(self) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
+    def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
         self.rise()
         settled: list[tuple[str, SampleResult | TinsmithError]] = []
         wait_s: float | None = WAIT_S

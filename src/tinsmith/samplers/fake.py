@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +50,7 @@ class FakeSampler:
         self._waiting = deque(entry for entry in self._waiting if entry[0].request_id != request_id)
         return len(self._waiting) < before
 
-    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
         if not self._waiting:
             return []
         sample, weight = self._waiting.popleft()

@@ -15,7 +15,7 @@ Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -141,11 +141,11 @@ class LocalSampler:
             self._batcher.remove(sequences)
         return sequences is not None
 
-    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
         self._settled = []
         self.collect()
         self._room.fit()
-        step = self._batcher.schedule()
+        step = self._batcher.schedule(scopes)
         if step.spans:
             with torch.inference_mode():
                 self._run(step)

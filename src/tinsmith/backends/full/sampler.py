@@ -8,7 +8,7 @@ version, as everywhere.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.full.weights import FullWeights
@@ -34,10 +34,10 @@ class FullSampler(LocalSampler):
         self._held = deque(held for held in self._held if held.request.sample.request_id != request_id)
         return super().cancel(request_id)
 
-    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
         if self._held and len(self._held) == len(self._requests):
             self._active = self._held[0].request.weights.adapter
         while self._held and self._held[0].request.weights.adapter is self._active:
             super()._admit(self._held.popleft())
         self._base.bind(self._active if isinstance(self._active, FullWeights) else self._base.original)
-        return super().step()
+        return super().step(scopes)

@@ -141,6 +141,6 @@ class Rank:
     def cancel(self, request_id: str) -> bool:
         return self.backend.sampler.cancel(request_id)
 
-    def step(self) -> tuple[Finished, list[Partial], CacheUse]:
+    def step(self, scopes: Sequence[str] | None) -> tuple[Finished, list[Partial], CacheUse]:
         sampler = self.backend.sampler
-        return sampler.step(), sampler.partials(), sampler.cache_use()
+        return sampler.step(scopes), sampler.partials(), sampler.cache_use()

@@ -11,7 +11,7 @@ beginning go where its blocks are cached, unless that rank has much more to do t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -55,9 +55,9 @@ class RankSampler(LocalSampler):
         self._ranks = ranks
         self._ran = False
 
-    def step(self) -> Finished:
+    def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
-        finished = super().step()
+        finished = super().step(scopes)
         if self._ranks.degrees.shard_base and not self._ran:
             assert isinstance(self._base, PartedBase)
             self._base.idle(train=False)
@@ -128,14 +128,15 @@ class GroupSampler:
         group = self._degrees.tensor_group(place.data_index)
         return bool(self._call("cancel", request_id, ranks=group)[group[0]])
 
-    def step(self) -> Finished:
+    def step(self, scopes: Collection[str] | None = None) -> Finished:
         if not self._places:
             return []
         # Where layers are shared, all ranks step, whether they have work or not.
         busy = {place.data_index for place in self._places.values()}
         chosen = range(self._degrees.data) if self._degrees.shard_base else sorted(busy)
         groups = [self._degrees.tensor_group(data_index) for data_index in chosen]
-        answers = self._call("step", ranks=[rank for group in groups for rank in group])
+        only = None if scopes is None else sorted(scopes)
+        answers = self._call("step", only, ranks=[rank for group in groups for rank in group])
         finished: Finished = []
         for group in groups:
             own, partials, use = cast("tuple[Finished, list[Partial], CacheUse]", answers[group[0]])
