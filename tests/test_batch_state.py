@@ -127,10 +127,16 @@ def test_a_failing_batch_is_retried_later_then_halved_down_to_its_row(jobs: Batc
     assert jobs.turn(job.job_id, "one", [(one, APP)], {}, LEASE_S).job.total_batches == 2
     left, right = claim(jobs, job, 2)
     assert (left.span, right.span) == ((0, 1), (2, 3))
+    assert (left.retry_count, right.retry_count) == (0, 0), "a part has a retry of its own"
     turn = jobs.turn(job.job_id, "one", [(left, APP), (right, outcome(right))], {"w": 5}, LEASE_S)
+    (again,) = turn.claims["w"]
+    assert again.span == (0, 1) and again.retry_count == 1
+    turn = jobs.turn(job.job_id, "one", [(again, APP)], {"w": 5}, LEASE_S)
     first, second = turn.claims["w"]
     assert (first.span, second.span) == ((0, 0), (1, 1)) and turn.job.total_batches == 3
     turn = jobs.turn(job.job_id, "one", [(first, outcome(first)), (second, APP)], {"w": 1}, LEASE_S)
+    (again,) = turn.claims["w"]
+    turn = jobs.turn(job.job_id, "one", [(again, APP)], {"w": 1}, LEASE_S)
     (given_up,) = turn.claims["w"]
     assert given_up.retry_count == 4 and given_up.error == "the row is bad"
     ended = jobs.turn(job.job_id, "one", [(given_up, outcome(given_up, failed=1))], {}, LEASE_S).job

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tinsmith.batch.functions import Mapper
+from tinsmith.batch.markers import NO_ROW
 from tinsmith.batch.protocols import ProgramError, Row
 
 BATCH_FORMATS = ("list", "columns", "pandas", "arrow")
@@ -25,6 +26,7 @@ class Batches(Protocol):
     def next_rows(self) -> list[Row] | None: ...
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None: ...
     def fail_current(self, error: BaseException) -> bool: ...
+    def at_row(self, row_idx: int) -> None: ...
     @property
     def indices(self) -> Sequence[int]: ...
 
@@ -45,7 +47,11 @@ def _rows(mapper: Mapper, feed: Batches) -> None:
         if mapper.is_async:
             results = asyncio.run(_all([_attempt_async(mapper, each) for each in arguments]))
         else:
-            results = [_attempt(mapper, each) for each in arguments]
+            results = []
+            for index, each in zip(feed.indices, arguments, strict=True):
+                feed.at_row(index)
+                results.append(_attempt(mapper, each))
+            feed.at_row(NO_ROW)
         feed.save([_over(row, result, mapper.options) for row, result in zip(rows, results, strict=True)], 0, 0)
 
 

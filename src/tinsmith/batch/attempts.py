@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.inserting import PENDING
-from tinsmith.batch.protocols import Outcome, Span
+from tinsmith.batch.protocols import DEATHS, Outcome, Span
 from tinsmith.db import Database, now
 from tinsmith.tables import BATCH
 
@@ -35,6 +35,8 @@ class Claim:
     error_class: str | None
     error: str | None
     worker_cluster: str
+    parent_idx: int | None = None
+    """The batch that this one was split from."""
 
     @property
     def span(self) -> Span:
@@ -52,6 +54,10 @@ class Lost:
     begun: bool = True
     final: bool = False
     """No other attempt can succeed: the batch has failed, and with it the job."""
+    died: bool = False
+    """The mapper's process ended while it worked on the batch."""
+    row: int | None = None
+    """The row that it worked on, if that is known."""
 
 
 Settled = tuple[Claim, Outcome | Lost]
@@ -99,6 +105,8 @@ class Attempts:
         for name, number in {"completed_batches": 1, **numbers}.items():
             counts[name] = counts.get(name, 0) + number
         if outcome.row_failures:
+            gave_up = claim.retry_count > self._max_retries  # this attempt only recorded what others came to
+            attempts = claim.attempt_id - 1 if gave_up else claim.retry_count + 1
             rows = [
                 {
                     "job_id": self._job_id,
@@ -109,7 +117,7 @@ class Attempts:
                     "details": {
                         "row": failure.row,
                         "traceback": failure.traceback[-20_000:],
-                        "attempts": claim.retry_count + 1,
+                        "attempts": attempts,
                         "worker": claim.worker_cluster,
                     },
                 }
@@ -119,47 +127,58 @@ class Attempts:
         return True
 
     def lose(self, claim: Claim, lost: Lost, counts: dict[str, int]) -> bool:
-        """Once more, later; or in halves; or, for a row that failed often enough, as a failed row; or never."""
+        """Once more, later; or in parts; or, for a row that failed often enough, as a failed row; or never.
+
+        A batch that raised is tried `max_retries` times more, each time later. A part of one that was split has a
+        retry of its own, at once: what passes with time had its time. A batch on which the mapper's process ended is
+        tried once more, whatever retries are left: the first time, that may have been an accident of the machine.
+        """
         told = {"error_class": lost.error_class[:128], "error": lost.error[-20_000:]}
         if not lost.begun:
             return self._give(claim, "PENDING")
-        if lost.infra:
+        died_before = claim.error_class in DEATHS
+        if lost.infra or (lost.died and not died_before):
             tries = claim.infra_retries + 1
             status = "PENDING" if tries <= MAX_INFRA_RETRIES else "FAILED"
-            return self._give(claim, status, infra_retries=tries, **told)
+            keep = status == "PENDING" and died_before  # what is told is what the second death is known by
+            return self._give(claim, status, infra_retries=tries, **({} if keep else told))
         tries = claim.retry_count + 1
-        if lost.final:
+        if lost.final or claim.retry_count > self._max_retries:  # even recording the row as failed has failed
             return self._give(claim, "FAILED", retry_count=tries, **told)
-        if tries <= self._max_retries:
+        if not lost.died and claim.parent_idx is None and tries <= self._max_retries:
             later = self._db.clock() + self._backoff_s * 2**tries
             return self._set(claim, status="PENDING", retry_count=tries, next_retry_at=later, **told)
+        if not lost.died and claim.parent_idx is not None and tries <= min(1, self._max_retries):
+            return self._give(claim, "PENDING", retry_count=tries, **told)
         if claim.span.rows > 1:
-            return self._split(claim, told, counts)
-        # The attempt after the last one only records the row as failed; if even that fails, the batch has.
-        status = "PENDING" if tries == self._max_retries + 1 else "FAILED"
-        return self._give(claim, status, retry_count=tries, **told)
+            return self._split(claim, lost.row, told, counts)
+        # The attempt after the last one only records the row as failed.
+        return self._give(claim, "PENDING", retry_count=self._max_retries + 1, **told)
 
     def _give(self, claim: Claim, status: str, **values: object) -> bool:
         accepted = self._set(claim, status=status, next_retry_at=None, **values)
         self.failed |= accepted and status == "FAILED"
         return accepted
 
-    def _split(self, claim: Claim, told: dict[str, str], counts: dict[str, int]) -> bool:
+    def _split(self, claim: Claim, row: int | None, told: dict[str, str], counts: dict[str, int]) -> bool:
+        """Into halves; where the row is known that failed, into that row and what is on either side of it."""
         if not self._set(claim, status="SPLIT", retry_count=claim.retry_count + 1, **told):
             return False
         last = sa.select(sa.func.max(STATES.c.batch_idx)).where(STATES.c.job_id == self._job_id)
         last_idx = self._connection.scalar(last) or 0
-        middle = (claim.start_idx + claim.end_idx) // 2
-        halves = (Span(claim.start_idx, middle), Span(middle + 1, claim.end_idx))
+        if row is not None and row in range(claim.start_idx, claim.end_idx + 1):
+            spans = [Span(claim.start_idx, row - 1), Span(row, row), Span(row + 1, claim.end_idx)]
+        else:
+            middle = (claim.start_idx + claim.end_idx) // 2
+            spans = [Span(claim.start_idx, middle), Span(middle + 1, claim.end_idx)]
+        parts = [span for span in spans if span.rows > 0]
         common = {"job_id": self._job_id, "status": "PENDING", "parent_idx": claim.batch_idx, "updated_at": now()}
         rows = [
-            # Their parent has spent the retries: a half that fails is halved at once.
-            {**common, "batch_idx": last_idx + 1 + index, "start_idx": half.start_idx, "end_idx": half.end_idx,
-             "retry_count": self._max_retries}
-            for index, half in enumerate(halves)
-        ]  # fmt: skip
+            {**common, "batch_idx": last_idx + 1 + index, "start_idx": part.start_idx, "end_idx": part.end_idx}
+            for index, part in enumerate(parts)
+        ]
         self._connection.execute(STATES.insert(), rows)
-        counts["total_batches"] = counts.get("total_batches", 0) + 1
+        counts["total_batches"] = counts.get("total_batches", 0) + len(parts) - 1
         return True
 
     def claim(self, worker: str, count: int, lease_s: float) -> list[Claim]:

@@ -1,4 +1,4 @@
-"""The process in which a worker runs what is not ours: `python -m tinsmith.batch.child READ_FD WRITE_FD`.
+"""The process in which a worker runs what is not ours: `python -m tinsmith.batch.child READ_FD WRITE_FD MARKER_FD`.
 
 Lines of JSON come in and go out on two descriptors of their own, so that a mapper may print. The first line is the
 job's specification. Then either assignments follow, each answered by one outcome (`mapper`), or operations, each
@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, RowFailure
+from tinsmith.batch.protocols import DEATHS, Assignment, JobSpec, MapperStartError, Outcome, RowFailure
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def main() -> None:
 
         stores.confine([*spec.roots, str(cache_directory())])
     if first["role"] == "mapper":
-        _map(spec, source, send)
+        _map(spec, source, send, bool(first.get("careful")))
     else:
         _serve(spec, int(first["job_id"]), source, send)
 
@@ -73,8 +73,9 @@ def _die() -> NoReturn:
     os._exit(1)
 
 
-def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
+def _map(spec: JobSpec, source: IO[str], send: Send, careful: bool) -> None:
     from tinsmith.batch import mapper_runtime, printed
+    from tinsmith.batch.markers import Marker
     from tinsmith.batch.operations.runtime import Channel
 
     printed.tag_output(mapper_runtime.batch_at_work)
@@ -82,8 +83,13 @@ def _map(spec: JobSpec, source: IO[str], send: Send) -> None:
     channel = Channel(send)
     given: queue.SimpleQueue[Assignment | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(source, given, channel), daemon=True).start()
+    marker = Marker(int(sys.argv[3]))
+
+    def report(outcome: Outcome) -> None:
+        send({"outcome": outcome.to_dict()})
+
     try:
-        mapper_runtime.run(spec, iter(given.get, None), lambda outcome: send({"outcome": outcome.to_dict()}), channel)
+        mapper_runtime.run(spec, iter(given.get, None), report, channel, marker, eager=not careful)
     except MapperStartError as error:
         send({"start_error": str(error), "final": error.final})
     except Exception as error:  # noqa: BLE001  whatever it is, the worker must hear of it
@@ -173,7 +179,8 @@ def _give_up(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) 
         writer.write_part([None], given.span, base) for writer, base in zip(writers, given.part_bases, strict=True)
     ]
     trace = request["error"]
-    message = re.sub(rf"^[\w.]*{re.escape(request['error_type'])}: ", "", trace.strip().rpartition("\n")[2])
+    said = trace.strip().partition("\n")[0] if request["error_type"] in DEATHS else trace.strip().rpartition("\n")[2]
+    message = re.sub(rf"^[\w.]*{re.escape(request['error_type'])}: ", "", said)
     failure = RowFailure(given.start_idx, request["error_type"], message, trace, row)
     made = Outcome(given.batch_idx, given.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,))
     return made.to_dict()

@@ -1,7 +1,8 @@
 """A worker's children: processes of their own group that can be killed at any time, and what becomes of their work.
 
 `Child` is one process and its two pipes of JSON lines. `Mapper` gives assignments to a child that runs the mapper and
-starts another one when it dies. Who was at work when it died is to blame; who only waited is given to the next child.
+starts another one when it dies. A batch is to blame for that only if the child's marker says that it was worked on;
+where it says so of several, the next child has them one at a time. What only waited is given to the next child, too.
 What an attempt comes to is told once: an outcome, or a loss that says whether it is the batch's fault (`infra` false),
 the machine's, or that of a mapper that does not start (`setup`).
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith import __version__
+from tinsmith.batch.markers import Marker, marker_file
 from tinsmith.batch.printed import untagged
 
 TAIL_BYTES = 4000
@@ -51,15 +53,22 @@ class Child:
         child_reads, we_write = os.pipe()
         we_read, child_writes = os.pipe()
         self._log_path = log_path
-        command = [python, "-m", "tinsmith.batch.child", str(child_reads), str(child_writes)]
-        with log_path.open("ab") as log:
-            self._log_start = log.tell()
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                pass_fds=(child_reads, child_writes), start_new_session=True,
-            )  # fmt: skip
-        os.close(child_reads)
-        os.close(child_writes)
+        try:
+            with log_path.open("ab") as log, marker_file() as shared:
+                inherited = (child_reads, child_writes, shared.fileno())
+                self.marker = Marker(shared.fileno())
+                self._log_start = log.tell()
+                self.process = subprocess.Popen(
+                    [python, "-m", "tinsmith.batch.child", *map(str, inherited)],
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=inherited, start_new_session=True,
+                )  # fmt: skip
+        except BaseException:
+            os.close(we_write)
+            os.close(we_read)
+            raise
+        finally:
+            os.close(child_reads)
+            os.close(child_writes)
         self._input = os.fdopen(we_write, "w", encoding="utf-8")
         self._output = os.fdopen(we_read, "r", encoding="utf-8")
         self._lock = threading.Lock()
@@ -139,6 +148,7 @@ class Attempt:
         self.group = group
         self.since = time.monotonic()
         self.begun = False  # whether it is with the child
+        self._times_given = 0
         self.settled = threading.Event()
         self.result: Message = {}
         self._followers = [group]
@@ -147,6 +157,13 @@ class Attempt:
     @property
     def key(self) -> tuple[int, int]:
         return self.assignment["batch_idx"], self.assignment["attempt_id"]
+
+    def given(self) -> Message:
+        """The assignment for a child. Where an earlier child may have stored parts of it, the next one stores its own
+        elsewhere: a mapper need not give the same results twice."""
+        bases, again = self.assignment["part_bases"], self._times_given
+        self._times_given += 1
+        return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
     def follow(self, events: Events) -> None:
         """The attempt's end goes there, as the attempt itself, and what it asks before that: as to its own group."""
@@ -181,8 +198,10 @@ def lost(
     setup: bool = False,
     begun: bool = True,
     final: bool = False,
+    died: bool = False,
+    row: int | None = None,
 ) -> Message:
-    told = {"error_class": error_class, "error": error}
+    told = {"error_class": error_class, "error": error, "died": died, "row": row}
     return {"lost": {**told, "infra": infra, "setup": setup, "begun": begun, "final": final}}
 
 
@@ -200,7 +219,11 @@ class Mapper:
         self._waiting: list[Attempt] = []
         self._child: Child | None = None
         self._answered = False
-        self._told_to_die: Message | None = None
+        self._told_to_die: tuple[Attempt, Message] | None = None
+        self._suspects: set[tuple[int, int]] = set()
+        """Attempts one of which a child died of. They run alone."""
+        self._deaths_alone = 0
+        """Children in a row that died, and worked on nothing."""
         self._closed = False
         self.start_error = ""
         self._start_is_final = False
@@ -224,17 +247,17 @@ class Mapper:
 
     def _give(self) -> None:
         """The child never has more than it can do something with: the others can still be taken back."""
-        for attempt in self._waiting[:AHEAD]:
+        for attempt in self._waiting[: 1 if self._suspects else AHEAD]:
             if not attempt.begun and self._child is not None:
                 attempt.begun = True
-                self._child.send(attempt.assignment)
+                self._child.send(attempt.given())
 
     def take_back(self, attempts: list[Attempt]) -> None:
         """Those that have not begun are not begun here any more."""
         with self._lock:
             for attempt in attempts:
                 if attempt in self._waiting and not attempt.begun:
-                    self._waiting.remove(attempt)
+                    self._drop(attempt)
                     attempt.settle(lost("GivenBack", "other batches took too long", infra=True, begun=False))
 
     def _begin(self) -> None:
@@ -245,7 +268,7 @@ class Mapper:
             self._fail_all(lost("InterpreterError", self._problem, setup=True, final=True))
             return
         try:
-            child = Child(self._python, self._first, self._log_path)
+            child = Child(self._python, self._first | {"careful": bool(self._suspects)}, self._log_path)
         except OSError as error:
             self._fail_all(lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
@@ -292,7 +315,8 @@ class Mapper:
         key = outcome["batch_idx"], outcome["attempt_id"]
         for attempt in self._waiting:
             if attempt.key == key:
-                self._waiting.remove(attempt)
+                self._deaths_alone = 0
+                self._drop(attempt)
                 for next_one in self._waiting[:1]:
                     next_one.since = time.monotonic()  # it begins now
                 self._give()
@@ -301,52 +325,79 @@ class Mapper:
                 return
 
     def _on_death(self, status: int, start_error: str | None, child: Child) -> None:
-        told = self._told_to_die
+        told, self._told_to_die = self._told_to_die, None
         if start_error is not None and not self._answered:
             self.start_error = start_error
             self._fail_all(lost("MapperStartError", start_error, setup=True, final=self._start_is_final))
-        elif told is None and not self._answered and status not in (0, -signal.SIGKILL):
-            self.start_error = f"the mapper's process ended with status {status} before it answered\n{child.tail()}"
-            if self._waiting:
-                self._blame(lost("MapperDied", self.start_error))
-        elif self._waiting and not (status == 0 and self._answered):
-            words = f"the mapper's process ended with status {status}\n{child.tail()}"
-            killed = status == -signal.SIGKILL
-            self._blame(told or lost("MapperKilled" if killed else "MapperDied", words, infra=killed))
+        elif told is not None:
+            attempt, result = told
+            if result["lost"]["setup"]:
+                self._fail_all(result)
+            elif attempt in self._waiting:
+                self._blame(attempt, result)
+        elif start_error is None and self._waiting:
+            self._accuse(status, child)
         if self._waiting:
             self._begin()
 
-    def _blame(self, result: Message) -> None:
-        attempt = self._waiting.pop(0)
+    def _accuse(self, status: int, child: Child) -> None:
+        """Find out what a child died of."""
+        marked, starting = child.marker.busy(), child.marker.starting
+        suspects = [attempt for attempt in self._waiting if attempt.key in marked]
+        kind = "MapperKilled" if status == -signal.SIGKILL else "MapperDied"
+        if suspects and (len(suspects) > 1 or starting):
+            self._suspects = {attempt.key for attempt in suspects}
+            self._waiting.sort(key=lambda attempt: attempt.key not in self._suspects)
+        elif suspects:
+            attempt, row = suspects[0], marked[suspects[0].key]
+            row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
+            where = "this batch" if row is None else f"row {row}"
+            self._blame(attempt, lost(kind, _death(status, f"while it worked on {where}", child), died=True, row=row))
+        else:
+            self._deaths_alone += 1
+            accident = self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting)
+            if starting and not accident:
+                self.start_error = _death(status, "before it asked for a batch", child)
+                self._fail_all(lost(kind, self.start_error, setup=True))
+            elif not accident:
+                self._fail_all(lost(kind, _death(status, "while it worked on no batch", child), infra=True))
+
+    def _drop(self, attempt: Attempt) -> None:
+        self._waiting.remove(attempt)
+        self._suspects.discard(attempt.key)
+
+    def _blame(self, attempt: Attempt, result: Message) -> None:
+        self._drop(attempt)
         attempt.settle(result)
         self._on_settled(attempt)
 
     def _fail_all(self, result: Message) -> None:
         while self._waiting:
-            self._blame(result)
+            self._blame(self._waiting[0], result)
 
     def abort(self, key: tuple[int, int]) -> None:
         """End one attempt, with the child if it has begun."""
         result = lost("Aborted", "the attempt was aborted", infra=True)
         with self._lock:
-            if any(attempt.key == key for attempt in self._waiting):
-                self._waiting.sort(key=lambda attempt: attempt.key != key)  # it is the one to blame
-                if self._waiting[0].begun:
-                    self._kill(result)
+            for attempt in [attempt for attempt in self._waiting if attempt.key == key]:
+                if attempt.begun:
+                    self._kill(attempt, result)
                 else:
-                    self._blame(result)
+                    self._blame(attempt, result)
 
     def watch(self) -> None:
         """Kill a child that takes too long."""
         with self._lock:
             if self._child is None or not self._waiting or self._told_to_die:
                 return
+            oldest, starting = self._waiting[0], self._child.marker.starting
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
-            if time.monotonic() - self._waiting[0].since > limit_s:
-                self._kill(lost("TimeoutError", f"the batch took longer than {limit_s:g} s"))
+            if time.monotonic() - oldest.since > limit_s:
+                late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
+                self._kill(oldest, lost("TimeoutError", f"{late} {limit_s:g} s", setup=starting))
 
-    def _kill(self, result: Message) -> None:
-        self._told_to_die = result
+    def _kill(self, attempt: Attempt, result: Message) -> None:
+        self._told_to_die = attempt, result
         if self._child:
             self._child.kill()
 
@@ -361,6 +412,18 @@ class Mapper:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.process.wait(grace_s)
             child.kill()
+
+
+def _death(status: int, when: str, child: Child) -> str:
+    """How a child ended, in one line, and what it printed before that."""
+    if status == -signal.SIGKILL:
+        how = "was killed (signal 9; out of memory?)"
+    elif status < 0:
+        how = f"died of signal {-status} ({signal.Signals(-status).name})"
+    else:
+        how = f"ended with status {status}"
+    tail = child.tail().strip()
+    return f"the mapper's process {how} {when}" + (f"\nThe end of what it printed:\n{tail}" if tail else "")
 
 
 def _result(outcome: Message) -> Message:

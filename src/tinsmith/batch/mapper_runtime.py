@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, overload
 from tinsmith.batch import adapters, functions, operations, registry, versions
 from tinsmith.batch.cache import cache_directory
 from tinsmith.batch.encoding import plain
+from tinsmith.batch.markers import MAP, READ, STORE, Marker
 from tinsmith.batch.operations import runtime as answering
 from tinsmith.batch.operations.runtime import Channel
 from tinsmith.batch.protocols import (
@@ -93,9 +94,20 @@ class _Batch:
 class Feed:
     """The batches of one job on one worker; `load()` iterates over it, with `for` or `async for`."""
 
-    def __init__(self, spec: JobSpec, assignments: Iterable[Assignment], report: Report) -> None:
+    def __init__(
+        self,
+        spec: JobSpec,
+        assignments: Iterable[Assignment],
+        report: Report,
+        marker: Marker | None = None,
+        eager: bool = True,
+    ) -> None:
         self._spec = spec
         self._report = report
+        self._marker = marker or Marker()
+        self._asked = threading.Event()
+        if eager:
+            self._asked.set()
         self._cache = str(cache_directory())
         self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
         if spec.input_version is not None:
@@ -135,6 +147,7 @@ class Feed:
         """The rows of the next batch that has any; None when there are no more batches."""
         while True:
             self._let_go("the function asked for the next batch before it called save_results for this one")
+            self._asked.set()
             if self.ended:
                 return None
             got = self._read.get()
@@ -147,8 +160,17 @@ class Feed:
             self.taken += 1
             if got.rows:
                 self._current = got
+                self._marker.begin(MAP, got.assignment)
                 return got.rows
             self._mapped.put(got)
+
+    def start(self) -> None:
+        """The mapper begins, perhaps anew."""
+        self._marker.start()
+
+    def at_row(self, row_idx: int) -> None:
+        """The row of the batch at hand that is mapped from now on, until the next one; `NO_ROW` after the last."""
+        self._marker.row(row_idx)
 
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
         batch = self._current
@@ -200,6 +222,7 @@ class Feed:
     def _let_go(self, complaint: str) -> None:
         """The batch at hand is done with: only now is it certain that it was saved once."""
         batch, self._current = self._current, None
+        self._marker.end(MAP)
         if batch is None:
             return
         error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
@@ -231,10 +254,16 @@ class Feed:
     def _read_all(self, assignments: Iterable[Assignment]) -> None:
         try:
             for assignment in assignments:
+                self._asked.wait()
+                self._marker.begin(READ, assignment)
                 try:
-                    self._read.put(self._read_batch(assignment))
+                    batch = self._read_batch(assignment)
                 except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
                     self._report(_failed(assignment, error))
+                    continue
+                finally:
+                    self._marker.end(READ)
+                self._read.put(batch)
             self._read.put(None)
         except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: `run` says so)
             self._read.put(error)
@@ -261,11 +290,13 @@ class Feed:
 
     def _store_all(self) -> None:
         while (batch := self._mapped.get()) is not None:
+            self._marker.begin(STORE, batch.assignment)
             try:
                 outcome = self._store(batch)
             except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
                 outcome = _failed(batch.assignment, error)
             self._report(outcome)
+            self._marker.end(STORE)
 
     def _store(self, batch: _Batch) -> Outcome:
         assignment = batch.assignment
@@ -321,9 +352,17 @@ def save_results(results: Sequence[object], *, tokens_in: int = 0, tokens_out: i
     _feed.save(results, tokens_in, tokens_out)
 
 
-def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report, channel: Channel | None = None) -> None:
+def run(
+    spec: JobSpec,
+    assignments: Iterable[Assignment],
+    report: Report,
+    channel: Channel | None = None,
+    marker: Marker | None = None,
+    eager: bool = True,
+) -> None:
     """Runs a job's mapper over assignments until there are no more; calls `report` once for each, from any thread.
-    Operations ask on the channel what they need of the service.
+    Operations ask on the channel what they need of the service. `marker` is told what is worked on. Rows are read
+    before the mapper asks for them only if `eager`.
 
     Raises MapperStartError, with the mapper's traceback as text, if it cannot be loaded or does not get to work, and
     what `assignments` raises, once what it gave before is stored and reported.
@@ -332,7 +371,7 @@ def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report, channe
     try:
         steps = operations.steps_of(spec.batch_serialized_fn)
         mapper = functions.load_mapper(spec.batch_serialized_fn) if steps is None else None
-        feed = Feed(spec, assignments, report)
+        feed = Feed(spec, assignments, report, marker, eager)
     except Exception as error:
         raise MapperStartError(_text(error), final=True) from error
     _feed = feed
@@ -353,6 +392,7 @@ def run(spec: JobSpec, assignments: Iterable[Assignment], report: Report, channe
 
 def _run_once(loop: Callable[[], object], name: str, feed: Feed) -> None:
     taken = feed.taken
+    feed.start()
     try:
         made = loop()
         if asyncio.iscoroutine(made):

@@ -289,6 +289,10 @@ class Outcome:
         return cls(**{**data, **made})
 
 
+DEATHS = ("MapperKilled", "MapperDied")
+"""Error classes of a batch on which the mapper's process ended: by SIGKILL, or in any other way."""
+
+
 class ProgramError(RuntimeError):
     """The function breaks a rule that holds for every batch. The same batch again, or half of it, cannot succeed, or
     succeeds with wrong rows: the job fails at once."""

@@ -134,7 +134,8 @@ class RemoteWorker:
         if lost["setup"]:
             return SetupFailedError(lost["error"], lost["final"])
         self.infra_failures += bool(lost["infra"] and lost["begun"])
-        return Lost(lost["error_class"], lost["error"], lost["infra"], lost["begun"], lost["final"])
+        told = {name: lost[name] for name in ("infra", "begun", "final", "died", "row")}
+        return Lost(lost["error_class"], lost["error"], **told)
 
     async def operate(self, op: str, **request: object) -> AsyncIterator[dict[str, Any]]:
         """The lines of an operation; the last one is its result, as `end`. Raises OperationError, WorkerLostError."""
