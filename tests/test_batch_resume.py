@@ -6,6 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ import pytest
 
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import versions
+from tinsmith.batch import schemas, versions
 from tinsmith.batch.client import Client
 from tinsmith.batch.dataset import JobRefusedError
 from tinsmith.batch.job import Job, JobFailedError
 from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
 from tinsmith.batch.readers.lines import JsonReader
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.stores import open_store
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
@@ -260,3 +261,121 @@ def test_the_rows_of_a_job_that_was_resumed_are_said_to_be_gone_once_its_success
     until(lambda: not list(tmp_path.rglob(TEMPORARY_DIRECTORY)))
     with pytest.raises(NotFoundError, match="a job that resumed it has succeeded"):
         list(job.partial())
+
+
+BIG = 2**60
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "together"),
+    [
+        (None, "x", "string"),
+        (1, 2.5, "float"),
+        (1, BIG, "int64"),
+        ([], [1], {"list": "int"}),
+        ([1], [None, 0.5], {"list": "float"}),
+        ({"a": 1}, {"a": None, "b": True}, {"struct": {"a": "int", "b": "bool"}}),
+        (Decimal("1.5"), Decimal("123.25"), {"decimal": [3, 2]}),
+        (1, "x", None),
+        (BIG, 0.5, None),  # a float would be another number
+        (True, 1, None),
+        ([1], ["x"], None),
+        ({"a": 1}, {"a": "x"}, None),
+        ({"a": 1}, [1], None),
+        (b"x", "x", None),
+    ],
+)
+def test_types_go_together_by_rules_that_are_written_down(one: object, other: object, together: object) -> None:
+    first, second = schemas.schema_of({"v": one}), schemas.schema_of({"v": other})
+    for pair in ((first, second), (second, first)):
+        if together is None:
+            with pytest.raises(schemas.SchemaConflictError, match=r"column 'v'.* is .* here and .* in other rows"):
+                schemas.merged(*pair)
+        else:
+            assert schemas.merged(*pair) == {"v": together}
+
+
+@batch.remote_function
+def mixed(gate: str) -> None:
+    """Numbers and texts in one column. The batch of row 2 waits for the gate, and is read before anything is there."""
+    import time
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        while rows[0]["n"] == 2 and not Path(gate).exists():
+            time.sleep(0.02)
+        batch.save_results([{"v": "text" if row["n"] in (3, 5) else row["n"], "o": {"x": row["n"]}} for row in rows])
+
+
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_a_row_whose_types_do_not_go_with_the_others_fails_when_it_comes(
+    allowed: int, client: Client, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    data = batch.from_items([{"n": n} for n in range(6)])
+    output, errors = batch.ParquetWriter(f"{tmp_path}/o.parquet"), batch.JsonWriter(f"{tmp_path}/e.jsonl")
+    job = data.map(
+        mixed, fn_kwargs={"gate": str(gate)}, batch_size=2, output=output, errors=errors, max_failed_rows=allowed,
+        stream=False, client=client, limits=QUICK,
+    )  # fmt: skip
+    assert isinstance(job, Job)
+    until(lambda: [each["start_idx"] for each in client.partial(int(job))["batches"]][:1] == [0])
+    gate.touch()
+    status = job.wait(check=False)
+    assert status["first_error"]["error_type"] == "SchemaConflictError"
+    assert "column 'v' is string here and int64 in other rows" in status["first_error"]["message"]
+    if allowed:
+        assert status["status"] == "SUCCEEDED" and [error["idx"] for error in job.errors()] == [3, 5]
+        found = batch.ParquetReader(f"{tmp_path}/o.parquet").download_batch(0, 3, "")
+        assert found == [{"v": n, "o": {"x": n}} for n in (0, 1, 2, 4)]
+    else:
+        assert status["status"] == "FAILED" and "row failed, and max_failed_rows is 0" in status["error"]
+
+
+@batch.remote_function
+def counted(log: str, blocker: str) -> None:
+    """Notes each batch that it does, and puts a file where the output is to be."""
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        with open(log, "a") as done:
+            done.write("x")
+        if blocker:
+            Path(blocker).write_text("in the way")
+        batch.save_results([{"n": row["n"], "half": row["n"] / 2} for row in rows])
+
+
+def test_a_publication_that_failed_is_made_in_another_format_and_nothing_is_computed_again(
+    client: Client, tmp_path: Path
+) -> None:
+    path = tmp_path / "o.parquet"
+    data = batch.from_items([{"n": n} for n in range(6)])
+    kwargs = {"log": f"{tmp_path}/log", "blocker": str(path)}
+    writer = batch.ParquetWriter(str(path))
+    job = data.map(counted, fn_kwargs=kwargs, batch_size=2, output=writer, stream=False, client=client)
+    assert isinstance(job, Job)
+    with pytest.raises(JobFailedError, match="exists already"):
+        job.wait()
+    again = job.resume(format="jsonl")
+    again.wait()
+    rows = [{"n": n, "half": n / 2} for n in range(6)]
+    assert lines(tmp_path / "o.jsonl") == rows == list(again.partial()) == list(again.stream())
+    assert (tmp_path / "log").read_text() == "xxx" and path.read_text() == "in the way"
+    until(lambda: not list(tmp_path.rglob(TEMPORARY_DIRECTORY)))
+
+
+def test_a_job_that_is_resumed_into_another_format_does_the_rest_in_it(client: Client, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    write_rows(source, TEXTS)
+    job = stopped(client, tmp_path, str(source), output=batch.ParquetWriter(f"{tmp_path}/out/"))
+    with pytest.raises(UserError, match="format is 'xml'; it must be one of"):
+        job.resume(format="xml")
+    with pytest.raises(UserError, match="has 1 outputs, and the one that resumes it has 2"):
+        job.resume(output=[batch.JsonWriter(f"{tmp_path}/{name}.jsonl") for name in "ab"])
+    again = job.resume(output=batch.CsvWriter(f"{tmp_path}/out.csv", column=["length"]))
+    again.wait()
+    assert (tmp_path / "out.csv").read_text() == "length\n1\n2\n3\n4\n5\n"

@@ -213,7 +213,7 @@ def test_who_may_not_run_code_can_neither_resume_its_way_to_it_nor_resize_a_pool
     job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # when he still was allowed to
     assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     assert jobs.set_status(job_id, "token", "FAILED", "for a test")
-    assert harness.send("POST", f"batch/jobs/{job_id}/resume", None, BOB).status_code == 403
+    assert harness.send("POST", f"batch/jobs/{job_id}/resume", {}, BOB).status_code == 403
     for more in ({"roots": ["/"]}, {"roots": []}):
         assert "roots" in harness.post("batch/jobs", job(**more), BOB).json()["detail"]
 

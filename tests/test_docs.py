@@ -55,7 +55,7 @@ FLAGS = {
     "batch logs": {"job_id", "--follow", "-f", "--json"},
     "batch errors": {"job_id", "--full", "--json"},
     "batch cancel": {"job_id", "--yes", "-y", "--json"},
-    "batch resume": {"job_id", "--detach", "-d", "--json"},
+    "batch resume": {"job_id", "--output", "-o", "--format", "--detach", "-d", "--json"},
     "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},
     "batch pools": {"--json"},
     "checkpoints pull": {"path", "directory", "--json"},

@@ -103,9 +103,14 @@ def _read(source: IO[str], given: queue.SimpleQueue[Assignment | None], channel:
         if "answers" in message:
             channel.answered(message["answers"])
         else:
-            given.put(Assignment(**{**message, "part_bases": tuple(message["part_bases"])}))
+            given.put(_assignment(message))
     channel.close()
     given.put(None)
+
+
+def _assignment(message: dict[str, Any]) -> Assignment:
+    lists = {name: tuple(message.get(name, ())) for name in ("part_bases", "schemas")}
+    return Assignment(**{**message, **lists})
 
 
 def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
@@ -160,6 +165,9 @@ def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -
     for index, output in enumerate(formats):
         for job_id in request["job_ids"]:
             reducing.delete_parts(output, index, job_id)
+    for prefix, output in spec.part_formats.items():
+        for job_id in request["job_ids"]:
+            reducing.delete_parts(output, int(prefix.rpartition("-")[2]), job_id)
     return {}
 
 
@@ -168,7 +176,7 @@ def _give_up(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) 
     from tinsmith.batch import registry
     from tinsmith.batch.cache import cache_directory
 
-    given = Assignment(**{**request["assignment"], "part_bases": tuple(request["assignment"]["part_bases"])})
+    given = _assignment(request["assignment"])
     try:
         reader = registry.reader_from_dict(spec.batch_input_format)
         (row,) = reader.download_batch(given.start_idx, given.end_idx, str(cache_directory()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -60,8 +60,10 @@ class Client:
     def cancel(self, job_id: int) -> Status:
         return self._call("POST", f"{JOBS}/{job_id}/cancel", body={})
 
-    def resume(self, job_id: int) -> int:
-        return int(self._call("POST", f"{JOBS}/{job_id}/resume", body={}, again=False)["job_id"])
+    def resume(self, job_id: int, outputs: Sequence[Mapping[str, Any]] | None = None) -> int:
+        """`outputs`, as `OutputWriter.to_dict` gives them, take the place of the job's."""
+        body = {} if outputs is None else {"batch_output_formats": list(outputs)}
+        return int(self._call("POST", f"{JOBS}/{job_id}/resume", body=body, again=False)["job_id"])
 
     def errors(self, job_id: int, after: int = -1, limit: int = 1000) -> list[Status]:
         return self._call("GET", f"{JOBS}/{job_id}/errors", query={"after": after, "limit": limit})["errors"]

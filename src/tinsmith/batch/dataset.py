@@ -14,6 +14,7 @@ from typing import Any, TypedDict, Unpack
 
 from tinsmith.batch import adapters, functions, operations, registry
 from tinsmith.batch.client import Client, Status
+from tinsmith.batch.formats import format_of, sent
 from tinsmith.batch.job import Job
 from tinsmith.batch.operations.base import Operation
 from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row
@@ -21,17 +22,6 @@ from tinsmith.batch.publishing import check_output
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
-FORMAT_OF = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".tar": "webdataset",
-}
-
 
 POSITIONAL = ("batch_size", "output", "activate_env", "stream")
 ONLY_OF_FUNCTIONS = {
@@ -184,7 +174,7 @@ class Mapped:
 
     def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
         """Raises JobRefusedError if the job that writes to these outputs is another one than this, and has rows."""
-        given = _sent(self._reader.of_job([str(_sent(writer)["path"]) for writer in outputs]))
+        given = sent(self._reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
         mine = {
             "function": functions.identity_of(self._payload),
             "input": {name: given[name] for name in ("format", "path")},
@@ -239,15 +229,15 @@ class Mapped:
             if writer.in_store:
                 check_output(writer.path, if_exists)
         resumed = options.get("resume_from")
-        sent = [_sent(writer) for writer in outputs]
+        formats = [sent(writer) for writer in outputs]
         spec = JobSpec(
             batch_serialized_fn=self._payload,
-            batch_input_format=_sent(self._reader.of_job([str(each["path"]) for each in sent])),
-            batch_output_formats=sent,
+            batch_input_format=sent(self._reader.of_job([str(each["path"]) for each in formats])),
+            batch_output_formats=formats,
             batch_size=options.get("batch_size", 32),
             name=options.get("name", ""),
             batch_pool_name=options.get("pool", DEFAULT_POOL),
-            batch_error_format=_sent(errors) if errors is not None else None,
+            batch_error_format=sent(errors) if errors is not None else None,
             batch_tokens=options.get("batch_tokens"),
             batch_activate_env=options.get("activate_env"),
             python=options.get("python"),
@@ -273,19 +263,11 @@ class Mapped:
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
     """The newest of the last jobs that writes, or wrote, to these very outputs."""
-    wanted = [_sent(writer) for writer in outputs]
+    wanted = [sent(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
             return Job(job["job_id"], client)
     return None
-
-
-def _sent(one: InputReader | OutputWriter) -> dict[str, Any]:
-    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
-    data = one.to_dict()
-    if one.in_store and "://" not in one.path:
-        data["path"] = os.path.join(os.getcwd(), one.path)
-    return data
 
 
 def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> str:
@@ -377,15 +359,6 @@ def _reader_of(source: object) -> InputReader:
     if isinstance(source, Iterable):
         return _reader("items", items=list(source))
     raise UserError(f"a data set is made of a reader, a path or rows, not of a {type(source).__name__}")
-
-
-def format_of(path: str) -> str:
-    """The format that a path's ending names. Raises UserError."""
-    plain = path.removesuffix(".gz").removesuffix(".zst").rstrip("*")
-    for ending, name in FORMAT_OF.items():
-        if plain.endswith(ending):
-            return name
-    raise UserError(f"the format of {path!r} cannot be told from its name; use batch.read_json or another")
 
 
 def _reader(format: str, **fields: object) -> InputReader:

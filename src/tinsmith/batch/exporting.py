@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from tinsmith.batch import publishing, registry
 from tinsmith.batch.client import Client, Status
-from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Span, part_base, staging_of
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Span, part_base, staging_of, writer_of_part
 from tinsmith.batch.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.reducing import delete_staging
 from tinsmith.errors import UserError
@@ -24,7 +24,8 @@ PACKED = (".gz", ".zst")
 
 def export(client: Client, job_id: int, target: str, output: int = 0, if_exists: str = "error") -> OutputInfo:
     """Writes one output of a job to `target`. Raises UserError, FileExistsError, FileNotFoundError."""
-    formats = client.partial(job_id, limit=1)["outputs"]
+    told = client.partial(job_id, limit=1)
+    formats = told["outputs"]
     if not 0 <= output < len(formats):
         raise UserError(f"output is {output}; bulk job {job_id} has outputs 0 to {len(formats) - 1}")
     writer = registry.writer_from_dict(formats[output])
@@ -35,7 +36,7 @@ def export(client: Client, job_id: int, target: str, output: int = 0, if_exists:
         status = client.status(job_id)
         if status["status"] != "SUCCEEDED":
             try:
-                return _committed(client, job_id, output, writer, target, name, if_exists)
+                return _committed(client, job_id, output, writer, target, name, if_exists, told["part_formats"])
             except FileNotFoundError:
                 status = client.status(job_id)  # a job that succeeds meanwhile deletes its parts
                 if status["status"] != "SUCCEEDED":
@@ -46,13 +47,20 @@ def export(client: Client, job_id: int, target: str, output: int = 0, if_exists:
 
 
 def _committed(
-    client: Client, job_id: int, output: int, writer: OutputWriter, target: str, name: str, if_exists: str
+    client: Client,
+    job_id: int,
+    output: int,
+    writer: OutputWriter,
+    target: str,
+    name: str,
+    if_exists: str,
+    part_formats: dict[str, dict[str, object]],
 ) -> OutputInfo:
     """Of the parts as they are now. Raises FileNotFoundError if they are deleted meanwhile."""
     staging = staging_of(target, name, output)
-    if not writer.in_store:
-        other = _writer_for(target)
-        converted = _converted(client, job_id, output, writer, other, name)
+    if not writer.in_store or part_formats:
+        other = _writer_for(target) if not writer.in_store else replace(writer, path=target)
+        converted = _converted(client, job_id, output, writer, other, name, part_formats)
         return other.publish(list(converted), staging, if_exists)
     _check_name(writer, target)
     parts = [part for _, part in _parts(client, job_id, output)]
@@ -86,7 +94,7 @@ def _check_name(writer: OutputWriter, target: str) -> None:
 
 
 def _writer_for(target: str) -> OutputWriter:
-    from tinsmith.batch.dataset import format_of
+    from tinsmith.batch.formats import format_of
 
     return registry.OUTPUT_WRITER_REGISTRY.find(format_of(target))(target)
 
@@ -101,11 +109,17 @@ def _parts(client: Client, job_id: int, output: int) -> Iterator[tuple[Status, P
 
 
 def _converted(
-    client: Client, job_id: int, output: int, writer: OutputWriter, other: OutputWriter, name: str
+    client: Client,
+    job_id: int,
+    output: int,
+    writer: OutputWriter,
+    other: OutputWriter,
+    name: str,
+    part_formats: dict[str, dict[str, object]],
 ) -> Sequence[PartInfo]:
     found = []
     for batch, part in _parts(client, job_id, output):
-        rows = list(writer.read_part(part))
+        rows = list((writer_of_part(part, part_formats) or writer).read_part(part))
         base = part_base(other.path, name, output, 0)
         found.append(other.write_part(rows, Span(batch["start_idx"], batch["end_idx"]), base))
     return found

@@ -14,6 +14,7 @@ from typing import Any
 from tinsmith.batch.attempts import Claim, Lost
 from tinsmith.batch.protocols import JobSpec, Outcome, part_base
 from tinsmith.batch.remote import OperationError, RemoteWorker, SetupFailedError, Told, WorkerLostError
+from tinsmith.batch.schemas import Schema, SchemaConflictError, merged
 
 GROUP_S = 0.05
 MAX_GROUP = 32
@@ -38,6 +39,37 @@ class Pace:
         self.group = max(1, min(fitting, 2 * self.group, MAX_GROUP))
 
 
+class Schemas:
+    """The types of the columns of each output, as far as batches are done: they are told to whoever does the next.
+
+    Two workers that begin at the same time may be told of none, and write parts that do not go together. Then the
+    later one's attempt is lost, and the next one is told."""
+
+    def __init__(self, outputs: int) -> None:
+        self._found: list[Schema | None] = [None] * outputs
+
+    @property
+    def known(self) -> list[Schema | None]:
+        return self._found if any(self._found) else []
+
+    def add(self, output: int, schema: Schema) -> None:
+        """Raises SchemaConflictError."""
+        self._found[output] = merged(self._found[output] or {}, schema)
+
+    def taken(self, outcome: Outcome | Lost) -> Outcome | Lost:
+        if isinstance(outcome, Lost):
+            return outcome
+        try:
+            new = [
+                found if part.schema is None else merged(found or {}, part.schema)
+                for found, part in zip(self._found, outcome.parts, strict=True)
+            ]
+        except SchemaConflictError as error:
+            return Lost(type(error).__name__, str(error), infra=False)
+        self._found = new
+        return outcome
+
+
 class Feeder:
     def __init__(self, job_id: int, spec: JobSpec, report: Report, setup_failed: Callable[[str, bool], None]) -> None:
         self.in_flight: dict[int, RemoteWorker] = {}
@@ -46,6 +78,7 @@ class Feeder:
         self._report = report
         self._setup_failed = setup_failed
         self._paces: dict[str, Pace] = {}
+        self.schemas = Schemas(len(spec.batch_output_formats))
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims as they are to be given to a worker: rows that are only to be recorded as failed each alone."""
@@ -88,7 +121,7 @@ class Feeder:
                 self.in_flight.pop(claim.batch_idx, None)
 
     def _tell(self, left: dict[tuple[int, int], Claim], told: Sequence[Told]) -> None:
-        settled = [(left.pop(key), outcome) for key, outcome in told if key in left]
+        settled = [(left.pop(key), self.schemas.taken(outcome)) for key, outcome in told if key in left]
         self._report(settled, not left)
 
     def _gives_up(self, claim: Claim) -> bool:
@@ -106,5 +139,6 @@ class Feeder:
             "start_idx": claim.start_idx,
             "end_idx": claim.end_idx,
             "attempt_id": claim.attempt_id,
+            "schemas": self.schemas.known,
             "part_bases": [part_base(path, self._job_id, index, claim.attempt_id) for index, path in outputs],
         }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tinsmith.batch import registry
 from tinsmith.batch.client import FINAL, Client, Status
-from tinsmith.batch.protocols import OutputInfo, Row
+from tinsmith.batch.formats import in_format, sent
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, Row
 from tinsmith.batch.reading import CommittedRows
 
 POLL_S = 0.5
@@ -85,9 +87,16 @@ class Job:
         """Asks for the job's end; what is committed stays readable. `wait(check=False)` waits for it."""
         return self._client.cancel(self.job_id)
 
-    def resume(self) -> Job:
-        """A new job that does what this one, which failed or was cancelled, has left."""
-        return Job(self._client.resume(self.job_id), self._client)
+    def resume(self, *, format: str | None = None, output: OutputWriter | Sequence[OutputWriter] | None = None) -> Job:
+        """A new job that does what this one, which failed or was cancelled, has left. With a `format` (`"jsonl"`) or
+        other outputs, as many as it has, it writes these: what is done already is not done again."""
+        outputs = None
+        if output is not None:
+            outputs = [sent(each) for each in ([output] if isinstance(output, OutputWriter) else output)]
+        elif format is not None:
+            old = self._client.partial(self.job_id, limit=1)["outputs"]
+            outputs = [sent(in_format(registry.writer_from_dict(each), format)) for each in old]
+        return Job(self._client.resume(self.job_id, outputs), self._client)
 
     def errors(self) -> Iterator[Row]:
         """The rows that have failed, by ascending index, with error_type, message and traceback."""

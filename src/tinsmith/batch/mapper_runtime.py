@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, overload
 
-from tinsmith.batch import adapters, functions, operations, registry, versions
+from tinsmith.batch import adapters, functions, operations, registry, schemas, versions
 from tinsmith.batch.cache import cache_directory
 from tinsmith.batch.encoding import plain
 from tinsmith.batch.markers import MAP, READ, STORE, Marker
@@ -298,8 +298,33 @@ class Feed:
             self._report(outcome)
             self._marker.end(STORE)
 
+    def _fit(self, batch: _Batch) -> None:
+        """Rows whose types do not go with those of the rows before them, here and in what is committed, fail."""
+        known = batch.assignment.schemas or (None,) * len(self._writers)
+        for writer, types in zip(self._writers, known, strict=True):
+            found = types or {}
+            for place, result in enumerate(batch.results):
+                try:
+                    for row in result if isinstance(result, list) else [result] if result is not None else []:
+                        schema = writer.schema(row)
+                        found = schemas.merged(found, schema) if schema is not None else found
+                except schemas.SchemaConflictError as error:
+                    if len(batch.results) == len(batch.indices):
+                        batch.results[place] = None
+                        batch.failures.append(_failure(batch.indices[place], batch.rows[place], error))
+                    elif len(batch.rows) > 1:  # whose result it is shows when the batch is one row
+                        batch.error = error
+                        return
+                    else:
+                        batch.results = [None]
+                        batch.failures.append(_failure(batch.indices[0], batch.rows[0], error))
+                        break
+
     def _store(self, batch: _Batch) -> Outcome:
         assignment = batch.assignment
+        self._fit(batch)
+        if batch.error is not None:
+            return _failed(assignment, batch.error)
         rows = batch.rows_made
         parts: list[PartInfo] = [
             writer.write_part(rows, assignment.span, base)

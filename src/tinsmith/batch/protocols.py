@@ -17,13 +17,15 @@ The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
   created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as /errors has it, or
   null};
-- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume -> {job_id} of the new job;
+- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
+  {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
 - GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
   text}], after}: what the job's workers on this server have, and the lines of one of them;
-- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], function, input: {format, path}, rows, batches:
-  [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a digest of it.
+- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, function, input: {format,
+  path}, rows, batches: [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a
+  digest of it.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Self
 
+from tinsmith.batch.schemas import Schema
 from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.errors import UserError
 
@@ -75,8 +78,18 @@ class WrittenInfo:
         return cls(**data)
 
 
+@dataclass(frozen=True)
 class PartInfo(WrittenInfo):
-    """What one attempt wrote of one batch for one output."""
+    """What one attempt wrote of one batch for one output, and, where all rows of the output must be of the same types,
+    of which these are."""
+
+    schema: Schema | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        told = super().to_dict()
+        if self.schema is None:
+            del told["schema"]
+        return told
 
 
 class OutputInfo(WrittenInfo):
@@ -155,6 +168,10 @@ class OutputWriter:
     def delete_staging(self, staging: str) -> None:
         """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
 
+    def schema(self, row: Row) -> Schema | None:
+        """The types of a row's columns (`schemas.py`), where the output takes only rows whose types go together."""
+        return None
+
     def check(self, row: Row) -> None:
         """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
 
@@ -209,6 +226,14 @@ class OutputWriter:
         return registry.writer_from_dict(data)
 
 
+def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
+    """The writer that wrote a part, if it is not that of the output."""
+    for prefix, data in part_formats.items():
+        if part.path.startswith(f"{prefix}/"):
+            return OutputWriter.from_dict(data)
+    return None
+
+
 def part_name(span: Span, extension: str) -> str:
     """`batch_00000000-00000031.jsonl`; wider than eight digits beyond 10^8 rows."""
     return f"batch_{span.start_idx:08d}-{span.end_idx:08d}.{extension}"
@@ -239,6 +264,8 @@ class Assignment:
     end_idx: int
     attempt_id: int
     part_bases: tuple[str, ...]
+    schemas: tuple[Schema | None, ...] = ()
+    """What is committed of each output has these types; empty where none has any yet."""
 
     @property
     def span(self) -> Span:
@@ -359,6 +386,9 @@ class JobSpec:
     """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
     input_version: Version | None = None
     """What the input was when its rows were counted. The server's knowledge, not the client's."""
+    part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a job that resumes another into other outputs: the writers of the parts that were written before, by what the
+    paths of these begin with. The server's knowledge, not the client's."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -424,6 +454,7 @@ class JobSpec:
         _check_number("batch_size", self.batch_size, minimum=1, whole=True)
         if self.input_version is not None:
             _check_kind("input_version", self.input_version, dict)
+        _check_kind("part_formats", self.part_formats, dict)
         if self.batch_tokens is not None:
             _check_number("batch_tokens", self.batch_tokens, minimum=1, whole=True)
         if self.resume_from is not None:

@@ -12,7 +12,7 @@ from itertools import islice
 
 from tinsmith.batch import registry
 from tinsmith.batch.client import Client
-from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row
+from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, writer_of_part
 from tinsmith.batch.publishing import MANIFEST
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.stores import join, open_store
@@ -26,6 +26,7 @@ class CommittedRows:
         self._job_id = job_id
         self._output = output
         self._writer: OutputWriter | None = None
+        self._part_formats: dict[str, Row] = {}
         self._published: Iterator[Row] | None = None
         self._offsets: Iterator[tuple[int, int]] = iter(())
         self._at = 0  # how many rows of the published output were passed over or given
@@ -36,6 +37,7 @@ class CommittedRows:
         outputs = page["outputs"]
         if not 0 <= self._output < len(outputs):
             raise UserError(f"output is {self._output}; bulk job {self._job_id} has outputs 0 to {len(outputs) - 1}")
+        self._part_formats = page["part_formats"]
         self._writer = self._writer or registry.writer_from_dict(outputs[self._output])
         return page["batches"]
 
@@ -48,7 +50,8 @@ class CommittedRows:
         given = 0
         if self._published is None:
             try:
-                for row in self._writer.read_part(part):
+                writer = writer_of_part(part, self._part_formats) or self._writer
+                for row in writer.read_part(part):
                     given += 1
                     yield row
                 return

@@ -12,7 +12,17 @@ from typing import Any, overload
 import orjson
 
 from tinsmith.batch import registry
-from tinsmith.batch.protocols import JobSpec, OutputInfo, PartInfo, Row, Span, staging_of
+from tinsmith.batch.protocols import (
+    JobSpec,
+    OutputInfo,
+    OutputWriter,
+    PartInfo,
+    Row,
+    Span,
+    part_base,
+    staging_of,
+    writer_of_part,
+)
 from tinsmith.storage.stores import LocalStore, open_store
 
 
@@ -60,7 +70,27 @@ def publish_output(
         if isinstance(parts, Winners)
         else [part if isinstance(part, PartInfo) else PartInfo.from_dict(part) for part in parts]
     )
+    if spec.part_formats:
+        winners = _rewritten(spec, output_idx, job_id, winners, writer)
     return writer.publish(winners, staging_of(writer.path, job_id, output_idx), spec.if_exists)
+
+
+def _rewritten(
+    spec: JobSpec, output_idx: int, job_id: str | int, winners: Sequence[PartInfo], writer: OutputWriter
+) -> list[PartInfo]:
+    """With the parts of another format made anew in this one, the same every time."""
+    base = part_base(writer.path, job_id, output_idx, 0)  # attempts begin at 1
+    made: list[PartInfo] = []
+    at = 0
+    for part in winners:
+        if (old := writer_of_part(part, spec.part_formats)) is not None:
+            rows = list(old.read_part(part))
+            for row in rows:
+                writer.check(row)
+            part = writer.write_part(rows, Span(at, at + len(rows) - 1), base)
+        made.append(part)
+        at += part.rows
+    return made
 
 
 def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) -> OutputInfo | None:

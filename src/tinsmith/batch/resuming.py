@@ -7,12 +7,12 @@ input, outputs and `rows` must be the same, and mappers refuse an input that has
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.batch.protocols import JobSpec
+from tinsmith.batch.protocols import JobSpec, staging_of
 from tinsmith.batch.versions import Version
 from tinsmith.db import now
 from tinsmith.errors import NotFoundError, UserError
@@ -27,9 +27,11 @@ class Resumed(NamedTuple):
     sealed: bool
     total_rows: int
     input_version: Version | None
+    part_formats: dict[str, dict[str, Any]]
+    """`JobSpec.part_formats` of the job that resumes it."""
 
 
-def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
+def resumable(connection: Connection, tenant_id: str, spec: JobSpec, other_outputs: bool = False) -> Resumed:
     """The job to go on with, its row locked. Raises NotFoundError, UserError."""
     wanted = sa.select(JOBS.c.job_id, JOBS.c.root_job_id, JOBS.c.sealed, JOBS.c.total_rows, JOBS.c.spec).where(
         JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id
@@ -38,21 +40,28 @@ def resumable(connection: Connection, tenant_id: str, spec: JobSpec) -> Resumed:
     if row is None:
         raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
     root = row.root_job_id or row.job_id
-    old = Resumed(row.job_id, root, row.sealed, row.total_rows, row.spec.get("input_version"))
     same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned)
     chain = connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))).all()
     for other in chain:
         if other.status not in ("FAILED", "CANCELLED"):
             what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
-            raise UserError(f"bulk job {old.job_id} cannot be resumed: job {other.job_id} {what}")
+            raise UserError(f"bulk job {row.job_id} cannot be resumed: job {other.job_id} {what}")
     for other in chain:
         if other.cleaned:
-            raise UserError(f"bulk job {old.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
-    for name in ("batch_input_format", "batch_output_formats", "rows"):
+            raise UserError(f"bulk job {row.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
+    for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
         before, after = row.spec.get(name), getattr(spec, name)
         if before != after:
-            raise UserError(f"bulk job {old.job_id} has another {name} than the one that resumes it")
-    return old
+            raise UserError(f"bulk job {row.job_id} has another {name} than the one that resumes it")
+    written = dict(row.spec.get("part_formats") or {})
+    before = row.spec["batch_output_formats"]
+    if len(before) != len(spec.batch_output_formats):
+        count = len(spec.batch_output_formats)
+        raise UserError(f"bulk job {row.job_id} has {len(before)} outputs, and the one that resumes it has {count}")
+    for index, (old, new) in enumerate(zip(before, spec.batch_output_formats, strict=True)):
+        if old != new:
+            written = {staging_of(old["path"], each.job_id, index): old for each in chain} | written
+    return Resumed(row.job_id, root, row.sealed, row.total_rows, row.spec.get("input_version"), written)
 
 
 def copy_batches(connection: Connection, old_id: int, job_id: int) -> None:

@@ -282,6 +282,10 @@ class JobRun:
         try:
             if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
                 await self._plan()
+            if self.job.completed_batches:
+                for output in range(len(self._spec.batch_output_formats)):
+                    for schema in await self._db(self._jobs.schemas, job_id, output):
+                        self._feeder.schemas.add(output, schema)
             await self._check_failed()  # the coordinator before this one may have known, and could not say so
             self._judge()
             if not self._ended.is_set() and await self._set_status("RUNNING"):

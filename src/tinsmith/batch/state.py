@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from tinsmith.batch.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.inserting import PENDING, delete_batches, insert_batches
 from tinsmith.batch.protocols import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.batch.resuming import copy_batches, resumable
+from tinsmith.batch.schemas import Schema
 from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.db import Database, now
 from tinsmith.errors import NotFoundError
@@ -132,8 +134,9 @@ class BatchJobs:
 
     # Whoever asks for jobs.
 
-    def create(self, tenant_id: str, spec: JobSpec) -> int:
-        """Store a job. With `resume_from`, it begins with what that one completed. Raises UserError, NotFoundError."""
+    def create(self, tenant_id: str, spec: JobSpec, *, other_outputs: bool = False) -> int:
+        """Store a job. With `resume_from`, it begins with what that one completed; with `other_outputs`, into as many
+        others. Raises UserError, NotFoundError."""
         values: dict[str, Any] = {
             "tenant_id": tenant_id,
             "name": spec.name,
@@ -141,7 +144,7 @@ class BatchJobs:
             "priority": spec.priority,
             "weight": spec.weight,
             "status": "PENDING",
-            "spec": replace(spec, input_version=None).to_dict(),
+            "spec": replace(spec, input_version=None, part_formats={}).to_dict(),
             "sealed": False,
             "cleaned": False,
             "max_failed_rows": spec.max_failed_rows,
@@ -152,10 +155,10 @@ class BatchJobs:
         with self._db.write() as connection:
             if spec.resume_from is None:
                 return _inserted(connection, values)
-            old = resumable(connection, tenant_id, spec)
+            old = resumable(connection, tenant_id, spec, other_outputs)
             values |= {"root_job_id": old.root_job_id, "sealed": old.sealed, "total_rows": old.total_rows}
             if old.sealed:
-                values["spec"]["input_version"] = old.input_version
+                values["spec"] |= {"input_version": old.input_version, "part_formats": old.part_formats}
             job_id = _inserted(connection, values)
             if old.sealed:
                 copy_batches(connection, old.job_id, job_id)
@@ -222,6 +225,13 @@ class BatchJobs:
         )
         with self._db.read() as connection:
             return [(Span(row.start_idx, row.end_idx), row.parts) for row in connection.execute(query)]
+
+    def schemas(self, job_id: int, output: int) -> list[Schema]:
+        """Those that parts of an output have, each once."""
+        stored = STATES.c.parts[(output, "schema")].as_string()
+        mine = sa.select(stored).where(STATES.c.job_id == job_id, STATES.c.status == "COMPLETED").distinct()
+        with self._db.read() as connection:
+            return [json.loads(text) for text in connection.scalars(mine) if text is not None]
 
     def winners(self, job_id: int) -> Iterator[tuple[Span, list[dict[str, Any]]]]:
         """All of them."""

@@ -49,7 +49,7 @@ PIECE_BYTES = 1 << 20
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 
 
-ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases")
+ASSIGNMENT = ("batch_idx", "start_idx", "end_idx", "attempt_id", "part_bases", "schemas")
 
 
 class RefusedError(Exception):
@@ -95,7 +95,10 @@ class Worker:
         """What the attempts of a group come to, those together that end at about the same time; or a heartbeat."""
         mapper = self._configured(request)[0]
         events: Events = queue.SimpleQueue()
-        given = [Attempt({name: each[name] for name in ASSIGNMENT}, events) for each in request["assignments"]]
+        given = [
+            Attempt({name: each[name] for name in ASSIGNMENT if name in each}, events)
+            for each in request["assignments"]
+        ]
         if not 0 < len(given) <= MAX_GROUP:
             raise RefusedError(400, f"assignments has {len(given)}; it must have from 1 to {MAX_GROUP}")
         with self._lock:

@@ -213,10 +213,23 @@ def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def resume(job_id: JobId, detach: Detach = False, as_json: AsJson = False) -> None:
+def resume(
+    job_id: JobId,
+    outputs: Annotated[
+        list[str] | None,
+        typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Other outputs, as many as there are; repeat it."),
+    ] = None,
+    format: Annotated[str, typer.Option(help="Another format of the same outputs: jsonl, csv, parquet, txt.")] = "",
+    detach: Detach = False,
+    as_json: AsJson = False,
+) -> None:
     """Do what a failed or cancelled job has left, as a new job."""
+    from tinsmith.batch.job import Job
+
     with _client() as client:
-        _follow(client, client.resume(job_id), detach, as_json)
+        writers = [_writer(given) for given in outputs or ()]
+        job = Job(job_id, client).resume(format=format or None, output=writers or None)
+        _follow(client, job.job_id, detach, as_json)
 
 
 @app.command()
@@ -383,7 +396,7 @@ def _writer(given: str) -> OutputWriter:
 
 def _found(registry: Registry[T], given: str) -> T:
     """The reader or writer of `[FORMAT:]PATH`."""
-    from tinsmith.batch.dataset import format_of
+    from tinsmith.batch.formats import format_of
 
     name, path = _format(given, registry.names())
     try:

@@ -105,7 +105,7 @@ async function cancel(job) {
 async function resume(job) {
   const text = "A new job processes the rows that this one has not.";
   if (!(await question(`Resume job ${job.job_id}?`, h("p", {}, text), "Resume"))) return;
-  const made = await ask("POST", path`/batch/jobs/${job.job_id}/resume`);
+  const made = await ask("POST", path`/batch/jobs/${job.job_id}/resume`, {});
   location.hash = `#/jobs/${made.job_id}`;
 }
 

@@ -39,7 +39,7 @@ def submit(call: Call) -> JsonObject:
     return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
 
 
-def _create(call: Call, spec: JobSpec) -> int:
+def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     services = call.services
     spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
     if not services.coordinator.has_pool(spec.batch_pool_name):
@@ -47,7 +47,7 @@ def _create(call: Call, spec: JobSpec) -> int:
             f"there is no pool {spec.batch_pool_name!r}; there are {list(services.coordinator.pool_names())}. Use "
             f"{DEFAULT_POOL!r}, or name it in the server's TINSMITH_BATCH_POOLS"
         )
-    job_id = services.batch_jobs.create(call.tenant_id, spec)
+    job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)
     services.coordinator.wake()
     return job_id
 
@@ -75,10 +75,16 @@ def cancel(call: Call) -> JsonObject:
 
 
 def resume(call: Call) -> JsonObject:
-    """A new job as the old one was; one with another function is submitted with `resume_from`."""
+    """A new job as the old one was, or with other outputs, into which the old one's parts are then made; one with
+    another function is submitted with `resume_from`."""
     old = _job(call)
-    spec = call.services.batch_jobs.spec(old.job_id)
-    return {"job_id": _create(call, replace(spec, resume_from=old.job_id, roots=None))}
+    fields = call.fields()
+    fields.refuse_unknown(frozenset({"batch_output_formats"}))
+    spec = replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id, roots=None)
+    if (outputs := fields.values.get("batch_output_formats")) is not None:
+        spec = replace(spec, batch_output_formats=outputs)
+        spec.check()
+    return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
 def errors(call: Call) -> JsonObject:
@@ -94,6 +100,7 @@ def partial(call: Call) -> JsonObject:
     spec = call.services.batch_jobs.spec(found.job_id)
     return {
         "outputs": spec.batch_output_formats,
+        "part_formats": spec.part_formats,
         "function": identity_of(spec.batch_serialized_fn),
         "input": {name: spec.batch_input_format[name] for name in ("format", "path")},
         "rows": spec.rows,
@@ -214,7 +221,7 @@ ROUTES = [
     Route("/batch/jobs/{job_id}", endpoint(job), methods=["GET"]),
     Route("/batch/jobs/{job_id}/batches", endpoint(batches), methods=["GET"]),
     Route("/batch/jobs/{job_id}/cancel", endpoint(cancel), methods=["POST"]),
-    Route("/batch/jobs/{job_id}/resume", endpoint(resume), methods=["POST"]),
+    Route("/batch/jobs/{job_id}/resume", endpoint(resume, takes=JSON_TYPE), methods=["POST"]),
     Route("/batch/jobs/{job_id}/errors", endpoint(errors), methods=["GET"]),
     Route("/batch/jobs/{job_id}/partial", endpoint(partial), methods=["GET"]),
     Route("/batch/jobs/{job_id}/logs", endpoint(logs), methods=["GET"]),

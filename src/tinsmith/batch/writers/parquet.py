@@ -1,6 +1,7 @@
 """Rows as Parquet: one file, or a directory (a path with a final slash) of one file for each batch.
 
-A column may be of one type here and of a wider one, or missing, there: one file takes the wider. Row groups are made of
+A column may be of one type here and of a wider one, or missing, there: one file takes the wider, by the rules of
+`schemas.py`. A row whose types do not go with those of the others fails. Row groups are made of
 whole batches until they hold `GROUP_ROWS` rows or `GROUP_BYTES` bytes, which bounds the memory of publishing.
 """
 
@@ -8,17 +9,19 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from tinsmith.batch import publishing
+from tinsmith.batch import publishing, schemas
 from tinsmith.batch.encoding import selected
 from tinsmith.batch.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.publishing import PublishedFile
 from tinsmith.batch.registry import OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.schemas import Schema
 from tinsmith.storage.stores import join, open_object, verified
 
 GROUP_ROWS = 65_536
+PLAIN = frozenset((int, float, str, bool, type(None)))
 GROUP_BYTES = 8 * 1024 * 1024
 
 
@@ -31,16 +34,23 @@ class ParquetWriter(OutputWriter):
     compression: str = "zstd"
 
     def check(self, row: Row) -> None:
-        _table([selected(row, self.column)])
+        kept = selected(row, self.column)
+        _table([kept], _schema_of(kept))
+
+    def schema(self, row: Row) -> Schema:
+        return _schema_of(selected(row, self.column))
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         import pyarrow.parquet
 
         kept = [selected(row, self.column) for row in rows if row is not None]
+        schema: Schema = {}
+        for row in kept:
+            schema = schemas.merged(schema, _schema_of(row))
         buffer = io.BytesIO()
-        pyarrow.parquet.write_table(_table(kept), buffer, compression=self.compression)
+        pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=self.compression)
         location = join(part_base, part_name(span, "parquet"))
-        return publishing.store_part(location, buffer.getvalue(), len(kept))
+        return replace(publishing.store_part(location, buffer.getvalue(), len(kept)), schema=schema)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
@@ -59,12 +69,23 @@ class ParquetWriter(OutputWriter):
         for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
             yield from batch.to_pylist()
 
+    def _schema_of_all(self, parts: Sequence[PartInfo]) -> Any:  # noqa: ANN401
+        import pyarrow
+        import pyarrow.parquet
+
+        if all(part.schema is not None for part in parts):
+            found: Schema = {}
+            for part in parts:
+                found = schemas.merged(found, part.schema or {})
+            return _arrow_schema(found)
+        stored = [pyarrow.parquet.read_schema(open_object(part.path)) for part in parts]
+        return pyarrow.unify_schemas(stored, promote_options="permissive")
+
     def _joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
         import pyarrow
         import pyarrow.parquet
 
-        schemas = [pyarrow.parquet.read_schema(open_object(part.path)) for part in parts]
-        schema = pyarrow.unify_schemas(schemas, promote_options="permissive") if schemas else pyarrow.schema([])
+        schema = self._schema_of_all(parts)
         sink = _Sink()
         with pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression) as writer:
             for group in _groups(parts, schema):
@@ -97,22 +118,72 @@ def _of_schema(table: Any, schema: Any) -> Any:  # noqa: ANN401
     for name in schema.names:
         if name not in table.column_names:
             table = table.append_column(schema.field(name), pyarrow.nulls(table.num_rows, schema.field(name).type))
-    return table.select(schema.names).cast(schema)
+    table = table.select(schema.names)
+    try:
+        return table.cast(schema)
+    except pyarrow.ArrowException:  # structs that get fields inside lists, which no cast does
+        return pyarrow.Table.from_pylist(table.to_pylist(), schema=schema)
 
 
-def _table(rows: list[Row]) -> Any:  # noqa: ANN401
+def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
     import pyarrow
 
-    names = dict.fromkeys(name for row in rows for name in row)
+    arrow = _arrow_schema(schema)
     try:
-        return pyarrow.table({name: pyarrow.array([_plain(row.get(name)) for row in rows]) for name in names})
-    except pyarrow.ArrowException as error:
+        arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
+    except (pyarrow.ArrowException, OverflowError) as error:
         raise TypeError(f"the rows are no table: {error}") from None
+    return pyarrow.Table.from_arrays(arrays, schema=arrow)
+
+
+def _schema_of(row: Row) -> Schema:
+    return schemas.schema_of({name: _plain(value) for name, value in row.items()})
+
+
+def _arrow_schema(schema: Schema) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    return pyarrow.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
+
+
+def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    if isinstance(kind, dict):
+        if "list" in kind:
+            return pyarrow.list_(_arrow_type(kind["list"]))
+        if "struct" in kind:
+            if not kind["struct"]:
+                raise TypeError("Parquet holds no object without fields: leave the value out, or give it a field")
+            return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind["struct"].items()])
+        before, after = kind["decimal"]
+        digits = max(1, before + after)
+        return pyarrow.decimal128(digits, after) if digits <= 38 else pyarrow.decimal256(digits, after)
+    return {
+        "null": pyarrow.null(),
+        "bool": pyarrow.bool_(),
+        "int": pyarrow.int64(),
+        "int64": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "string": pyarrow.string(),
+        "binary": pyarrow.binary(),
+        "date": pyarrow.date32(),
+        "time": pyarrow.time64("us"),
+        "duration": pyarrow.duration("us"),
+        "timestamp": pyarrow.timestamp("us"),
+        "timestamp UTC": pyarrow.timestamp("us", tz="UTC"),
+    }[kind]
 
 
 def _plain(value: object) -> object:
-    """numpy's scalars and arrays of more than one dimension, which pyarrow does not take, as numbers and lists."""
-    return value.tolist() if hasattr(value, "tolist") else value  # type: ignore[attr-defined]
+    """The values of numpy and torch as Python's, at any depth."""
+    if hasattr(value, "tolist"):
+        return value.tolist()  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple) and any(type(each) not in PLAIN for each in value):
+        return [_plain(each) for each in value]
+    return value
 
 
 class _Sink(io.RawIOBase):

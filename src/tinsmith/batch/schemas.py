@@ -1,0 +1,151 @@
+"""The types of columns, where all rows of an output must have the same: what values are, and which types go together.
+
+A type is a name, {"list": type}, {"struct": {name: type}} or {"decimal": [digits before the point, digits after it]}.
+Types of the same column are merged by these rules, and no others:
+
+- null and anything: that;
+- int and float: float. An int is a whole number of at most 53 bits, which a float holds exactly; a larger one (int64)
+  and an int are int64, an int64 and a float do not go together;
+- decimals: one that holds both;
+- lists: of the merged type; structs: of the fields of both, merged.
+
+Pure values: a schema is JSON, the coordinator keeps one for each output, and workers hold rows against it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+Type = Any
+"""JSON."""
+Schema = dict[str, Type]
+
+EXACT_IN_FLOAT = 2**53
+LARGEST = 2**63
+MAX_DIGITS = 76
+ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, "bool"),
+    (float, "float"),
+    (str, "string"),
+    ((bytes, bytearray, memoryview), "binary"),
+    (datetime.date, "date"),
+    (datetime.time, "time"),
+    (datetime.timedelta, "duration"),
+)
+
+
+class SchemaConflictError(TypeError):
+    """Two values of one column have types that do not go together."""
+
+
+def type_of(value: object) -> Type:
+    """Raises TypeError for what no column holds, SchemaConflictError for a list of types that do not go together."""
+    if value is None:
+        return "null"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _int(value, value)
+    if isinstance(value, datetime.datetime):
+        return "timestamp" if value.tzinfo is None else "timestamp UTC"
+    for kinds, name in ATOMS:
+        if isinstance(value, kinds):
+            return name
+    if isinstance(value, Decimal) and value.is_finite():
+        _, digits, exponent = value.as_tuple()
+        after = max(0, -int(exponent))
+        return {"decimal": [max(len(digits) + int(exponent), 0), after]}
+    if isinstance(value, Mapping):
+        return {"struct": {_name(name): type_of(each) for name, each in value.items()}}
+    if isinstance(value, list | tuple):
+        return {"list": _of_elements(value)}
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} has no type that a column could have")
+
+
+def _int(low: int, high: int) -> str:
+    if low >= -EXACT_IN_FLOAT and high <= EXACT_IN_FLOAT:
+        return "int"
+    if low >= -LARGEST and high < LARGEST:
+        return "int64"
+    raise TypeError(f"{low if low < -LARGEST else high} is beyond 64 bits")
+
+
+def _name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the field {name!r} is a {type(name).__name__}; a field's name is text")
+    return name
+
+
+def _of_elements(values: list[Any] | tuple[Any, ...]) -> Type:
+    kinds = set(map(type, values))
+    if kinds == {int}:  # token ids: many, and of one kind
+        return _int(min(values), max(values))
+    if kinds in ({float}, {str}):
+        return "float" if kinds == {float} else "string"
+    found: Type = "null"
+    for value in values:
+        found = merged_type(found, type_of(value), "its elements")
+    return found
+
+
+def schema_of(row: Mapping[str, object]) -> Schema:
+    """Raises TypeError that names the column."""
+    found: Schema = {}
+    for name, value in row.items():
+        try:
+            found[_name(name)] = type_of(value)
+        except SchemaConflictError as error:
+            raise SchemaConflictError(f"column {name!r}: {error}") from None
+        except TypeError as error:
+            raise TypeError(f"column {name!r}: {error}") from None
+    return found
+
+
+def merged(one: Schema, other: Schema) -> Schema:
+    """The columns of both. Raises SchemaConflictError that names the column and both types."""
+    if one == other:
+        return one
+    made = dict(one)
+    for name, kind in other.items():
+        made[name] = merged_type(made[name], kind, f"column {name!r}") if name in made else kind
+    return made
+
+
+def merged_type(one: Type, other: Type, where: str) -> Type:
+    if one == other or other == "null":
+        return one
+    if one == "null":
+        return other
+    if isinstance(one, str) and isinstance(other, str):
+        pair = {one, other}
+        if pair == {"int", "int64"}:
+            return "int64"
+        if pair == {"int", "float"}:
+            return "float"
+    elif isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        if "list" in one:
+            return {"list": merged_type(one["list"], other["list"], f"{where}, its elements")}
+        if "struct" in one:
+            fields = dict(one["struct"])
+            for name, kind in other["struct"].items():
+                fields[name] = merged_type(fields[name], kind, f"{where}, field {name!r}") if name in fields else kind
+            return {"struct": fields}
+        digits = [max(pair) for pair in zip(one["decimal"], other["decimal"], strict=True)]
+        if sum(digits) <= MAX_DIGITS:
+            return {"decimal": digits}
+    raise SchemaConflictError(
+        f"{where} is {shown(other)} here and {shown(one)} in other rows; in this format a column has one type. Give it "
+        "one in the function, or write JSON Lines"
+    )
+
+
+def shown(kind: Type) -> str:
+    if isinstance(kind, str):
+        return {"int": "int64", "float": "float64"}.get(kind, kind)
+    ((name, inner),) = kind.items()
+    if name == "list":
+        return f"list of {shown(inner)}"
+    if name == "decimal":
+        return f"decimal({sum(inner)}, {inner[1]})"
+    return "{" + ", ".join(f"{field}: {shown(each)}" for field, each in inner.items()) + "}"
