@@ -608,6 +608,12 @@ def test_an_unknown_encoding_or_type_is_refused_by_name() -> None:
     bodies.check_content_type("Application/JSON; charset=utf-8", bodies.JSON_TYPE)
 
 
+def test_the_refusal_of_a_content_type_repeats_little_of_it() -> None:
+    with pytest.raises(UnsupportedMediaError) as refused:
+        bodies.check_content_type("x" * 5000, bodies.JSON_TYPE)
+    assert len(str(refused.value)) < 200
+
+
 @pytest.mark.parametrize("length", [str(MIB + 1), "9" * 5000])
 def test_a_declared_length_over_the_limit_is_refused(length: str) -> None:
     with pytest.raises(TooLargeError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zstandard
 
 from tinsmith.errors import TooLargeError, UnsupportedMediaError, UserError
+from tinsmith.wire.fields import show
 
 JSON_TYPE = "application/json"
 PROTO_TYPE = "application/x-protobuf"
@@ -33,7 +34,7 @@ def check_length(content_length: str | None, limit_bytes: int) -> None:
 def check_content_type(content_type: str | None, expected: str) -> None:
     got = (content_type or "").partition(";")[0].strip().lower()
     if got != expected:
-        raise UnsupportedMediaError(f"the header Content-Type is {got!r}; this path takes {expected!r}")
+        raise UnsupportedMediaError(f"the header Content-Type is {show(got)}; this path takes {expected!r}")
 
 
 def decode(body: bytes, encoding: str | None, limit_bytes: int) -> bytes:
