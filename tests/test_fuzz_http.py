@@ -123,6 +123,11 @@ def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
     }
 
 
+def test_every_operation_of_the_document_is_tried() -> None:
+    paths = document()["paths"]
+    assert set(OPERATIONS) == {f"{method.upper()} {path}" for path in paths for method in paths[path]}  # type: ignore[union-attr, index]
+
+
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("label", [label for label in OPERATIONS if label.rpartition("/")[2] not in TAKE_NOTHING])
 def test_no_data_break_a_route(harness: Harness, things: dict[str, str], label: str, mode: GenerationMode) -> None:

@@ -23,7 +23,8 @@ from tinsmith.prepared import execute
 from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.routes import API, PREFIX
 from tinsmith.routes.call import ANTHROPIC, HUB, OPENAI
-from tinsmith.routes.openapi import ELSEWHERE
+from tinsmith.routes.openapi import ELSEWHERE, OPERATIONS
+from tinsmith.routes.requests import REQUESTS
 from tinsmith.wire.bodies import PROTO_TYPE
 
 
@@ -184,6 +185,23 @@ LISTINGS = {
     "/dashboard/tenant": "",
     "/dashboard/samples": "",
 }
+# Ids that a listing takes as a filter or a cursor: (path, query or body).
+FILTERS: tuple[tuple[str, Callable[[Things], str | dict[str, object]]], ...] = (
+    *((prefix + "/files", lambda things: f"?after={things.file_id}") for prefix in OPENAI),
+    *((prefix + "/batches", lambda things: f"?after={things.batch_id}") for prefix in OPENAI),
+    ("/sessions/search", lambda things: {"session_id": things.session_id}),
+    ("/sessions/search", lambda things: {"cursor": cursor_behind(things.session_id)}),
+    ("/dashboard/runs", lambda things: f"?search={things.model_id}"),
+    ("/dashboard/samples", lambda things: f"?search={things.model_id}:0"),
+)
+NO_IDS = {"telemetry session_id"}
+"""Fields that are named like ids of things, and are not looked at."""
+
+
+def cursor_behind(session_id: str) -> dict[str, object]:
+    return {"last_created_at": "2100-01-01T00:00:00Z", "last_session_id": session_id}
+
+
 # Routes whose link is the permission; test_routes_downloads.py shows what it takes.
 BY_LINK = {"/sessions/{session_id}/trace"}
 
@@ -275,6 +293,51 @@ def test_every_route_is_sorted_into_those_with_ids_and_those_without() -> None:
     assert set(LISTINGS) | WITHOUT_IDS <= paths
     for _method, path in id_routes():
         assert "{" in path or path in BODIES or path in QUERIES, f"{path} takes ids somewhere: add them to BODIES"
+
+
+def names_in(schema: object) -> set[str]:
+    """Of the fields of a body, at any depth."""
+    if isinstance(schema, list):
+        return set().union(*map(names_in, schema))
+    if not isinstance(schema, dict):
+        return set()
+    properties = schema.get("properties")
+    own = set(properties) if isinstance(properties, dict) else set()
+    return own.union(*map(names_in, schema.values()))
+
+
+def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
+    """What has no case of its own below has neither a path, nor a query, nor a body with an id in it."""
+    tried = {(method, path.replace(":path", "")) for method, path in id_routes()}
+    filtered = {path for path, _ in FILTERS}
+    for operation in OPERATIONS:
+        path = operation.path
+        if (operation.method, path) in tried or is_link(path) or path in filtered:
+            continue
+        assert path in WITHOUT_IDS or path in LISTINGS, f"{operation.name} is not sorted"
+        names = names_in(REQUESTS.get(path)) if operation.method != "GET" else set()
+        ids = {name for name in {*names, *(operation.query or {})} if name.endswith(("_id", "_ids", "_path", "after"))}
+        ids -= {"project_id"}  # the tenant's own word
+        assert {f"{path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
+
+
+@pytest.mark.parametrize("number", range(len(FILTERS)), ids=lambda number: FILTERS[number][0])
+def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int) -> None:
+    """And says no more of it than of what is not there."""
+    path, given = FILTERS[number]
+    theirs = things_of(harness)
+    seen = []
+    for things in (theirs, nothing_like(theirs)):
+        asked = given(things)
+        url, headers = url_of(path), {"X-API-Key": BOB}
+        if isinstance(asked, dict):
+            answer = harness.client.post(url, json=asked, headers=headers)
+        else:
+            answer = harness.client.get(url + asked, headers=headers)
+        assert answer.status_code in (200, 404), answer.text
+        seen.append((answer.status_code, without_ids(answer.text, things)))
+    assert seen[0] == seen[1]
+    assert theirs.session_id not in seen[0][1] and "alice" not in seen[0][1]
 
 
 @pytest.mark.parametrize(("method", "path"), id_routes())
