@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 # A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
 AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick bench-gpu clean
+.PHONY: demo docs test attack test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
 	$(ISOLATED) $(BIN)/tinsmith demo
@@ -30,6 +30,11 @@ test-roles: $(STAMP)
 
 test-crash: $(STAMP)
 	$(PYTEST) tests/crash
+
+# A live server under attack, with the seed printed: processes that are killed, broken requests, a flood of the queue.
+# ATTACK_SECONDS, ATTACK_REQUESTS and ATTACK_SEED say how long, how many and which.
+attack: $(STAMP)
+	$(PYTEST) -s tests/attack
 
 # lm-eval brings packages that nothing else needs, so it is installed when it is asked for.
 test-harness: $(STAMP)

@@ -21,7 +21,7 @@ from tinsmith.db import Database
 from tinsmith.tenants.keys import Keys
 
 START_S = 60.0
-TENANTS = ("ann", "bob")
+TENANTS = ("ann", "bob", "cal")
 
 
 class KeptServer:
@@ -53,15 +53,6 @@ class KeptServer:
         """The points at which something died."""
         return {path.name.removeprefix("crashed.") for path in self.data_dir.glob("crashed.*")}
 
-    def pids(self) -> tuple[int, list[int]]:
-        """The server's process, and those of its engines."""
-        server = self._process.pid
-        try:
-            children = Path(f"/proc/{server}/task/{server}/children").read_text()
-        except OSError:  # it is gone
-            children = ""
-        return server, [int(pid) for pid in children.split()]
-
     def rows(self, query: str) -> list[tuple]:
         """What a query finds in the server's database."""
         database = Database(self.database_url)
@@ -73,14 +64,18 @@ class KeptServer:
     def await_answer(self) -> None:
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and not self.failure:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/api/v1/healthz", timeout=5).status_code == 200:
-                    return
+            if self.answers():
+                return
             time.sleep(0.05)
         raise AssertionError(f"the server does not answer; {self.failure}\n{self.log()[-4000:]}")
 
+    def answers(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.get(f"{self.url}/api/v1/healthz", timeout=5).status_code == 200
+        return False
+
     def make_keys(self) -> None:
-        """Keys of two tenants; from here on the server takes no others."""
+        """Keys of all tenants; from here on the server takes no others."""
         database = Database(self.database_url)
         self.keys = {tenant: Keys(database).create(tenant)[1] for tenant in TENANTS}
         database.close()
@@ -128,7 +123,7 @@ class KeptServer:
 
 @contextlib.contextmanager
 def kept(data_dir: Path, *arguments: str, migrated: bool = True, **settings: str) -> Iterator[KeptServer]:
-    """A server that answers, with keys for two tenants. Unless `migrated`, its first start makes the database."""
+    """A server that answers, with keys for three tenants. Unless `migrated`, its first start makes the database."""
     data_dir.mkdir(parents=True)
     if migrated and databases.chosen == databases.SQLITE:
         databases.fresh_url(data_dir)

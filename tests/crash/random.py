@@ -8,48 +8,17 @@ did, and the books must be those of as many undisturbed runs.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import random
-import signal
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("TINKER_TELEMETRY", "0")
 
-from crash.kept import KeptServer, kept
+from crash.kept import kept
+from crash.killing import Killer, processes_below, server_or_engine
 from crash.runs import books, run_all
-
-
-class Killer:
-    """Kills until it is told to stop."""
-
-    def __init__(self, server: KeptServer, seed: int, every_s: float) -> None:
-        self._every_s = every_s
-        self.kills: Counter[str] = Counter()
-        self._server = server
-        self._choice = random.Random(seed)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._choice.uniform(0, 2 * self._every_s)):
-            victim = self._choice.choice(("server", "engine", "both"))
-            server, engines = self._server.pids()
-            pids = {"server": [server], "engine": engines, "both": [*engines, server]}[victim]
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self.kills[victim] += bool(pids)
 
 
 def main() -> int:
@@ -63,7 +32,7 @@ def main() -> int:
         with kept(Path(directory) / "undisturbed", "--backend", "fake") as server:
             told, expected = run_all(server), books(server)
         with kept(Path(directory) / "killed", "--backend", "fake") as server:
-            killer = Killer(server, given.seed, given.every)
+            killer = Killer(lambda: processes_below(os.getpid()), server_or_engine, given.seed, (0, 2 * given.every))
             until = time.monotonic() + 60 * given.minutes
             runs = 0
             try:

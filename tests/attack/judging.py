@@ -1,0 +1,90 @@
+"""What an answer to a broken request must be: quick, no failure of the server's, in words, without secrets."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from attack.mutations import FIELD_KINDS, Broken
+from attack.sending import Answer
+from attack.valid import NEVER_200
+
+AT_MOST_S = 20.0
+"""For an answer, on a machine that does other things as well; polls are held for a second."""
+ALLOWED_FAILURES = (501, 503)
+"""Where the OpenAPI document declares them."""
+LEAKS = re.compile(
+    r"Traceback \(most|sqlalchemy|sqlite3|psycopg|\bSELECT \w|INSERT INTO|/src/tinsmith/(?!nano/model\b)|site-packages"
+    r"|signing\.key"
+)
+"""The directory of the embedded model is its tokenizer's name, which clients are told."""
+MAX_WORDS = 2500
+
+
+@dataclass
+class Judge:
+    """Collects what is wrong with answers; by route, `declared` are statuses and `fields` names of its body."""
+
+    declared: Mapping[str, Collection[int]]
+    fields: Mapping[str, Collection[str]]
+    secrets: list[str]
+    faults: list[str] = field(default_factory=list)
+
+    def look(self, broken: Broken, answer: Answer) -> None:
+        for fault in self._faults(broken, answer):
+            body = answer.body[:300].decode(errors="replace")
+            sent = broken.request.body[:300]
+            self.faults.append(
+                f"{fault}: {broken.request.label} ({broken.kind}, field {broken.field}): "
+                f"{answer.status} in {answer.seconds:.1f} s: {body}\n    {broken.request.target[:200]} {sent!r}"
+            )
+
+    def _faults(self, broken: Broken, answer: Answer) -> list[str]:
+        label, found = broken.request.label, []
+        if answer.seconds > AT_MOST_S:
+            found.append("slow")
+        if not answer.status and not broken.request.halts:
+            found.append("no answer")
+        if answer.status >= 500 and not (answer.status in ALLOWED_FAILURES and answer.status in self.declared[label]):
+            found.append("a failure of the server")
+        text = answer.body.decode(errors="replace")
+        shown = " ".join([text, *(f"{name}: {value}" for name, value in answer.headers)])
+        if leak := LEAKS.search(shown):
+            found.append(f"tells {leak[0]!r}")
+        found += ["tells a secret" for secret in self.secrets if secret in shown]
+        if 400 <= answer.status < 500 and broken.request.method != "HEAD":
+            found += self._faults_of_words(broken, answer)
+        return found
+
+    def _faults_of_words(self, broken: Broken, answer: Answer) -> list[str]:
+        try:
+            said = json.loads(answer.body)
+            words = said["error"]["message"] if "error" in said else said["detail"]
+        except (ValueError, KeyError, TypeError):
+            return ["no words"]
+        if not isinstance(words, str) or len(words) < 10:
+            return ["hardly a word"]
+        if len(words) > MAX_WORDS:
+            return ["too many words"]
+        if answer.status == 400 and broken.kind in FIELD_KINDS and broken.request.label not in NEVER_200:
+            known = {*self.fields[broken.request.label], "body", "JSON", *([broken.field] if broken.field else [])}
+            if not any(name in words for name in known):
+                return ["does not name the field"]
+        return []
+
+
+def names_in(schema: object, document: Mapping[str, object]) -> set[str]:
+    """Of all fields that a schema knows, at any depth."""
+    if isinstance(schema, list):
+        return set().union(*(names_in(each, document) for each in schema))
+    if not isinstance(schema, dict):
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        found: object = document
+        for part in reference.removeprefix("#/").split("/"):
+            found = found[part]  # type: ignore[index]
+        return names_in(found, document)
+    own = set(schema["properties"]) if isinstance(schema.get("properties"), dict) else set()
+    return own.union(*(names_in(each, document) for each in schema.values()))

@@ -1,0 +1,79 @@
+"""SIGKILL to any process of a server, every few seconds: training, samples and bulk jobs go on as if nothing happened.
+
+The server is deterministic, so that every loss, log probability and token is compared bit by bit. What each kill hit is
+printed, with the seed: `ATTACK_SEED` repeats the choices, though not the moments at which they find a server.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from attack.bulk import BulkJobs
+from attack.given import SECONDS, SEED
+from crash.kept import KeptServer, kept
+from crash.killing import Killer, adopting, any_kind, left_below, processes_below
+from crash.runs import DEPRECATED, Plan, Record, books, run_all
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
+
+PATIENCE_S = 600.0  # of a client: it is told nothing wrong, however late
+PLANS = (
+    Plan("ann", 4, "cross_entropy", 1, rate=1e-3, patience_s=PATIENCE_S),
+    Plan("bob", 8, "importance_sampling", 2, rate=1e-3, patience_s=PATIENCE_S),
+)
+PAUSES_S = (3.0, 15.0)
+ENDS_WITHIN_S = 30.0
+SETTINGS = {"batch_tenants": '["cal"]'}
+"""Whose bulk jobs may run functions."""
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def test_whatever_dies_nothing_is_lost_and_nothing_is_done_twice(tmp_path: Path) -> None:
+    say(f"\nseed {SEED}, {SECONDS:g} s")
+    with kept(tmp_path / "undisturbed", "--deterministic", **SETTINGS) as server:
+        jobs = BulkJobs(server, tmp_path / "undisturbed-jobs")
+        told, expected = run_all(server, PLANS), books(server)
+        jobs.stop()
+        undisturbed = {kind: found[0] for kind, found in jobs.outputs.items()}
+        assert server.deaths == 0
+    with adopting():
+        with kept(tmp_path / "killed", "--deterministic", **SETTINGS) as server:
+            try:
+                runs = attacked(server, tmp_path, told, undisturbed)
+                assert books(server) == expected.times(runs)
+            except BaseException:
+                say(server.log()[-20_000:])
+                raise
+        assert not (left := left_below(os.getpid(), ENDS_WITHIN_S)), f"still there: {left}"
+
+
+def attacked(server: KeptServer, directory: Path, told: dict[str, Record], rows: dict[str, bytes]) -> int:
+    """How many runs there were, each of which was told what the undisturbed one was."""
+    me = os.getpid()
+    jobs = BulkJobs(server, directory / "jobs")
+    killer = Killer(lambda: processes_below(me), any_kind, SEED, PAUSES_S, say, server.answers, SECONDS)
+    until = time.monotonic() + SECONDS
+    runs = 0
+    try:
+        while time.monotonic() < until:
+            started = time.monotonic()
+            assert run_all(server, PLANS) == told, "a client was told something else than without a kill"
+            runs += 1
+            say(f"run {runs}: {time.monotonic() - started:.1f} s, bit-identical")
+    finally:
+        killer.stop()
+    server.await_answer()
+    jobs.stop()
+    for kind, outputs in jobs.outputs.items():
+        assert set(outputs) == {rows[kind]}, f"a bulk job of kind {kind} has other rows than without a kill"
+    done = Counter({kind: len(outputs) for kind, outputs in jobs.outputs.items()})
+    say(f"{runs} runs, bulk jobs {dict(done)}, {sum(killer.kills.values())} kills: {dict(killer.kills)}")
+    return runs

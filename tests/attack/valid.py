@@ -1,0 +1,210 @@
+"""A valid request of every route of the OpenAPI document, of things that exist on a live server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from urllib.parse import quote, urlencode, urlsplit
+
+import httpx
+
+import http_harness
+import raw_client
+from attack.sending import Request
+from test_isolation import BODIES, QUERIES, Things, openai_batch
+from tinsmith.routes import PREFIX
+from tinsmith.routes.call import ANTHROPIC, HUB, OPENAI
+
+MODEL = raw_client.BASE
+BOUNDARY = "attack-boundary"
+JSON, PROTO = b"application/json", b"application/x-protobuf"
+FORM = "multipart/form-data"
+PASSES = ("/forward", "/forward_backward")
+ENDS = re.compile(r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures)$")
+"""Routes whose success takes things away that other routes need."""
+NEVER_200 = {f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")}
+"""Routes that refuse: there are no embeddings, and the batch has failed."""
+ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+QUERY: Mapping[str, str] = {
+    "/audit": "?event_type=all&event_date=2020-01-01",
+    "/dashboard/samples": "?limit=5",
+    "/sessions": "?limit=5&offset=0",
+    "/billing/usage/events": "?starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z",
+    "/training_runs": "?limit=5&offset=0",
+    "/batch/jobs": "?limit=5",
+}
+PLAIN_BODIES: Mapping[str, object] = {
+    "/client/config": {"sdk_version": "0.38.0"},
+    "/client/dynamic_config": {},
+    "/auth/token": {},
+    "/telemetry": {"events": [], "platform": "x", "sdk_version": "0.38.0", "session_id": "x", "process_uuid": "x"},
+    "/create_session": {"tags": ["a"], "sdk_version": "0.38.0", "user_metadata": {"a": "b"}},
+    "/sessions/search": {"limit": 5, "owner": {"type": "own"}, "statuses": [{"type": "active"}]},
+    "/cleanup_futures": {"max_age_hours": 1000.0},
+    "/batch/pools/{name}": {"workers": 2},
+    **{prefix + "/embeddings": {"model": MODEL, "input": "hi"} for prefix in OPENAI},
+    **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
+    **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
+    ANTHROPIC + "/messages": {"model": MODEL, **ROLLED_OUT},
+}
+SEARCHED = {
+    "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},
+    "optimizer_config": {"type": "adamw"},
+    "user_metadata": {"a": "b"},
+}
+MORE: Mapping[str, dict[str, object]] = {
+    "/create_model": SEARCHED,
+    "/asample": {"sampling_params": {"max_tokens": 3, "temperature": 1.0, "top_p": 0.9, "top_k": 5, "stop": ["x"]}},
+    "/sample": {"sampling_params": {"max_tokens": 3}, "num_samples": 1},
+    "/optim_step": {"adam_params": {"learning_rate": 1e-3, "beta1": 0.9, "eps": 1e-8, "grad_clip_norm": 1.0}},
+    "/save_weights": {"ttl_seconds": 3600},
+}
+"""Optional fields of routes, so that there is more to break."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a tenant has, and the numbers of its next requests."""
+
+    things: Things
+    other_file_id: str
+    key: str
+    links: Mapping[str, str]  # path and query by the route that takes no key
+    new_key: Callable[[], str]
+    files: Mapping[str, bytes]  # an adapter's
+    sample_id: str  # a sample that is kept for the dashboard
+    metrics_token: str
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(3))
+
+
+def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str) -> World:
+    http = httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=120)
+    raw = raw_client.RawClient(http)
+    with http:
+        session_id = raw.session()
+        model_id = raw.model(session_id)
+        sampler_id = raw.sampler(session_id)
+        saved = [("save_weights", 1), ("save_weights_external", 2)]
+        made = [raw.ok(path, {"model_id": model_id, "seq_id": seq_id, "path": "one"}) for path, seq_id in saved]
+        sampled = raw.ok("asample", http_harness.sample_request(sampler_id, 0))
+        weights, export = (raw.result(each["request_id"]).json()["path"] for each in made)
+        raw.result(sampled["request_id"])
+        job_id = raw.ok("batch/jobs", failing_job(session_id))["job_id"]
+        form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
+        file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
+        batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
+        things = Things(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
+        links, files = links_of(http, things)
+        sample_id = sampled["request_id"]
+        return World(things, file_ids[1], key, links, new_key, files, sample_id, metrics_token)
+
+
+def failing_job(name: str) -> dict[str, object]:
+    """A bulk job whose input is not there."""
+    rows = {"format": "json", "path": "/nowhere/in.jsonl"}
+    output = {"format": "json", "path": f"/nowhere/{name}.jsonl"}
+    function = {"batch_serialized_fn": "", "batch_input_format": rows, "batch_output_formats": [output]}
+    return {**function, "batch_size": 1, "name": name}
+
+
+def links_of(http: httpx.Client, things: Things) -> tuple[dict[str, str], dict[str, bytes]]:
+    """Addresses that are their own permission, and the files of an adapter that are there."""
+
+    def asked(path: str) -> str:
+        return things.fill(path)
+
+    def stripped(url: str) -> str:
+        parts = urlsplit(url)
+        return f"{parts.path}?{parts.query}"
+
+    checkpoint = "training_runs/{run_id}/checkpoints/{kind}/{name}"
+    files = http.get(asked(f"{checkpoint}/external_weights_urls")).json()["urls"]
+    archive = http.get(asked(f"{checkpoint}/archive_link")).json()["url"]
+    trace = http.get(asked("sessions/{session_id}/trace_export")).json()["url"]
+    first = stripped(next(iter(files.values())))
+    links = {"/files/{file}": first, "/archive": stripped(archive), "/trace": stripped(trace)}
+    return links, {name: http.get(http.base_url.join(stripped(link))).content for name, link in files.items()}
+
+
+def request_of(label: str, content_types: list[str], world: World) -> Request:
+    """A request that the route answers without an error, if the things of the world are still there."""
+    method, _, path = label.partition(" ")
+    short = path.removeprefix(PREFIX)
+    things = world.things
+    key = world.new_key() if label.startswith("DELETE /api/v1/auth") else world.key
+    headers = ((b"Host", b"127.0.0.1"), (b"Connection", b"close"), (b"X-API-Key", key.encode()))
+    if short.startswith("/downloads/") or short == "/sessions/{session_id}/trace":
+        link = next(world.links[end] for end in world.links if short.endswith(end))
+        parts = urlsplit(link)
+        return Request(label, method, f"{parts.path}?{parts.query}", headers)
+    if path.startswith(f"{OPENAI[1]}/"):
+        things = replace(things, file_id=world.other_file_id)
+    filled = quoted(path.replace("samples/{request_id}", f"samples/{world.sample_id}"), things)
+    request = Request(label, method, filled + things.fill(QUERIES.get(short, QUERY.get(short, ""))), headers)
+    if short == "/metrics":
+        token = f"Bearer {world.metrics_token}".encode()
+        return replace(request, headers=request.with_header(b"Authorization", token))
+    if FORM in content_types:
+        content_type, body = form_of(short, world)
+        return replace(request, headers=request.with_header(b"Content-Type", content_type), body=body)
+    if not content_types:
+        return request
+    if short in PASSES and PROTO.decode() in content_types and (seq_id := next(world.numbers)) % 2:
+        body = http_harness.pass_bytes(things.model_id, seq_id)
+        return replace(request, headers=request.with_header(b"Content-Type", PROTO), body=body)
+    body = json.dumps(json_of(short, world)).encode()
+    return replace(request, headers=request.with_header(b"Content-Type", JSON), body=body)
+
+
+def quoted(path: str, things: Things) -> str:
+    """A path with its names filled in; the names of repositories and files may hold slashes."""
+    filled = path.replace("{name}", "local") if path.startswith(f"{PREFIX}/batch/pools") else path
+    return quote(things.fill(filled), safe="/:" if path.startswith(HUB) else "/")
+
+
+def json_of(path: str, world: World) -> object:
+    if path in PLAIN_BODIES:
+        return PLAIN_BODIES[path]
+    if path in PASSES:
+        return json_pass(world)
+    if path == "/batch/jobs":
+        return failing_job(f"job-{next(world.numbers)}")
+    body = BODIES[path](world.things)
+    assert isinstance(body, dict), path
+    text = json.dumps({**body, **MORE.get(path, {})}).replace(http_harness.BASE, MODEL)
+    numbered = json.loads(text)
+    for name in ("seq_id", "model_seq_id", "sampling_session_seq_id", "custom_loss_seq_id"):
+        if name in numbered:
+            numbered[name] = next(world.numbers)
+    if path.startswith("/save_weights"):
+        numbered["path"] = f"saved-{numbered['seq_id']}"
+    return numbered
+
+
+def json_pass(world: World) -> object:
+    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
+    targets = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
+    weights = {"data": [1.0, 1.0, 1.0], "dtype": "float32", "shape": [3]}
+    datum = {"model_input": {"chunks": chunks}, "loss_fn_inputs": {"target_tokens": targets, "weights": weights}}
+    given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {}}
+    return {"model_id": world.things.model_id, "seq_id": next(world.numbers), "forward_backward_input": given}
+
+
+def form_of(path: str, world: World) -> tuple[bytes, bytes]:
+    if path == "/upload_weights":
+        parts = {"base_model": MODEL.encode(), "name": b"uploaded", **world.files}
+    else:
+        parts = {"purpose": b"batch", "in.jsonl": b"{}\n"}
+    pieces = []
+    for name, content in parts.items():
+        head = f'name="{name}"' if name != "in.jsonl" else 'name="file"'
+        head += f'; filename="{name}"' if "." in name else ""
+        pieces.append(f"--{BOUNDARY}\r\nContent-Disposition: form-data; {head}\r\n\r\n".encode() + content + b"\r\n")
+    return f"{FORM}; boundary={BOUNDARY}".encode(), b"".join([*pieces, f"--{BOUNDARY}--\r\n".encode()])
+
+
+def with_query(target: str, name: str, value: str) -> str:
+    return f"{target}{'&' if '?' in target else '?'}{urlencode({name: value})}"

@@ -1,0 +1,152 @@
+"""SIGKILL at any moment, to any process of a server's tree: which processes there are, who dies, who is left."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+MODULES = {
+    "tinsmith.cli": "server",
+    "tinsmith.engine": "engine",
+    "tinsmith.batch.worker": "worker",
+    "tinsmith.batch.child": "mapper",
+}
+"""What each kind of process runs."""
+ALL = "everything"
+"""A victim beside the kinds: all processes at once, as when a machine is lost."""
+AT_ONCE = 0.25
+"""How many of the pauses do not wait until the server answers."""
+PR_SET_CHILD_SUBREAPER = 36
+
+Processes = dict[int, str]
+"""Kinds by pid."""
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Processes below this one whose parent dies become children of this one, so that none is lost from sight."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def processes_below(root: int) -> Processes:
+    """Every living process of Tinsmith below a process, which is not among them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                children.setdefault(int(parent), []).append(int(path.parent.name))
+    found: Processes = {}
+    waiting = [root]
+    while waiting:
+        for pid in children.get(waiting.pop(), ()):
+            waiting.append(pid)
+            if kind := _kind_of(pid):
+                found[pid] = kind
+    return found
+
+
+def _kind_of(pid: int) -> str | None:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:  # it has just ended
+        return None
+    return next((MODULES[word] for word in words if word in MODULES), None)
+
+
+def left_below(root: int, patience_s: float) -> Processes:
+    """What is still there after as long as processes may take to end."""
+    deadline = time.monotonic() + patience_s
+    while (found := processes_below(root)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found
+
+
+class Killer:
+    """Kills what `choose` finds, for `for_s` or until it is told to stop; `kills` says how often, by kind.
+
+    `pauses_s` are the shortest and the longest time between two kills. Every fourth pause or so begins at once, so that
+    servers are killed while they start; the others begin when the server is `ready`, so that a slow machine gets
+    anywhere.
+    `say` hears of each kill in words.
+    """
+
+    def __init__(
+        self,
+        processes: Callable[[], Processes],
+        choose: Callable[[Processes, random.Random], tuple[str, list[int]]],
+        seed: int,
+        pauses_s: tuple[float, float],
+        say: Callable[[str], object] = lambda _text: None,
+        ready: Callable[[], bool] = lambda: True,
+        for_s: float = math.inf,
+    ) -> None:
+        self.kills: Counter[str] = Counter()
+        self._processes, self._choose, self._say, self._ready = processes, choose, say, ready
+        self._pauses_s = pauses_s
+        self._random = random.Random(seed)
+        self._started = time.monotonic()
+        self._until = self._started + for_s
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._pause() and time.monotonic() < self._until:
+            kind, victims = self._choose(self._processes(), self._random)
+            killed = [pid for pid in victims if _kill(pid)]
+            if killed:
+                self.kills[kind] += 1
+                self._say(f"{time.monotonic() - self._started:6.1f} s: killed {kind} {killed}")
+
+    def _pause(self) -> bool:
+        """Whether to go on after it."""
+        waits, pause_s = self._random.random() >= AT_ONCE, self._random.uniform(*self._pauses_s)
+        while waits and not self._ready() and not self._stopping.wait(0.2):
+            pass
+        return not self._stopping.wait(pause_s)
+
+
+def any_kind(processes: Mapping[int, str], choice: random.Random) -> tuple[str, list[int]]:
+    """One process of a kind that is there, each kind as likely as the others; or, as likely as a kind, all."""
+    kinds = sorted(set(processes.values()))
+    if not kinds:
+        return ALL, []
+    kind = choice.choice([*kinds, ALL])
+    if kind == ALL:
+        return ALL, list(processes)
+    return kind, [choice.choice(sorted(pid for pid, each in processes.items() if each == kind))]
+
+
+def server_or_engine(processes: Mapping[int, str], choice: random.Random) -> tuple[str, list[int]]:
+    """The server, its engines, or both."""
+    victim = choice.choice(("server", "engine", "both"))
+    kinds = ("engine", "server") if victim == "both" else (victim,)
+    return victim, [pid for kind in kinds for pid, each in processes.items() if each == kind]
+
+
+def _kill(pid: int) -> bool:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
