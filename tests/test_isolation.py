@@ -486,7 +486,7 @@ def test_a_strange_name_in_a_path_is_found_nowhere(harness: Harness, strange: st
                 method, url, json=body, headers={"X-API-Key": ALICE}, follow_redirects=False
             )
             assert answer.status_code in (400, 404), (method, path, part, answer.text[:300])
-            assert len(answer.text) < 2000 + 2 * len(name), "what is refused is not repeated over and over"
+            assert len(answer.text) < 2000, "what is refused is not repeated at length"
             assert "set-cookie" not in answer.headers
 
 

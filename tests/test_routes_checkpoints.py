@@ -145,3 +145,13 @@ def test_a_malformed_path_is_a_400(harness: Harness, path: str) -> None:
     answer = harness.post("weights_info", {"tinker_path": path})
     assert answer.status_code == 400
     assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("weights_info", "tinker_path"), ("copy_weights", "source_path"), ("create_sampling_client", "model_path")],
+)
+def test_a_path_of_another_form_is_refused_by_the_name_of_its_field(harness: Harness, path: str, field: str) -> None:
+    answer = harness.post(path, {field: "tinker://../../etc/passwd"})
+    assert answer.status_code == 400
+    assert answer.json()["detail"].startswith(f"{field} 'tinker://../../etc/passwd' is not a checkpoint path")

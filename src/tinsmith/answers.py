@@ -136,7 +136,7 @@ class ServiceAnswers:
             raise UserError(f"model is {show(model)}; it must be a base model's id or a checkpoint's path")
         if not model.startswith(PATH):
             return self._bases.get(model), None
-        checkpoint = self._checkpoints.get(tenant_id, parse_path(model))
+        checkpoint = self._checkpoints.get(tenant_id, parse_path(model, "model"))
         return self._bases.get(checkpoint.base_model), model
 
     async def _leave(self, job: _JobSession, session_id: str | None) -> None:

@@ -80,13 +80,13 @@ class Checkpoint:
         return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed)
 
 
-def parse_path(text: str) -> CheckpointRef:
-    """Read a tinker:// path. Raises UserError that shows the form."""
+def parse_path(text: str, field: str = "path") -> CheckpointRef:
+    """Read a tinker:// path that a request has in this field. Raises UserError that names it and shows the form."""
     prefix, _, rest = text.partition("://")
     parts = rest.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
         raise UserError(
-            f"path {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME, "
+            f"{field} {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME, "
             f"KIND being {', '.join(KINDS[:-1])} or {KINDS[-1]}"
         )
     return CheckpointRef(parts[0], parts[1], check_name(parts[2]))

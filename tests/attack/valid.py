@@ -48,7 +48,7 @@ PLAIN_BODIES: Mapping[str, object] = {
     **{prefix + "/embeddings": {"model": MODEL, "input": "hi"} for prefix in OPENAI},
     **{prefix + "/chat/completions": {"model": MODEL, "seed": 1, **ROLLED_OUT} for prefix in OPENAI},
     **{prefix + "/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 4, "n": 1} for prefix in OPENAI},
-    ANTHROPIC + "/messages": {"model": MODEL, **ROLLED_OUT},
+    **{prefix + "/messages": {"model": MODEL, **ROLLED_OUT} for prefix in ANTHROPIC},
 }
 SEARCHED = {
     "lora_config": {"rank": 4, "seed": 1, "train_mlp": True},

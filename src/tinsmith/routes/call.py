@@ -73,6 +73,8 @@ _ANTHROPIC = (f"{ANTHROPIC[0]}/", *(f"{prefix}/messages" for prefix in OPENAI))
 _ANTHROPIC_HEADER = "anthropic-version"
 JsonObject = dict[str, object]
 MAX_PAGE = 1000
+MAX_PATH = 2000
+"""Characters of a path. The longest that leads anywhere names a file of a checkpoint."""
 MAX_POLL_BYTES = 16 << 20
 MOST_LARGE = 4
 """Large results that are in memory at once, to be read or sent."""
@@ -205,6 +207,10 @@ async def authenticate(request: Request) -> tuple[Services, str]:
     services: Services = request.app.state.services
     if "\x00" in request.scope["path"]:
         raise NotFoundError("no id holds a NUL character")  # and Postgres could not even look for it
+    if len(request.scope["path"]) > MAX_PATH:
+        raise NotFoundError(
+            f"the path has {len(request.scope['path'])} characters; no id makes it longer than {MAX_PATH}"
+        )
     if b"%00" in request.scope["query_string"]:
         raise UserError("the query holds a NUL character; leave it out")
     credential = request.headers.get("x-api-key")

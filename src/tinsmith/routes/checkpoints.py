@@ -56,7 +56,7 @@ def list_checkpoints(call: Call) -> JsonObject:
 
 
 def weights_info(call: Call) -> JsonObject:
-    found = call.services.checkpoints.get(call.tenant_id, parse_path(call.fields().text("tinker_path")))
+    found = call.services.checkpoints.get(call.tenant_id, parse_path(call.fields().text("tinker_path"), "tinker_path"))
     return {
         "base_model": found.base_model,
         "is_lora": found.lora_rank > 0,

@@ -39,7 +39,7 @@ class Destination:
 
 def copy_weights(call: Call) -> JsonObject:
     services, fields = call.services, call.fields()
-    ref = parse_path(fields.text("source_path"))
+    ref = parse_path(fields.text("source_path"), "source_path")
     ttl_s = fields.integer_or("ttl_seconds", None)
     check_ttl(ttl_s)
     destination = _destination(call, fields)

@@ -88,7 +88,7 @@ def create_sampling_client(call: Call) -> JsonObject:
     """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
     fields = call.fields()
     if fields.has("model_path"):
-        call.services.checkpoints.get(call.tenant_id, parse_path(fields.text("model_path")))
+        call.services.checkpoints.get(call.tenant_id, parse_path(fields.text("model_path"), "model_path"))
     elif fields.has("base_model"):
         call.services.bases.get(fields.text("base_model"))
     else:

@@ -102,7 +102,7 @@ def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[Mode
     base_model = target.base_model
     try:
         if target.model_path is not None:
-            checkpoint = services.checkpoints.get(tenant_id, parse_path(target.model_path))
+            checkpoint = services.checkpoints.get(tenant_id, parse_path(target.model_path, "model"))
             if base_model not in (None, checkpoint.base_model):
                 raise RequestError(
                     "model", f"model names {base_model!r}, but its checkpoint was trained on {checkpoint.base_model!r}"

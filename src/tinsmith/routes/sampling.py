@@ -40,7 +40,7 @@ def create_sampling_session(call: Call) -> JsonObject:
 
 def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> str:
     """Training checkpoints hold the same adapter as sampler checkpoints, so both will do."""
-    checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(model_path))
+    checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
     if base_model is not None and base_model != checkpoint.base_model:
         raise UserError(f"base_model is {base_model!r}, but {model_path!r} was trained on {checkpoint.base_model!r}")
     return checkpoint.base_model
