@@ -6,9 +6,11 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch import functions
+from tinsmith.batch import worker as worker_service
 from tinsmith.batch.feeding import Pace
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
@@ -159,6 +162,83 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Wor
     assert worker.post("/shutdown", grace_s=0).status_code == 200
     assert settled_in(streams[1])[1]["lost"]["error_class"] == "Shutdown"
     assert worker.process.wait(5) == 0
+
+
+# Callers without a token.
+
+
+@pytest.fixture
+def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Of a worker's service in this process, which waits for nothing long."""
+    monkeypatch.setattr(worker_service, "HEAD_S", 0.3)
+    monkeypatch.setattr(worker_service, "READ_S", 0.3)
+    monkeypatch.setattr(worker_service, "MAX_STRANGERS", 8)
+    server = worker_service._Server(("127.0.0.1", 0), worker_service.Worker(tmp_path / "log", tmp_path), "secret")
+    serving = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
+    serving.start()
+    yield server.server_port
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def sent(port: int, *lines: str, body: bytes = b"") -> socket.socket:
+    made = socket.create_connection(("127.0.0.1", port), timeout=30)
+    made.sendall("".join(f"{line}\r\n" for line in lines).encode() + body)
+    return made
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes, until the other side ends the connection."""
+    with connection:
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+TOKEN = "Authorization: Bearer secret"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (["Content-Length: 419430400"], 409),
+        (["Content-Length: -1"], 409),
+        (["Authorization: Bearer another", "Content-Length: 419430400"], 409),
+        ([TOKEN, "Content-Length: -1"], 400),
+        ([TOKEN, "Content-Length: 1", "Content-Length: 2"], 400),
+        ([TOKEN, "Content-Length: ten"], 400),
+        ([TOKEN, "Content-Length: 99999999999"], 413),
+        ([TOKEN, "Transfer-Encoding: chunked"], 411),
+    ],
+)
+@pytest.mark.parametrize("path", ["/configure", "/receive"])
+def test_no_body_is_waited_for_that_may_not_come(port: int, path: str, headers: list[str], status: int) -> None:
+    """The answer comes, and the connection ends, though not one byte of a body was sent."""
+    if path == "/receive" and status == 413:
+        headers = [TOKEN, "Content-Length: 99999999999999999"]
+    told = answer(sent(port, f"POST {path} HTTP/1.1", "Host: worker", *headers, ""))
+    assert told.startswith(f"HTTP/1.1 {status} ".encode()), told
+    assert told.count(b"HTTP/1.1") == 1
+
+
+def test_half_a_request_ends_soon(port: int) -> None:
+    assert answer(sent(port, "POST /configure HTTP/1.1", "Host: worker")) == b""
+    assert answer(sent(port)) == b""
+    half = sent(port, "POST /configure HTTP/1.1", TOKEN, "Content-Length: 100", "", body=b"{")
+    assert b" 200 " not in answer(half)
+
+
+def test_many_connections_without_a_token_keep_nobody_out(port: int) -> None:
+    """Each new one takes the place of the oldest, and one that brought a token stays."""
+    known = sent(port, "GET /health HTTP/1.1", "Host: worker", TOKEN, "")
+    assert b"starting" in known.recv(65536)
+    threads = threading.active_count()
+    strangers = [sent(port, "GET /health HTTP/1.1") for _ in range(60)]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": "Bearer secret"}) as http:
+        assert http.get("/health").status_code == 200
+        assert threading.active_count() - threads < 30
+    assert [answer(each) for each in strangers] == [b""] * 60
+    known.sendall(f"GET /health HTTP/1.1\r\n{TOKEN}\r\nConnection: close\r\n\r\n".encode())
+    assert b"starting" in answer(known)
 
 
 # Pools.

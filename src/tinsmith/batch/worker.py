@@ -9,8 +9,9 @@ second while nothing ends, what attempts came to, and the questions of operation
 `/answer`. The same attempt fed twice runs once, and both callers are told. Two groups are in flight at a time, and few
 attempts of them with the mapper; when none has ended for a second, those that have not begun are given back. Every
 request carries the token of one coordinator of one job; another's is refused with 409, so that a coordinator that was
-superseded can no longer use the worker. One on another machine than its coordinator is sent the files that it is to
-read (`/receive`), and asked for what it printed (`/printed`).
+superseded can no longer use the worker. The token is looked for before anything else of a request is read: a caller
+without it gets neither memory nor time (`HEAD_S`, `MAX_STRANGERS`). A worker on another machine than its coordinator is
+sent the files that it is to read (`/receive`), and asked for what it printed (`/printed`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
@@ -46,6 +47,15 @@ GATHER_S = 0.02
 REMEMBERED = 128
 """Attempts whose result is kept for a caller that asks again."""
 PIECE_BYTES = 1 << 20
+HEAD_S = 10.0
+"""How long a connection may take to bring its first token."""
+READ_S = 60.0
+"""How long the next bytes of a body may take."""
+MAX_STRANGERS = 32
+"""Connections that brought no token yet. The oldest one makes room for a new one."""
+MAX_CONNECTIONS = 128
+MAX_BODY_BYTES = 1 << 30
+"""Of a request in JSON, such as the answers to a batch of operations."""
 OPERATIONS = ("plan", "publish", "delete", "give_up")
 
 
@@ -165,6 +175,8 @@ class Worker:
         """A file of the coordinator's, for a worker that cannot see it."""
         if self._directory is None:
             raise RefusedError(404, "this worker sees its coordinator's files")
+        if size > (free := shutil.disk_usage(self._directory).free):
+            raise RefusedError(413, f"the file has {size} bytes, and the disk has room for {free}")
         path = self._directory / uuid.uuid4().hex
         with path.open("wb") as file:
             while size:
@@ -276,46 +288,89 @@ class _Handler(BaseHTTPRequestHandler):
     wbufsize = -1  # one write for each line of an answer, not one for each piece of it
     server: _Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    def handle_expect_100(self) -> bool:
+        """Who waits for a word before it sends a body sends it unasked after a while: the token is looked at first."""
+        return True
+
     def do_GET(self) -> None:
-        self._answer({"/health": self.server.worker.health, "/metrics": self.server.worker.metrics})
+        worker = self.server.worker
+        self._answer({"/health": lambda _: worker.health(), "/metrics": lambda _: worker.metrics()})
 
     def do_POST(self) -> None:
-        if self.path == "/receive":
-            size = int(self.headers.get("content-length") or 0)
-            self._answer({"/receive": lambda: self.server.worker.receive(self.rfile, size)})
-            return
-        request = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or b"{}")
         worker = self.server.worker
-        calls = {
-            "/configure": lambda: worker.configure(request),
-            "/feed_batch": lambda: worker.feed(request),
-            "/operate": lambda: worker.operate(request),
-            "/answer": lambda: worker.answer(request),
-            "/abort": lambda: worker.abort(request),
-            "/printed": lambda: worker.printed(request),
-            "/shutdown": lambda: self.server.stop(float(request.get("grace_s", 0))),
-        }
-        self._answer(calls)
+        self._answer(
+            {
+                "/receive": lambda size: self._reading(lambda: worker.receive(self.rfile, size)),
+                "/configure": self._with_body(worker.configure),
+                "/feed_batch": self._with_body(worker.feed),
+                "/operate": self._with_body(worker.operate),
+                "/answer": self._with_body(worker.answer),
+                "/abort": self._with_body(worker.abort),
+                "/printed": self._with_body(worker.printed),
+                "/shutdown": self._with_body(lambda request: self.server.stop(float(request.get("grace_s", 0)))),
+            }
+        )
 
-    def _answer(self, calls: dict[str, Any]) -> None:
+    def _with_body(self, call: Callable[[Message], Any]) -> Callable[[int], Any]:
+        """The call with the JSON object of so many bytes that follows."""
+
+        def read_and_call(size: int) -> Any:  # noqa: ANN401
+            if size > MAX_BODY_BYTES:
+                raise RefusedError(413, f"the body has {size} bytes; it may have {MAX_BODY_BYTES}")
+            body = self._reading(lambda: self.rfile.read(size))
+            if len(body) < size:
+                raise RefusedError(400, "the body ended before its length")
+            self._body_read = True
+            return call(json.loads(body or b"{}"))
+
+        return read_and_call
+
+    def _reading(self, read: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Raises TimeoutError, which ends the connection, if a body does not go on."""
+        self.connection.settimeout(READ_S)
+        try:
+            return read()
+        finally:
+            self.connection.settimeout(None)
+
+    def _answer(self, calls: dict[str, Callable[[int], Any]]) -> None:
+        self._body_read = False
         try:
             given = self.headers.get("authorization") or ""
             if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
                 raise RefusedError(409, "the token is not that of this worker's coordinator")
+            self.server.known(self.connection)
             if self.path not in calls:
                 raise RefusedError(404, f"there is no {self.path}; there are {sorted(calls)}")
-            answer = calls[self.path]()
+            size = self._body_size()
+            answer = calls[self.path](size)
         except RefusedError as error:
-            self.close_connection = self.path == "/receive"  # what it sends was not read
-            self._whole(error.status, {"error": str(error)})
+            self._refuse(error.status, str(error))
             return
         except (KeyError, TypeError, ValueError) as error:
-            self._whole(400, {"error": f"the request is not as it must be: {error!r}"})
+            self._refuse(400, f"the request is not as it must be: {error!r}")
             return
         if isinstance(answer, dict):
             self._whole(503 if answer.get("state") == "failed" else 200, answer)
         else:
             self._streamed(answer)
+
+    def _body_size(self) -> int:
+        """Raises RefusedError for a body whose length is not said, or cannot be."""
+        if self.headers.get("transfer-encoding"):
+            raise RefusedError(411, "a body must have a Content-Length; transfer-encoding is not read")
+        lengths = self.headers.get_all("content-length") or ["0"]
+        if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdigit()) or len(lengths[0]) > 18:
+            raise RefusedError(400, f"Content-Length is {', '.join(lengths)!r}; it must be one whole number of bytes")
+        size = int(lengths[0])
+        if size and self.command == "GET":
+            raise RefusedError(400, "a GET has no body")
+        return size
+
+    def _refuse(self, status: int, why: str) -> None:
+        """A body that was not read would be taken for the next request: then the connection ends here."""
+        self.close_connection = self.close_connection or not self._body_read
+        self._whole(status, {"error": why})
 
     def _whole(self, status: int, answer: Message) -> None:
         body = json.dumps(answer).encode()
@@ -354,12 +409,48 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int] | str, worker: Worker, token: str) -> None:
         self.worker = worker
         self.token = token
+        self._lock = threading.Lock()
+        self._strangers: OrderedDict[socket.socket, float] = OrderedDict()
+        self._open = 0
         super().__init__(address, _Handler)  # pyright: ignore[reportArgumentType]  a Unix socket's is a path
 
     def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        request, address = super().get_request()
-        request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return request, address
+        request, address = self.socket.accept()
+        if self.address_family != socket.AF_UNIX:
+            request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request.settimeout(READ_S)
+        self._admit(request)
+        return request, address or ("coordinator", 0)
+
+    def _admit(self, request: socket.socket) -> None:
+        """A new connection has a while to bring a token, and takes the place of the oldest that has brought none."""
+        with self._lock:
+            self._strangers[request] = time.monotonic() + HEAD_S
+            self._open += 1
+            excess = max(len(self._strangers) - MAX_STRANGERS, 1 if self._open > MAX_CONNECTIONS else 0)
+            dropped = list(self._strangers)[:excess]
+        for each in dropped:
+            _end_connection(each)
+
+    def known(self, request: socket.socket) -> None:
+        """It brought the token. From now on it may be silent between requests: a coordinator keeps its connections."""
+        request.settimeout(None)
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def service_actions(self) -> None:
+        """Several times a second: ends the connections that took too long."""
+        now = time.monotonic()
+        with self._lock:
+            late = [request for request, until in self._strangers.items() if until < now]
+        for request in late:
+            _end_connection(request)
+
+    def shutdown_request(self, request: Any) -> None:  # noqa: ANN401
+        with self._lock:
+            self._strangers.pop(request, None)
+            self._open -= 1
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A caller that went away is told nothing, and nobody else needs to know."""
@@ -385,9 +476,11 @@ class _SocketServer(_Server):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "worker", 0
 
-    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        request, _ = self.socket.accept()
-        return request, ("coordinator", 0)
+
+def _end_connection(request: socket.socket) -> None:
+    """The thread that reads it sees its end, and closes it."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:
