@@ -156,6 +156,19 @@ def test_a_row_that_cannot_even_be_recorded_as_failed_fails_its_batch(jobs: Batc
     assert jobs.failure(job.job_id) == "row 0: ValueError: the row is bad"
 
 
+def test_workers_of_a_job_that_has_ended_are_not_shown(jobs: BatchJobs) -> None:
+    """Neither when its coordinator lets go of it, nor when that was killed before it could."""
+    released, killed, runs = (owned(jobs, rows=1) for _ in range(3))
+    for job in (released, killed, runs):
+        jobs.intend_worker("local", f"w{job.job_id}", job.job_id, "one", "local")
+    for job in (released, killed):
+        jobs.set_status(job.job_id, "one", "FAILED", "for a test")
+    jobs.release(released.job_id, "one")
+    assert jobs.workers(released.job_id) == [] and jobs.workers(killed.job_id)
+    jobs.forget_ended_workers()
+    assert jobs.workers(killed.job_id) == [] and jobs.workers(runs.job_id)
+
+
 def test_lost_workers_do_not_spend_the_retries_of_a_batch_but_there_is_an_end(jobs: BatchJobs) -> None:
     job = owned(jobs, rows=1)
     for lost in range(MAX_INFRA_RETRIES + 1):

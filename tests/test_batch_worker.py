@@ -25,6 +25,7 @@ from tinsmith.batch import functions
 from tinsmith.batch import worker as worker_service
 from tinsmith.batch.feeding import Pace
 from tinsmith.batch.pools.local import LocalPool, sweep
+from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
 from tinsmith.batch.printed import JobLogs
 from tinsmith.batch.protocols import JobSpec, Limits
@@ -355,6 +356,19 @@ def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
     asyncio.run(given_up())
+
+
+def test_what_a_host_on_a_node_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    left, other = tmp_path / f"{PREFIX}{gone.pid}-abc", tmp_path / "tinsmith-worker-local"
+    for directory in (left, other):
+        directory.mkdir()
+    WorkerHost("token", "")
+    kept = WorkerHost("token", "")
+    assert not left.exists() and other.exists(), "another pool's directories are its own"
+    assert len(list(tmp_path.glob(f"{PREFIX}{os.getpid()}-*"))) == 2 and kept
 
 
 def test_a_worker_leaves_nothing_when_its_server_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

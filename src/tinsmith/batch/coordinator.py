@@ -366,6 +366,7 @@ class Coordinator:
         """Delete the parts that nobody needs: a job's own end does that, unless it was cut short."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
+        await asyncio.to_thread(self._jobs.forget_ended_workers)
         at = time.monotonic()
         self._not_cleaned = {job_id: until for job_id, until in self._not_cleaned.items() if at < until}
         for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since, list(self._not_cleaned)):

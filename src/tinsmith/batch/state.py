@@ -401,6 +401,12 @@ class BatchJobs:
         with self._db.write() as connection:
             connection.execute(WORKERS.delete().where(WORKERS.c.pool == pool, WORKERS.c.worker_id == worker_id))
 
+    def forget_ended_workers(self) -> None:
+        """Those of jobs that have ended, whose coordinator was killed before it could say that they have, too."""
+        ended = sa.select(JOBS.c.job_id).where(JOBS.c.status.in_(TERMINAL), JOBS.c.owner_lease_at <= self._db.clock())
+        with self._db.write() as connection:
+            connection.execute(WORKERS.delete().where(WORKERS.c.job_id.in_(ended)))
+
     def workers(self, job_id: int) -> list[dict[str, Any]]:
         query = sa.select(WORKERS).where(WORKERS.c.job_id == job_id).order_by(WORKERS.c.started_at)
         with self._db.read() as connection:

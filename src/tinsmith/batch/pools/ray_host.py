@@ -25,11 +25,24 @@ END_S = 2.0
 TAIL = 2000
 
 
+PREFIX = "tinsmith-worker-ray-"
+
+
+def sweep() -> None:
+    """Delete the directories on this node whose process is gone, killed together with its worker."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        owner = left.name.removeprefix(PREFIX).partition("-")[0]
+        if not (owner.isdigit() and Path(f"/proc/{owner}").exists()):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 class WorkerHost:
     def __init__(self, token: str, setup: str) -> None:
         self._token = token
         self._setup = setup
-        self._directory = Path(tempfile.mkdtemp(prefix="tinsmith-worker-"))
+        if Path("/proc/self").exists():
+            sweep()
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
