@@ -211,6 +211,7 @@ futures[0].result()
 """
 
 
+@pytest.mark.slow
 def test_a_killed_clients_samples_do_not_hold_up_its_successor(tmp_path: Path) -> None:
     with serving(tmp_path, settings={"ABSENT_AFTER_S": "3"}) as server:
         client = subprocess.Popen(
