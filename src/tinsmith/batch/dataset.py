@@ -17,7 +17,7 @@ from tinsmith.batch.client import Client, Status
 from tinsmith.batch.formats import format_of, sent
 from tinsmith.batch.job import Job
 from tinsmith.batch.operations.base import Operation
-from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row
+from tinsmith.batch.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row, identity_of
 from tinsmith.batch.publishing import check_output
 from tinsmith.errors import NotSupportedError, UserError
 
@@ -176,7 +176,7 @@ class Mapped:
         """Raises JobRefusedError if the job that writes to these outputs is another one than this, and has rows."""
         given = sent(self._reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
         mine = {
-            "function": functions.identity_of(self._payload),
+            "function": identity_of(self._payload),
             "input": {name: given[name] for name in ("format", "path")},
             "rows": self._options.get("rows", "one"),
         }

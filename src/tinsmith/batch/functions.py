@@ -116,15 +116,6 @@ def serialize_function(
     return base64.b64encode(json.dumps(payload).encode()).decode()
 
 
-def identity_of(payload: str) -> str:
-    """The same for two payloads exactly if they do the same: a sha256 of the source, its parameters and how it is
-    called, or of the operations. Runs nothing of it."""
-    data = json.loads(base64.b64decode(payload))
-    names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
-    said = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
 def load_mapper(payload: str) -> Mapper:
     """The function of a payload and how to call it. Runs the source: in workers only."""
     try:

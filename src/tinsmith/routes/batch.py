@@ -19,8 +19,7 @@ from starlette.routing import Route
 
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator import DEFAULT_POOL
-from tinsmith.batch.functions import identity_of
-from tinsmith.batch.protocols import JobSpec
+from tinsmith.batch.protocols import JobSpec, identity_of
 from tinsmith.batch.run import error_row
 from tinsmith.batch.state import TERMINAL, Job
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
