@@ -182,7 +182,10 @@ const changed = {
   "missing": (value) => (typeof value === "number" || value === null || value === "" ? undefined : value),
   "empty": (value) => (Array.isArray(value) ? [] : value),
 }["%s"];
-const kept = new Set(["job_id", "key_id", "kept", "cursor", "limit", "offset", "total_count", "step_token_budget"]);
+// A row is a tenant's own: its null is shown as it is.
+const kept = new Set(
+  ["row", "job_id", "key_id", "kept", "cursor", "limit", "offset", "total_count", "step_token_budget"],
+);
 const spoil = (value) => {
   if (Array.isArray(value)) return value.map(spoil);
   if (value === null || typeof value !== "object") return value;

@@ -75,9 +75,11 @@ const ERRORS = [
   { label: "Message", cell: (row) => row.message },
   { label: "Tries", number: true, cell: (row) => count(row.attempts) },
 ];
+
 function firstError(error) {
-  const text = `row ${error.idx} is ${JSON.stringify(error.row)}\n${error.traceback || `${error.error_type}: ${error.message}`}`;
-  return h("details", { open: "" }, h("summary", {}, `Row ${error.idx}, the first that failed`), h("pre", { class: "trace" }, text));
+  const row = error.row === undefined ? "" : `row ${count(error.idx)} is ${JSON.stringify(error.row)}\n`;
+  const trace = error.traceback || [error.error_type, error.message].filter(Boolean).join(": ");
+  return h("details", { open: "" }, h("summary", {}, `Row ${count(error.idx)}, the first that failed`), h("pre", { class: "trace" }, row + trace));
 }
 
 const OUTPUTS = [
