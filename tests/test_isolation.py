@@ -348,7 +348,8 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
     assert refused.status_code == 404, refused.text
     assert "alice" not in refused.text
     assert (harness.get(f"sessions/{things.session_id}").json(), len(harness.pending())) == before
-    assert ask(harness, method, path, things, ALICE).status_code != 404
+    own = ask(harness, method, path, things, ALICE)
+    assert own.status_code != 404 and (own.status_code < 500 or own.status_code in (501, 503)), own.text
 
 
 @pytest.mark.parametrize("path", LISTINGS)

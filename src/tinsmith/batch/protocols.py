@@ -475,8 +475,15 @@ class JobSpec:
 
 def identity_of(payload: str) -> str:
     """The same for two payloads exactly if they do the same: a sha256 of the source, its parameters and how it is
-    called, or of the operations. Runs nothing of it, and needs nothing that could."""
-    data = json.loads(base64.b64decode(payload))
+    called, or of the operations. Runs nothing of it, and needs nothing that could. What is no payload, which no worker
+    runs, is the same as itself.
+    """
+    try:
+        data = json.loads(base64.b64decode(payload))
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        return hashlib.sha256(payload.encode()).hexdigest()
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
     said = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()
