@@ -269,6 +269,8 @@ class Engine:
         except SQLAlchemyError as error:  # the step goes on; the next turn looks at everything
             log.warning("what arrived during a step could not be read", error=repr(error))
             self._next_check = 0.0
+        except Exception as error:
+            raise TurnFailedError(f"what arrived during a step could not be taken: {type(error).__name__}") from error
         self._sampling.between(self._pace.decode_between_s(trained_s))
         self._part_began = time.monotonic()
 

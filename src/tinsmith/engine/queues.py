@@ -116,6 +116,12 @@ class Queues:
     def add_sample(self, request: Pending) -> None:
         self.samples[request.tenant_id][request.request_id] = request
 
+    def return_samples(self, requests: Sequence[Pending]) -> None:
+        """To the front of their tenants' queues, in this order."""
+        for request in reversed(requests):
+            self.add_sample(request)
+            self.samples[request.tenant_id].move_to_end(request.request_id, last=False)
+
     def waiting_samples(self) -> dict[str, Collection[Pending]]:
         """The samples of each tenant that has any."""
         return {tenant_id: requests.values() for tenant_id, requests in self.samples.items()}

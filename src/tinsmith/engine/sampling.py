@@ -98,6 +98,8 @@ class Sampling:
         self._keeper = SampleKeeper(nouns.records)
         self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
+        self._most_inside = MAX_IN_SAMPLER
+        self._returned: list[Pending] = []
         self._last_tenant = ""
         self._whole_step_s = 0.0  # the last decode step of all
         self._few_ahead_s = 0.0  # what steps of tenants with few sequences took beyond half of what those of all took
@@ -116,6 +118,8 @@ class Sampling:
 
     def turn(self, queues: Queues, share_s: float | None) -> bool:
         """Cancel and admit, then decode one step, or for `share_s` seconds beside a busy trainer. False if idle."""
+        queues.return_samples(self._returned)
+        self._returned.clear()
         self._cancel(queues)
         self._admit(queues)
         if not self._backend.sampler.has_work:
@@ -153,6 +157,9 @@ class Sampling:
         try:
             with self._suspects.running(list(self._inside)):
                 finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
+        except MemoryError as error:
+            self._shed(str(error))
+            return
         except Exception as error:  # the sampler's state is unknown: fail what is in it, go on
             log.error("a decode step failed", exc_info=error)
             failure = EngineFailedError(f"sampling failed in the engine: {type(error).__name__}: {error}")
@@ -168,11 +175,32 @@ class Sampling:
         else:
             self._whole_step_s = decoded_s
             self._few_ahead_s = max(self._few_ahead_s - decoded_s / 2, -decoded_s / 2)
+        if finished:
+            self._most_inside = min(MAX_IN_SAMPLER, 2 * self._most_inside)
         if partials := self._backend.sampler.partials():
             self._tell(partials)
         settlements = [self._settlement(request_id, outcome) for request_id, outcome in finished]
         if settlements:
             self._finish(settlements)
+
+    def _shed(self, lack: str) -> None:
+        """The sampler has no memory for a step and cannot do with less by itself: all go back to their queues, and
+        half as many are handed to it again. A sample for which there is no memory even alone fails.
+        """
+        log.warning("there is no memory for a decode step; fewer samples go on", inside=len(self._inside), lack=lack)
+        for request_id in self._inside:
+            self._backend.sampler.cancel(request_id)
+        if len(self._inside) > 1:
+            self._most_inside = len(self._inside) // 2
+            self._returned += [inside.request for inside in self._inside.values()]
+            self._inside.clear()
+            return
+        for inside in list(self._inside.values()):
+            error = UserError(
+                f"this sample, a prompt of {inside.prompt_tokens} tokens, does not fit into the engine's memory, even "
+                f"alone: {lack}; shorten the prompt or lower max_tokens"
+            )
+            self._finish([Settlement(inside.request.request_id, error=error)])
 
     def look_for_absent(self, queues: Queues, absent_after_s: float) -> None:
         """Find out which sessions are absent, and give the places of their samples to others that wait. A session is
@@ -289,7 +317,9 @@ class Sampling:
                 return self._suspects.groups(suspects)[0]
         inside = Counter(inside.request.tenant_id for inside in self._inside.values())
         waiting = self._present(queues.waiting_samples())
-        taken, self._last_tenant = take_in_turns(waiting, MAX_IN_SAMPLER, self._last_tenant, inside)
+        taken, self._last_tenant = take_in_turns(waiting, self._most_inside, self._last_tenant, inside)
+        if self._most_inside < MAX_IN_SAMPLER:  # no tenant's first sample is an exception where memory ran out
+            return taken[: max(0, self._most_inside - len(self._inside))]
         return taken
 
     def _present(self, waiting: dict[str, Collection[Pending]]) -> dict[str, Collection[Pending]]:

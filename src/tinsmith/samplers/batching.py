@@ -33,6 +33,12 @@ from typing import NamedTuple
 from tinsmith.samplers.blocks import BlockPool
 from tinsmith.samplers.sequences import Sequence
 
+RELAXED_AFTER = 16
+"""Steps without a lack of memory after which twice as much may run again."""
+
+FEWEST_TOKENS = 16
+"""Rows of a step below which less of a prompt at a time would save nothing."""
+
 MAX_DEFERRED = 256  # waiting sequences that one step looks past for the sake of a prefix in the making
 
 
@@ -73,8 +79,10 @@ class Batcher:
     def __init__(self, pool: BlockPool, *, block_size: int, max_sequences: int, max_tokens: int) -> None:
         self.pool = pool
         self.block_size = block_size
-        self._max_sequences = max_sequences
-        self._max_tokens = max_tokens
+        # As many as there is memory for, up to the second.
+        self._max_sequences = self._most_sequences = max_sequences
+        self._max_tokens = self._most_tokens = max_tokens
+        self._calm_steps = 0
         self.running: list[Sequence] = []  # both lists are sorted by Sequence.order
         self.waiting: list[Sequence] = []
         self._computing: dict[bytes, Sequence] = {}
@@ -124,6 +132,59 @@ class Batcher:
         for sequence in self.running:
             sequence.blocks = [moves.get(block, block) for block in sequence.blocks]
         return moves
+
+    # Too little memory.
+
+    def rewind(self, spans: Seq[Span]) -> None:
+        """The step of these spans was cut off: what it did not come to the end with is computed again. Keys and values
+        that it has written are the same then.
+        """
+        for span in spans:
+            sequence = span.sequence
+            next_row = sequence.request.scores.next_row
+            unscored = next_row is not None and next_row < span.stop
+            if sequence.blocks and (sequence.length == span.stop or unscored):
+                sequence.num_cached = min(sequence.num_cached, span.start)
+        for sequence in tuple(self.running):
+            if sequence.num_pending == 0:  # it forked within the step
+                self._preempt(sequence)
+
+    def preempt_all(self) -> None:
+        """All give their blocks back and wait."""
+        while self.running:
+            self._preempt(self.running[-1])
+
+    def restrain(self, num_ran: int) -> bool:
+        """There was no memory for a step in which so many sequences ran: half of them, the youngest, wait, and no more
+        run until `relax`. False if one ran alone, with as few tokens in a step as make a difference.
+        """
+        self._calm_steps = 0
+        if num_ran > 1:
+            self._max_sequences = num_ran // 2
+            while len(self.running) > self._max_sequences:
+                self._preempt(self.running[-1])
+            return True
+        self._max_sequences = 1
+        if self._max_tokens <= FEWEST_TOKENS:
+            return False
+        self._max_tokens = max(FEWEST_TOKENS, self._max_tokens // 2)
+        return True
+
+    def calm(self) -> bool:
+        """A step had the memory that it needed. True if more may run from now on."""
+        if (self._max_sequences, self._max_tokens) == (self._most_sequences, self._most_tokens):
+            return False
+        self._calm_steps += 1
+        if self._calm_steps < RELAXED_AFTER:
+            return False
+        self.relax()
+        return True
+
+    def relax(self) -> None:
+        """Let twice as much run."""
+        self._calm_steps = 0
+        self._max_sequences = min(self._most_sequences, 2 * self._max_sequences)
+        self._max_tokens = min(self._most_tokens, 2 * self._max_tokens)
 
     def advance(self, span: Span) -> None:
         """The span's keys and values are in the cache: its full blocks may serve other prompts."""

@@ -34,6 +34,8 @@ class BlockPool:
         if max_blocks < 1:
             raise ValueError(f"max_blocks is {max_blocks}; it must be at least 1")
         self.max_blocks = max_blocks
+        self.limit: int | None = None
+        """For a while, fewer than `max_blocks`: there was no memory for more."""
         self.num_blocks = 1  # the null block counts towards the tensors, not towards max_blocks
         self._initial_blocks = initial_blocks
         self._free: list[int] = []
@@ -55,7 +57,11 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now, growing and evicting as needed."""
-        return max(0, self.max_blocks - len(self._refs))
+        return max(0, self._most - len(self._refs))
+
+    @property
+    def _most(self) -> int:
+        return self.max_blocks if self.limit is None else min(self.max_blocks, self.limit)
 
     def refs(self, block: int) -> int:
         return self._refs.get(block, 0)
@@ -160,13 +166,13 @@ class BlockPool:
     def _make_room(self, num: int) -> None:
         wanted = 2 * (len(self._refs) + num)
         size = self.num_blocks - 1
-        if len(self._free) < num and size < min(wanted, self.max_blocks):
+        if len(self._free) < num and size < min(wanted, self._most):
             self._grow(max(wanted, self._initial_blocks))
         while len(self._free) < num:
             self._evict()
 
     def _grow(self, size: int) -> None:
         # At least doubling keeps the copying of tensors linear in the final size.
-        size = min(max(size, 2 * (self.num_blocks - 1)), self.max_blocks)
+        size = min(max(size, 2 * (self.num_blocks - 1)), self._most)
         self._free = list(range(size, self.num_blocks - 1, -1)) + self._free
         self.num_blocks = size + 1

@@ -275,8 +275,7 @@ class DeterministicSampler(LocalSampler):
         super().__init__(cast(BaseModel, self._rowwise), versions, options=options, ledger=ledger)
 
     def _run(self, step: Step) -> None:
-        self._room.grow()
-        self._cache.prepare(step.copies, step.fresh)
+        self._prepare(step)
         spans = sorted(step.spans, key=lambda span: span.sequence.request.weights.number)
         rows = [
             Row(int(span.sequence.tokens_T[at]), at, span.sequence.blocks, span.sequence.request.weights.adapter)

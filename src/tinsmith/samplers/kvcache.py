@@ -59,7 +59,9 @@ class KVCache:
         return sum(shape.num_bytes for shape in self._shapes.values())
 
     def resize(self, num_blocks: int) -> None:
-        """Grow; what was cached stays, what is new is zero."""
+        """Grow; what was cached stays, what is new is zero. If memory runs out, what was cached stays, and another
+        call, for as many or more, goes on.
+        """
         for shape, layers in self.members.items():
             size = (
                 len(layers),
@@ -69,8 +71,9 @@ class KVCache:
                 shape.key_dim + shape.value_dim,
             )
             store = torch.zeros(size, dtype=shape.dtype, device=self._device)
-            if self.num_blocks:
-                store[:, : self.num_blocks] = self._stores[shape]
+            if (old := self._stores.get(shape)) is not None:
+                num_old = min(old.shape[1], num_blocks)
+                store[:, :num_old] = old[:, :num_old]
             self._stores[shape] = store
             self._layers.update(zip(layers, store, strict=True))
         self.num_blocks = num_blocks

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.decoder import round_up
 from tinsmith.backends.torch.ledger import DECODING, Giver, Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.ops import Grammar, Partial, Sample, SampleResult
 from tinsmith.samplers import CacheUse
@@ -45,6 +47,8 @@ from tinsmith.samplers.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.scoring import score_prompt
 from tinsmith.samplers.sequences import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.strips import StripCache
+
+log = structlog.get_logger()
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
@@ -106,6 +110,9 @@ class LocalSampler:
         self._num_requests = 0
         self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
         self._partials: list[Partial] = []
+        self._can_retry = True
+        self._prepared = True
+        self._spans: list[Span] = []
 
     def _open_graphs(self, options: SamplerOptions, ledger: Ledger) -> DecodeGraphs | None:
         capture = options.capture or capture_for(self._base.device)
@@ -142,14 +149,76 @@ class LocalSampler:
         return sequences is not None
 
     def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
+        """If memory runs out, the youngest half of what runs waits, and the step is made again with the others. A
+        request for which there is no memory even alone fails.
+        """
         self._settled = []
         self.collect()
-        self._room.fit()
-        step = self._batcher.schedule(scopes)
-        if step.spans:
-            with torch.inference_mode():
-                self._run(step)
+        while True:
+            self._prepared = True
+            self._spans = []
+            # The error is let go of before the next attempt: it holds what the step had allocated.
+            lack = self._attempt(scopes)
+            if lack is None:
+                break
+            self._recover(lack)
+        if self._batcher.calm():
+            self._room.relax()
         return self._settled
+
+    def _attempt(self, scopes: Collection[str] | None) -> str | None:
+        """One step; or why there was no memory for it."""
+        try:
+            with memory_errors(self._base.device):
+                self._room.fit()
+                step = self._scheduled(scopes)
+                self._spans = step.spans
+                if step.spans:
+                    self._prepared = False
+                    with torch.inference_mode():
+                        self._run(step)
+        except MemoryError as error:
+            if not self._can_retry:
+                self._rewind()
+                raise
+            return str(error)
+        return None
+
+    def _scheduled(self, scopes: Collection[str] | None) -> Step:
+        step = self._batcher.schedule(scopes)
+        while scopes is None and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
+            self._room.relax()  # the oldest needs more than there was memory for
+            step = self._batcher.schedule()
+        return step
+
+    def _rewind(self) -> None:
+        """The sampler as if the step that was cut off had not been begun; what it has settled stays settled."""
+        if self._strips:
+            self._strips.clear()
+        if self._graphs:
+            self._graphs.drop()
+        if self._prepared:
+            self._batcher.rewind(self._spans)
+        else:  # blocks may lack what was to be copied, or hold what was to be cleared
+            self._room.give_up_growth()
+
+    def _recover(self, lack: str) -> None:
+        num_ran = len(self._batcher.running)
+        self._rewind()
+        log.warning("there is no memory for a decode step; fewer samples go on", running=num_ran, lack=lack)
+        if self._batcher.restrain(num_ran):
+            return
+        sequence = next(iter(self._batcher.running or self._batcher.waiting), None)
+        if sequence is None:
+            raise MemoryError(lack)
+        request = sequence.request
+        self._settle(
+            request,
+            UserError(
+                f"this sample, a prompt of {request.num_prompt} tokens and up to {request.max_new_tokens} new ones, "
+                f"does not fit into the engine's memory, even alone: {lack}; shorten the prompt or lower max_tokens"
+            ),
+        )
 
     def partials(self) -> list[Partial]:
         told, self._partials = self._partials, []
@@ -213,13 +282,16 @@ class LocalSampler:
         return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _run(self, step: Step) -> None:
-        self._room.grow()
-        self._cache.prepare(step.copies, step.fresh)
-
+        self._prepare(step)
         spans, hidden_TD = self._compute(step.spans)
         for span, _ in spans:
             self._batcher.advance(span)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
+
+    def _prepare(self, step: Step) -> None:
+        self._room.grow()
+        self._cache.prepare(step.copies, step.fresh)
+        self._prepared = True
 
     def _compute(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
@@ -289,8 +361,9 @@ class LocalSampler:
     def _fork(self, leader: Sequence) -> list[Sequence]:
         """The other answers of a request whose prompt was just computed, those that can run at once."""
         request = leader.request
-        if leader.index or leader.num_generated or request.sample.num_samples == 1:
+        if leader.index or request.forked or request.sample.num_samples == 1:
             return []
+        request.forked = True
         children = [self._sequence(request, index) for index in range(1, request.sample.num_samples)]
         self._requests[request.sample.request_id] += children
         return self._batcher.fork(leader, children)

@@ -66,6 +66,22 @@ class CacheRoom:
         self._cache.resize(num_blocks)
         self._limit_strips()
 
+    def give_up_growth(self) -> None:
+        """There was no memory for what the pool wanted to grow to: nothing runs, and it is to grow by less."""
+        pool, had = self._batcher.pool, max(0, self._cache.num_blocks - 1)
+        wanted = pool.num_blocks - 1
+        self._batcher.preempt_all()
+        self._batcher.shrink(had)
+        if wanted > had:
+            pool.limit = max(had, wanted // 2, self._least_blocks())
+
+    def relax(self) -> None:
+        """The pool may grow again, as far as the oldest sequence needs at least."""
+        pool = self._batcher.pool
+        if pool.limit is not None:
+            limit = max(2 * pool.limit, self._least_blocks())
+            pool.limit = limit if limit < pool.max_blocks else None
+
     def give(self, num_bytes: int) -> None:
         """Make room for others: so many bytes, or all that there is."""
         if self._strips:
@@ -84,7 +100,11 @@ class CacheRoom:
             self._cache.clear()
         elif num_blocks < self._batcher.pool.num_blocks - 1:
             moves = self._batcher.shrink(num_blocks)
-            self._cache.shrink(num_blocks + 1, moves)
+            try:
+                self._cache.shrink(num_blocks + 1, moves)
+            except (MemoryError, RuntimeError):  # no memory for the copy: all of it is computed again
+                self._batcher.shrink(0)
+                self._cache.clear()
 
     def _blocks_in(self, room: float) -> int:
         """Without the null block."""

@@ -49,6 +49,7 @@ class Request:
         self.max_new_tokens = max_new_tokens
         self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
         self.prompt_cache_hit_tokens: int | None = None
+        self.forked = False
         self.scores = PromptScores(sample, self.seed)
         self._done: dict[int, SampledSequence] = {}
 

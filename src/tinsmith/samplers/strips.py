@@ -310,6 +310,10 @@ class StripCache:
         if self.num_bytes > max_bytes:
             self._groups.clear()
 
+    def clear(self) -> None:
+        """Hold nothing, until the next step: a step was cut off, and strips may say that they have what they lack."""
+        self._groups.clear()
+
     def place(self, decoding: Sequence[Decoding], num_rows: int) -> tuple[list[StripStep], list[int]]:
         """A step's groups, and the rows that have their place in one."""
         classes: dict[int, list[Decoding]] = {}

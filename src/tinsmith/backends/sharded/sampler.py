@@ -54,6 +54,8 @@ class RankSampler(LocalSampler):
         super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget, graphs=graphs))
         self._ranks = ranks
         self._ran = False
+        # Where ranks compute together, one that begins a step again would be alone in it.
+        self._can_retry = ranks.degrees.tensor == 1 and not ranks.degrees.shard_base
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
         self._ran = False
