@@ -607,3 +607,18 @@ def test_a_pass_that_cannot_be_replayed_costs_its_model_alone(bench: Bench, monk
     bench.turns()
     assert "cannot be replayed: no" in bench.error(failed)
     assert bench.optimizer_step(fine) == 1
+
+
+def test_the_lane_of_an_idle_run_is_forgotten_and_made_anew(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bench.model()
+    bench.step(model, 1)
+    refused = bench.submit(model, 2, "forward", b"", refusal=UserError("no"))
+    bench.turns()
+    monkeypatch.setattr("tinsmith.engine.queues.IDLE_LANE_S", 0.0)
+    bench.engine._give_up_gaps()
+    assert not bench.engine._queues.lanes
+    third = bench.step(model, 3)
+    bench.turns()
+    bench.engine._arrivals.fetch_late()  # finds what is refused
+    bench.turns()
+    assert bench.optimizer_step(third) == 2 and bench.outcome(refused) is not None

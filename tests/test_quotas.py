@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import httpx
@@ -18,10 +20,13 @@ from tinker import types
 from databases import fresh_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from live import LiveServer, serving
+from tinsmith import quotas as quotas_module
 from tinsmith.db import Database
 from tinsmith.errors import TooManyRequestsError, UserError
 from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.quotas import NAMES, Limits, Quotas, read_quotas
+from tinsmith.models import Models, NewModel
+from tinsmith.ops import LoraSpec
+from tinsmith.quotas import IDLE_S, NAMES, Limits, Quotas, read_quotas
 from tinsmith.settings import Settings
 from tinsmith.tables import BODIES, FUTURES, MODELS, TENANTS
 from tinsmith.tenants.keys import Keys
@@ -426,3 +431,102 @@ def test_the_sdk_completes_a_run_that_is_throttled(tight_server: LiveServer, mon
         samples = [sampler.sample(prompt, num_samples=1, sampling_params=params) for _ in range(6)]
         assert all(len(sample.result().sequences) == 1 for sample in samples)
     assert {"forward_backward", "asample"} <= set(refused), "or nothing was throttled"
+
+
+# Several servers.
+
+CREATING = """
+import sys
+from tinsmith.db import Database
+from tinsmith.errors import TooManyRequestsError
+from tinsmith.models import Models, NewModel
+from tinsmith.ops import LoraSpec
+from tinsmith.quotas import Limits, Quotas
+
+url, server = sys.argv[1:]
+database = Database(url)
+quotas, models = Quotas(database, Limits(models=5)), Models(database)
+quotas.limits("alice")
+print("ready", flush=True)
+sys.stdin.readline()
+created = 0
+for number in range(8):
+    new = NewModel(f"{server}:train:{number}", server, "alice", "local/tiny", LoraSpec(4))
+    try:
+        models.create(new, quotas.admission_of_models("alice"))
+        created += 1
+    except TooManyRequestsError:
+        pass
+print(created)
+database.close()
+"""
+
+
+def test_servers_that_create_models_at_once_create_as_many_as_the_quota_says(tmp_path: Path, database_url: str) -> None:
+    command = [sys.executable, "-c", CREATING, database_url]
+    pipe = subprocess.PIPE
+    servers = [subprocess.Popen([*command, name], stdin=pipe, stdout=pipe, text=True) for name in ("one", "two")]
+    try:
+        for server in servers:
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        for server in servers:
+            assert server.stdin is not None
+            server.stdin.write("go\n")
+            server.stdin.flush()
+        created = [int(server.communicate(timeout=60)[0]) for server in servers]
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    assert sum(created) == 5
+    database = Database(database_url)
+    with database.read() as connection:
+        assert connection.scalar(sa.select(sa.func.count()).select_from(MODELS)) == 5
+    database.close()
+
+
+def test_a_creation_that_waits_for_another_servers_counts_it(tmp_path: Path, database_kind: str) -> None:
+    """The one that came first has not committed when the second one counts."""
+    url = fresh_url(tmp_path, database_kind)
+    one, two = Database(url), Database(url)
+    counted: list[int] = []
+    with ThreadPoolExecutor() as pool:
+        second: list[Future[object]] = []
+
+        def admit_first(loaded: int) -> None:
+            counted.append(loaded)
+            second.append(pool.submit(Models(two).create, model("s:train:1"), counted.append))
+            wait(second, timeout=0.3)  # it may not go on before this transaction has ended
+
+        Models(one).create(model("s:train:0"), admit_first)
+        second[0].result(timeout=60)
+    assert counted == [0, 1]
+    one.close()
+    two.close()
+
+
+def model(model_id: str) -> NewModel:
+    return NewModel(model_id, "s", "alice", BASE, LoraSpec(4))
+
+
+# What is remembered of tenants.
+
+
+def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
+    database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quotas_module, "MOST_TENANTS", 10)
+    quotas = Quotas(database, Limits(tokens_per_minute=600), clock)
+    quotas.admit(new(0, "debtor", num_tokens=6000))
+    with pytest.raises(TooManyRequestsError):
+        quotas.admit(new(1, "debtor", num_tokens=1))
+    for number in range(100):
+        quotas.admit(new(0, f"tenant-{number}", num_tokens=1))
+        clock.moment += 2.0
+    assert len(quotas._tenants) <= 10 + IDLE_S / 2 + 2
+    with pytest.raises(TooManyRequestsError):
+        quotas.admit(new(2, "debtor", num_tokens=1))
+    clock.moment += 2000.0
+    for number in range(100):
+        quotas.admit(new(1, f"other-{number}", num_tokens=1))
+    assert "debtor" not in quotas._tenants

@@ -18,7 +18,7 @@ from tinker.types import LossFnType
 from engine_bench import BASE, Bench
 from live import API_KEY, LiveServer
 from tinsmith.engine import recording
-from tinsmith.engine.recording import Recorder, Records, SampleKeeper
+from tinsmith.engine.recording import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
 from tinsmith.losses import LOSSES, token_weight
 from tinsmith.ops import (
     AdamParams,
@@ -348,3 +348,16 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
     assert content.prompt_cut == 10_000 - len(content.prompt) and content.prompt[-1] == 9999
     assert len(content.sequences) == 8 and len(content.sequences[0].tokens) == 2048
     assert content.sequences[0].logprobs[0] is None
+
+
+def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = [0.0]
+    monkeypatch.setattr("tinsmith.engine.recording.time.monotonic", lambda: moment[0])
+    keeper = SampleKeeper(Records(bench.db, 9))
+    for number in range(1000):
+        assert keeper._allowed(f"tenant-{number}")
+        moment[0] += 1.0
+    assert len(keeper._allowances) <= WHOLE_AFTER_S + 1
+    for _ in range(int(BURST_OF_SAMPLES)):
+        assert keeper._allowed("tenant-0")
+    assert not keeper._allowed("tenant-0"), "one that is used keeps its debt"

@@ -255,6 +255,13 @@ class Database:
                 if claimed:
                     connection.execute(_DISCLAIM, key)
 
+    def lock(self, connection: Connection, name: str) -> None:
+        """Within a writing transaction, until it ends: others that lock the same name wait. On SQLite they wait in
+        any case, since there is one writer at a time.
+        """
+        if not self.is_sqlite:
+            connection.execute(_LOCK, {"name": name})
+
     def migrate(self) -> None:
         """Bring the schema to the newest version; several processes may call it at once. Raises SettingsError."""
         from alembic import command
@@ -296,6 +303,8 @@ class Database:
 
 
 _NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel"), sa.bindparam("payload")))
+_LOCKED_NAMES = 1  # the first of two keys; claims have one
+_LOCK = sa.select(sa.func.pg_advisory_xact_lock(_LOCKED_NAMES, sa.func.hashtext(sa.bindparam("name"))))
 _CLAIM = sa.select(sa.func.pg_try_advisory_lock(sa.func.hashtext(sa.bindparam("name"))))
 _DISCLAIM = sa.select(sa.func.pg_advisory_unlock(sa.func.hashtext(sa.bindparam("name"))))
 

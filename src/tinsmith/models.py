@@ -12,7 +12,7 @@ when both cover it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
@@ -88,13 +88,21 @@ class Models:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    def create(self, new: NewModel) -> Model:
-        """Add a model in state `creating`, or return the one that has this id already."""
+    def create(self, new: NewModel, admit: Callable[[int], None] | None = None) -> Model:
+        """Add a model in state `creating`, or return the one that has this id already. `admit` is told how many other
+        models the tenant has loaded, and raises if that is too many: however many servers create at once, no two of
+        them are told the same number.
+        """
         with self._db.write() as connection:
+            if admit:
+                self._db.lock(connection, f"models of {new.tenant_id}")
             model = _model(new, "creating")
             if connection.execute(self._db.insert_once(MODELS), asdict(model)).rowcount == 0:
                 row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one()
                 return Model(**row._mapping)
+            if admit:
+                loaded = (MODELS.c.tenant_id == new.tenant_id) & MODELS.c.state.in_(("creating", "ready"))
+                admit((connection.scalar(sa.select(sa.func.count()).where(loaded)) or 1) - 1)
         return model
 
     def get(self, tenant_id: str, model_id: str) -> Model:

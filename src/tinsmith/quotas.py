@@ -4,16 +4,18 @@ A request over a quota is refused with 429 before anything of it is stored, and 
 stored already is never refused. Limits come from the settings, and from the tenant's own row where it has one there; 0
 is no limit. Counts come from the database at most once a second for each tenant; in between, what this server admitted
 is added. They are therefore exact for one server, but for requests that are just being stored; of several servers,
-each knows of the others' a second late. The tokens of the last minute are counted in memory, by each server for itself.
+each knows of the others' a second late. Models are counted in the transaction that creates one, and so are never too
+many, however many servers there are. The tokens of the last minute are counted in memory, by each server for itself.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import islice
 
 import sqlalchemy as sa
 
@@ -26,7 +28,14 @@ COUNTED_EVERY_S = 1.0
 COUNTED_WHEN_FULL_EVERY_S = 0.2
 LIMITS_READ_EVERY_S = 5.0
 LONGEST_WAIT_S = 30.0  # the SDK ignores one above 60
-MOST_TENANTS = 10_000  # remembered at one time
+MOST_TENANTS = 10_000
+"""Remembered at one time; more while so many are not idle."""
+
+IDLE_S = 60.0
+"""No request of a tenant is under way for as long as this without another look at it."""
+
+LOOKED_AT = 16
+"""Tenants that are looked at for idle ones, whenever there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,6 @@ class _Tenant:
     """What is known of one tenant. `level` is how many tokens it may still add; an admitted request may overdraw it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    creations: threading.Lock = field(default_factory=threading.Lock)
     limits: Limits = field(default_factory=Limits)
     limits_read_at: float = -LIMITS_READ_EVERY_S
     requests: int = 0
@@ -57,6 +65,14 @@ class _Tenant:
     counted_at: float = -COUNTED_EVERY_S
     level: float | None = None
     filled_at: float = 0.0
+    used_at: float = 0.0
+
+    def is_idle(self, moment: float) -> bool:
+        """Whether nothing is lost if this is forgotten: it is not in use, and all its tokens have come back."""
+        if moment - self.used_at < IDLE_S:
+            return False
+        per_s = self.limits.tokens_per_minute / 60
+        return self.level is None or self.level + per_s * (moment - self.filled_at) >= self.limits.tokens_per_minute
 
 
 _COUNT = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(FUTURES.c.body_bytes), 0)).where(
@@ -77,7 +93,8 @@ class Quotas:
         self._db = db
         self._defaults = defaults
         self._clock = clock
-        self._tenants: dict[str, _Tenant] = {}
+        self._lock = threading.Lock()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
 
     def admit(self, new: NewFuture) -> None:
         """Count a request that is about to be stored. Raises TooManyRequestsError."""
@@ -97,24 +114,17 @@ class Quotas:
             if tenant.level is not None:
                 tenant.level -= new.num_tokens
 
-    @contextmanager
-    def creation(self, tenant_id: str, model_id: str) -> Iterator[None]:
-        """Around the creation of a model. Raises TooManyRequestsError if it would be one too many."""
-        tenant = self._tenant(tenant_id)
+    def admission_of_models(self, tenant_id: str) -> Callable[[int], None] | None:
+        """What the transaction that creates a model calls with the number of those that are loaded; None without a
+        limit. It raises TooManyRequestsError.
+        """
         limit = self.limits(tenant_id).models
-        with tenant.creations:
-            if limit:
-                self._refuse_model(tenant_id, model_id, limit)
-            yield
 
-    def _refuse_model(self, tenant_id: str, model_id: str, limit: int) -> None:
-        loaded = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(("creating", "ready"))
-        with self._db.read() as connection:
-            if connection.scalar(sa.select(MODELS.c.model_id).where(MODELS.c.model_id == model_id)) is not None:
-                return
-            count = connection.scalar(sa.select(sa.func.count()).select_from(MODELS).where(loaded)) or 0
-        if count >= limit:
-            raise _exceeded("models", f"{count} models are loaded", limit, "unload one, or end its session", 5.0)
+        def admit(loaded: int) -> None:
+            if loaded >= limit:
+                raise _exceeded("models", f"{loaded} models are loaded", limit, "unload one, or end its session", 5.0)
+
+        return admit if limit else None
 
     def admit_checkpoint(self, tenant_id: str, request_id: str | None = None) -> None:
         """Raises TooManyRequestsError if the tenant's checkpoints fill its space already. `request_id` is that of the
@@ -151,9 +161,18 @@ class Quotas:
             return self._limits(tenant, tenant_id)
 
     def _tenant(self, tenant_id: str) -> _Tenant:
-        if len(self._tenants) > MOST_TENANTS:
-            self._tenants = {}
-        return self._tenants.setdefault(tenant_id, _Tenant())
+        with self._lock:
+            tenant = self._tenants.get(tenant_id)
+            if tenant is None:
+                tenant = self._tenants[tenant_id] = _Tenant()
+            self._tenants.move_to_end(tenant_id)
+            tenant.used_at = self._clock()
+            for name in list(islice(self._tenants, LOOKED_AT)):
+                if len(self._tenants) <= MOST_TENANTS:
+                    break
+                if self._tenants[name].is_idle(tenant.used_at):
+                    del self._tenants[name]
+            return tenant
 
     def _limits(self, tenant: _Tenant, tenant_id: str) -> Limits:
         if self._clock() - tenant.limits_read_at >= LIMITS_READ_EVERY_S:

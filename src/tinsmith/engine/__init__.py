@@ -202,6 +202,7 @@ class Engine:
             if missing := lane.give_up_gap(self._settings.seq_gap_s):
                 first, last = missing
                 log.warning("gave up waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
+        self._queues.forget_idle_lanes()
 
     # Training.
 

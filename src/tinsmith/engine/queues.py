@@ -13,6 +13,9 @@ from tinsmith.engine.gathering import LATE_S, Rhythm
 from tinsmith.ops import Pending
 from tinsmith.scheduler import PASS_KINDS, ModelQueue
 
+IDLE_LANE_S = 600.0
+"""After so long the rhythm of a run says nothing any more."""
+
 
 class Lane:
     """One model's requests."""
@@ -21,6 +24,8 @@ class Lane:
         self.model_id = model_id
         self.tenant_id = tenant_id
         self.next_seq_id = next_seq_id
+        self.idle_since = time.monotonic()
+        """By the monotonic clock: when the last request left it, if none is waiting."""
         self.held_until = 0.0
         """By the monotonic clock: so long nothing of it is planned."""
         self.waiting: dict[int, Pending] = {}
@@ -45,6 +50,7 @@ class Lane:
         self.next_seq_id = max(self.next_seq_id, seq_id + 1)
         self._skip_refused()
         if not self.waiting:
+            self.idle_since = time.monotonic()
             self.rhythm.answered(time.time())
         return self.next_seq_id - 1
 
@@ -170,6 +176,12 @@ class Queues:
         """Whether a pass could be in the next step."""
         heads = (lane.waiting.get(lane.next_seq_id) for lane in self.lanes.values() if not lane.is_held)
         return any(head is not None and head.kind in PASS_KINDS for head in heads)
+
+    def forget_idle_lanes(self) -> None:
+        """Of runs that sent nothing for long. A request makes its lane anew, from what the run's row says."""
+        until = time.monotonic() - IDLE_LANE_S
+        for lane in [lane for lane in self.lanes.values() if not lane.waiting and lane.idle_since < until]:
+            del self.lanes[lane.model_id]
 
     def forget_lane(self, model_id: str) -> list[Pending]:
         """Drop a model's lane; returns what still waited in it."""

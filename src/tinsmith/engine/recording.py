@@ -47,6 +47,9 @@ SAMPLES_PER_S = 2.0
 BURST_OF_SAMPLES = 32.0
 """How fast samples of one tenant are kept: so many at once, and then so many a second."""
 
+WHOLE_AFTER_S = BURST_OF_SAMPLES / SAMPLES_PER_S
+"""After so long without a sample a tenant has its whole burst again."""
+
 log = structlog.get_logger()
 
 
@@ -219,7 +222,7 @@ class SampleKeeper:
 
     def __init__(self, records: Records | None) -> None:
         self._most = records.kept_samples if records else 0
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: OrderedDict[str, _Allowance] = OrderedDict()  # the least recently used first
 
     def begin(self, request: Pending, sampler: SamplingSession, asked: Sample) -> BegunSample | None:
         """A sample that is to be kept; None if it is one of too many."""
@@ -253,6 +256,9 @@ class SampleKeeper:
         allowance = self._allowances.setdefault(tenant_id, _Allowance(BURST_OF_SAMPLES, moment))
         grown = allowance.samples + SAMPLES_PER_S * (moment - allowance.at)
         allowance.samples, allowance.at = min(BURST_OF_SAMPLES, grown), moment
+        self._allowances.move_to_end(tenant_id)
+        while moment - next(iter(self._allowances.values())).at >= WHOLE_AFTER_S:  # as good as new
+            self._allowances.popitem(last=False)
         if allowance.samples < 1:
             return False
         allowance.samples -= 1

@@ -269,6 +269,7 @@ class Sampling:
         gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
         if not gone and self._nouns.ownership.forward(cancel.request_id, name):
             queues.known.discard(cancel.request_id)  # its sample was given to another one in between
+            self._worklog.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]

@@ -129,9 +129,8 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     try:
         planned = plan(model_id, session.session_id)
         planned = replace(planned, engine_id=services.engine_for_run(planned.base_model))
-        with services.quotas.creation(call.tenant_id, model_id):
-            services.quotas.admit(new)
-            model = services.models.create(planned)
+        services.quotas.admit(new)
+        model = services.models.create(planned, services.quotas.admission_of_models(call.tenant_id))
         if model.state == "copied":
             raise UserError(f"model_seq_id {number} is taken by a copied checkpoint ({model.reason}); use another one")
         new = replace(new, base_model=model.base_model, engine_id=model.engine_id)
