@@ -197,6 +197,37 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
     assert code == 2 and "has succeeded" in err
 
 
+def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+    hold = tmp_path / "hold"
+    hold.touch()
+    kwargs = json.dumps({"hold": str(hold)})
+    code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
+    assert code == 0, err
+    job = batch.Job(json.loads(out)["job_id"], Client(server.url, API_KEY))
+    while job.progress.batches_done < 2:
+        time.sleep(0.05)
+    assert "cancel it before" in run("purge", int(job), "--yes")[2]
+    job.cancel()
+    assert job.wait(check=False)["status"] == "CANCELLED"
+
+    def parts() -> list[Path]:
+        return [path for path in (tmp_path / ".tinsmith_batch_tmp").rglob("*") if path.is_file()]
+
+    assert parts()
+    assert run("purge")[0] == 2
+    code, _, err = run("purge", int(job))
+    assert code == 2 and "pass --yes" in err and parts()
+    code, out, err = run("purge", int(job), "--yes")
+    assert code == 0, err
+    assert "of 1 bulk jobs" not in out and "of bulk job" in out
+    deadline = time.monotonic() + 60
+    while parts() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not parts()
+    code, _, err = run("resume", int(job))
+    assert code == 2 and "were deleted" in err
+
+
 def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     client = Client(server.url, API_KEY)
     before = {job["job_id"] for job in client.jobs()}

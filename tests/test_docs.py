@@ -55,6 +55,7 @@ FLAGS = {
     "batch logs": {"job_id", "--follow", "-f", "--json"},
     "batch errors": {"job_id", "--full", "--json"},
     "batch cancel": {"job_id", "--yes", "-y", "--json"},
+    "batch purge": {"job_ids", "--all", "--yes", "-y", "--json"},
     "batch resume": {"job_id", "--output", "-o", "--format", "--detach", "-d", "--json"},
     "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},
     "batch pools": {"--json"},

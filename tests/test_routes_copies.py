@@ -174,7 +174,8 @@ def test_a_wrong_request_is_refused_by_name(harness: Harness, source: str, body:
 # A copied run is no model.
 
 
-def test_a_copied_run_cannot_be_trained(harness: Harness, source: str) -> None:
+@pytest.mark.parametrize("taker", ["create_model", "load_weights"])
+def test_a_copied_run_cannot_be_trained(harness: Harness, source: str, taker: str) -> None:
     session_id = harness.session()
     path = copied(copy(harness, source, session_id=session_id, model_seq_id=3))
     run_id = path.split("/")[2]
@@ -184,14 +185,11 @@ def test_a_copied_run_cannot_be_trained(harness: Harness, source: str) -> None:
         assert "holds a copied checkpoint (copied from tinker://" in detail(answer)
     project_run = copied(copy(harness, source)).split("/")[2]
     assert "cannot be trained" in detail(harness.post("optim_step", body | {"model_id": project_run}))
-    for route, more in (
-        ("create_model", {"base_model": BASE}),
-        ("load_weights", {"path": source, "optimizer": False}),
-    ):
-        future = harness.ok(route, {"session_id": session_id, "model_seq_id": 3, **more})
-        outcome = harness.result(future["request_id"])
-        assert outcome["category"] == "user"
-        assert "taken by a copied checkpoint" in outcome["error"]
+    more = {"base_model": BASE} if taker == "create_model" else {"path": source, "optimizer": False}
+    future = harness.ok(taker, {"session_id": session_id, "model_seq_id": 3, **more})
+    outcome = harness.result(future["request_id"])
+    assert outcome["category"] == "user"
+    assert "taken by a copied checkpoint" in outcome["error"]
     assert harness.services.models.get("alice", run_id).state == "copied"
     future = harness.ok("load_weights", {"session_id": session_id, "model_seq_id": 4, "path": path, "optimizer": True})
     assert harness.kinds()[future["request_id"]] == "load_model"

@@ -73,6 +73,12 @@ def test_a_file_comes_in_ranges(harness: Harness, export: str) -> None:
     assert fetch(harness, url, Range="bytes=99999-").status_code == 416
 
 
+@pytest.mark.parametrize("given", ["bytes=5-2", "bytes=-", "bytes=", "bytes", "rows=1-2", "bytes=1-2,9-3", "bytes=x-y"])
+def test_a_range_that_means_nothing_is_ignored(harness: Harness, export: str, given: str) -> None:
+    answer = fetch(harness, urls(harness, export)[WEIGHTS], Range=given)
+    assert (answer.status_code, answer.content) == (200, FILES[WEIGHTS])
+
+
 def test_only_exports_have_such_links(harness: Harness) -> None:
     path = harness.saved(harness.model())
     answer = harness.get(f"{address(path)}/external_weights_urls")

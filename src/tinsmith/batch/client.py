@@ -60,6 +60,9 @@ class Client:
     def cancel(self, job_id: int) -> Status:
         return self._call("POST", f"{JOBS}/{job_id}/cancel", body={})
 
+    def purge(self, job_id: int) -> Status:
+        return self._call("POST", f"{JOBS}/{job_id}/purge", body={})
+
     def resume(self, job_id: int, outputs: Sequence[Mapping[str, Any]] | None = None) -> int:
         """`outputs`, as `OutputWriter.to_dict` gives them, take the place of the job's."""
         body = {} if outputs is None else {"batch_output_formats": list(outputs)}

@@ -208,6 +208,11 @@ class Coordinator:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake, job_id)
 
+    def sweep_soon(self) -> None:
+        """A user wants parts deleted. Another process's coordinator learns of it at its next sweep."""
+        self._next_sweep = 0.0
+        self.wake()
+
     def _wake(self, job_id: int | None) -> None:
         run = self._runs.get(job_id) if job_id is not None else None
         if run is None:

@@ -87,6 +87,12 @@ class Job:
         """Asks for the job's end; what is committed stays readable. `wait(check=False)` waits for it."""
         return self._client.cancel(self.job_id)
 
+    def purge(self) -> Status:
+        """Deletes what a failed or cancelled job left beside its outputs. It cannot be resumed or exported after that.
+        Without it, the server deletes these parts when their retention ends.
+        """
+        return self._client.purge(self.job_id)
+
     def resume(self, *, format: str | None = None, output: OutputWriter | Sequence[OutputWriter] | None = None) -> Job:
         """A new job that does what this one, which failed or was cancelled, has left. With a `format` (`"jsonl"`) or
         other outputs, as many as it has, it writes these: what is done already is not done again."""

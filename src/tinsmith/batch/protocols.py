@@ -392,6 +392,8 @@ class JobSpec:
     part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Of a job that resumes another into other outputs: the writers of the parts that were written before, by what the
     paths of these begin with. The server's knowledge, not the client's."""
+    purge: bool = False
+    """Whether the parts may be deleted before the retention ends. Set by the server, at its user's request."""
     limits: Limits = field(default_factory=Limits)
 
     @property
@@ -458,6 +460,7 @@ class JobSpec:
         if self.input_version is not None:
             _check_kind("input_version", self.input_version, dict)
         _check_kind("part_formats", self.part_formats, dict)
+        _check_kind("purge", self.purge, bool)
         if self.batch_tokens is not None:
             _check_number("batch_tokens", self.batch_tokens, minimum=1, whole=True)
         if self.resume_from is not None:

@@ -40,14 +40,14 @@ def resumable(connection: Connection, tenant_id: str, spec: JobSpec, other_outpu
     if row is None:
         raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
     root = row.root_job_id or row.job_id
-    same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned)
+    same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned, JOBS.c.spec)
     chain = connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))).all()
     for other in chain:
         if other.status not in ("FAILED", "CANCELLED"):
             what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
             raise UserError(f"bulk job {row.job_id} cannot be resumed: job {other.job_id} {what}")
     for other in chain:
-        if other.cleaned:
+        if other.cleaned or other.spec.get("purge"):
             raise UserError(f"bulk job {row.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
     for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
         before, after = row.spec.get(name), getattr(spec, name)

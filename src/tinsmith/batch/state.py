@@ -31,7 +31,7 @@ from tinsmith.batch.resuming import copy_batches, resumable
 from tinsmith.batch.schemas import Schema
 from tinsmith.batch.versions import InputChangedError, Version
 from tinsmith.db import Database, now
-from tinsmith.errors import NotFoundError
+from tinsmith.errors import NotFoundError, UserError
 from tinsmith.notify import SERVER, job_line
 from tinsmith.tables import BATCH
 
@@ -144,7 +144,7 @@ class BatchJobs:
             "priority": spec.priority,
             "weight": spec.weight,
             "status": "PENDING",
-            "spec": replace(spec, input_version=None, part_formats={}).to_dict(),
+            "spec": replace(spec, input_version=None, part_formats={}, purge=False).to_dict(),
             "sealed": False,
             "cleaned": False,
             "max_failed_rows": spec.max_failed_rows,
@@ -195,6 +195,20 @@ class BatchJobs:
         cancel = JOBS.update().where(JOBS.c.job_id == job_id, JOBS.c.status.in_(ACTIVE))
         with self._changing(job_id) as connection:
             connection.execute(cancel.values(status="CANCELLING", updated_at=now()))
+        return self.find(tenant_id, job_id)
+
+    def purge(self, tenant_id: str, job_id: int) -> Job:
+        """Have the parts of a job that failed or was cancelled deleted by the next sweep; it cannot be resumed after
+        that. Nothing for a job that succeeded, whose parts are deleted anyway. Raises NotFoundError, UserError.
+        """
+        self.find(tenant_id, job_id)
+        with self._changing(job_id) as connection:
+            job = connection.execute(sa.select(JOBS).where(JOBS.c.job_id == job_id).with_for_update()).one()
+            if job.status in ACTIVE:
+                raise UserError(f"bulk job {job_id} is {job.status}; cancel it before its parts are purged")
+            if job.status != "SUCCEEDED":
+                spec = {**job.spec, "purge": True}
+                connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(spec=spec, updated_at=now()))
         return self.find(tenant_id, job_id)
 
     def get_batch_states(self, job_id: int, limit: int = CHUNK, offset: int = 0) -> list[dict[str, Any]]:
@@ -426,8 +440,11 @@ class BatchJobs:
             connection.execute(JOBS.update().where(JOBS.c.job_id.in_(job_ids)).values(cleaned=True))
 
     def uncleaned(self, ended_before: float, but: Sequence[int] = ()) -> list[int]:
-        """Jobs whose parts may go: those that succeeded, and others that ended so long ago and were not resumed."""
-        old = sa.and_(JOBS.c.status.in_(("FAILED", "CANCELLED")), JOBS.c.ended_at < ended_before)
+        """Jobs whose parts may be deleted: those that succeeded, and those that failed or were cancelled before
+        `ended_before` or are to be purged, unless an active job resumes them.
+        """
+        due = sa.or_(JOBS.c.ended_at < ended_before, JOBS.c.spec["purge"].as_boolean())
+        old = sa.and_(JOBS.c.status.in_(("FAILED", "CANCELLED")), due)
         query = sa.select(JOBS.c.job_id).where(~JOBS.c.cleaned, sa.or_(JOBS.c.status == "SUCCEEDED", old))
         later = JOBS.alias()
         root = sa.func.coalesce(JOBS.c.root_job_id, JOBS.c.job_id)

@@ -34,6 +34,8 @@ REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
 PATIENCE_S = 5.0
 """How long a server that cannot be reached is asked again, where nobody waits for a job."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
+MOST_PURGED = 1000
+"""Of the newest jobs, for `purge --all`: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
 output = Console(soft_wrap=True, highlight=False)
@@ -210,6 +212,35 @@ def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
         _print_json(status)
     else:
         output.print(f"bulk job {job_id} is {_coloured(status['status'])}")
+
+
+@app.command()
+def purge(
+    job_ids: Annotated[
+        list[int] | None, typer.Argument(metavar="[JOB_ID]...", help="Failed or cancelled jobs.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="All failed and cancelled jobs.")] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what failed or cancelled jobs left beside their outputs. They cannot be resumed or exported after that."""
+    with _client() as client:
+        if every == bool(job_ids):
+            raise typer.BadParameter("name the jobs to purge, or give --all")
+        chosen = job_ids or [
+            job["job_id"] for job in client.jobs(MOST_PURGED) if job["status"] in ("FAILED", "CANCELLED")
+        ]
+        if chosen:
+            _confirm(f"Delete the parts of {_counted(chosen)}, which can then not be resumed?", yes)
+        purged = [client.purge(job_id) for job_id in chosen]
+    if as_json:
+        _print_json(purged)
+    else:
+        output.print(f"the parts of {_counted(chosen)} are being deleted" if chosen else "there is nothing to delete")
+
+
+def _counted(job_ids: list[int]) -> str:
+    return f"bulk job {job_ids[0]}" if len(job_ids) == 1 else f"{len(job_ids)} bulk jobs"
 
 
 @app.command()

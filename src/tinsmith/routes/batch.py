@@ -73,6 +73,12 @@ def cancel(call: Call) -> JsonObject:
     return _whole(call.services, found)
 
 
+def purge(call: Call) -> JsonObject:
+    found = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
+    call.services.coordinator.sweep_soon()
+    return _whole(call.services, found)
+
+
 def resume(call: Call) -> JsonObject:
     """A new job as the old one was, or with other outputs, into which the old one's parts are then made; one with
     another function is submitted with `resume_from`."""
@@ -220,6 +226,7 @@ ROUTES = [
     Route("/batch/jobs/{job_id}", endpoint(job), methods=["GET"]),
     Route("/batch/jobs/{job_id}/batches", endpoint(batches), methods=["GET"]),
     Route("/batch/jobs/{job_id}/cancel", endpoint(cancel), methods=["POST"]),
+    Route("/batch/jobs/{job_id}/purge", endpoint(purge), methods=["POST"]),
     Route("/batch/jobs/{job_id}/resume", endpoint(resume, takes=JSON_TYPE), methods=["POST"]),
     Route("/batch/jobs/{job_id}/errors", endpoint(errors), methods=["GET"]),
     Route("/batch/jobs/{job_id}/partial", endpoint(partial), methods=["GET"]),

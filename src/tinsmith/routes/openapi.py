@@ -316,6 +316,7 @@ OPERATIONS = (
     Operation("GET /batch/jobs/{job_id}", "One bulk job", ANYTHING, (404,)),
     Operation("GET /batch/jobs/{job_id}/batches", "Its batches", fields({"batches": LIST}), (404,), PAGE),
     Operation("POST /batch/jobs/{job_id}/cancel", "End it", ANYTHING, (404,)),
+    Operation("POST /batch/jobs/{job_id}/purge", "Delete the parts of a job that failed", ANYTHING, (404,)),
     Operation("POST /batch/jobs/{job_id}/resume", "A job that does the rest", fields({"job_id": COUNT}), (403, 404)),
     Operation("GET /batch/jobs/{job_id}/errors", "Its failed rows", fields({"errors": LIST}), (404,), AFTER),
     Operation(

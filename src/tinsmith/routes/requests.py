@@ -329,6 +329,9 @@ REQUESTS: Mapping[str, Schema] = {
             "limits": ANYTHING,
         },
     ),
+    "/batch/jobs/{job_id}/resume": fields(
+        {}, {"batch_output_formats": {"type": "array", "items": ANYTHING, "minItems": 1}}
+    ),
     "/batch/pools/{name}": fields({"workers": integer(0, 1024)}),
     "/create_model": fields(
         {"session_id": TEXT, "model_seq_id": POSITION, "base_model": TEXT},

@@ -38,6 +38,7 @@ def file_response(
     filename: str | None = None,
 ) -> Response:
     if file.path is not None:
+        _drop_broken_range(request)
         return FileResponse(file.path, 200, headers, media_type, filename=filename, stat_result=file.path.stat())
     given = {"accept-ranges": "bytes", **(headers or {})}
     if filename is not None:
@@ -72,6 +73,21 @@ def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int,
         return (max(0, size_bytes - int(last)), size_bytes) if last else None
     end = min(int(last) + 1, size_bytes) if last else size_bytes
     return (int(first), end) if not last or int(first) <= int(last) else None
+
+
+def _drop_broken_range(request: Request) -> None:
+    """A Range that means nothing is ignored (RFC 9110, section 14.2), where FileResponse would refuse it."""
+    given = request.headers.get("range")
+    if given is None:
+        return
+    unit, _, ranges = given.replace(" ", "").lower().partition("=")
+    found = [_RANGE.fullmatch(f"{unit}={each}") for each in ranges.split(",")]
+    if not all(one and _is_forward(one["first"], one["last"]) for one in found):
+        request.scope["headers"] = [(name, value) for name, value in request.scope["headers"] if name != b"range"]
+
+
+def _is_forward(first: str, last: str) -> bool:
+    return int(first) <= int(last) if first and last else bool(first or last)
 
 
 def _pieces(file: IO[bytes], start: int, end: int) -> Iterator[bytes]:
