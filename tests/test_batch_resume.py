@@ -185,14 +185,14 @@ def until(condition: Callable[[], bool]) -> None:
 
 @batch.remote_function
 def held(gate: str) -> None:
-    """The batch of row 2 waits for the gate."""
+    """The batch of row 4 waits for the gate."""
     import time
     from pathlib import Path
 
     from tinsmith import batch
 
     for rows in batch.load():
-        while rows[0]["n"] == 2 and not Path(gate).exists():
+        while rows[0]["n"] == 4 and not Path(gate).exists():
             time.sleep(0.02)
         batch.save_results(rows)
 
@@ -223,10 +223,17 @@ def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_p
         batch.TextWriter(f"{tmp_path}/o.txt", column="text"),
     ]
     gate = tmp_path / "gate"
-    data = batch.from_items([{"n": n, "text": f"t{n}"} for n in range(8)])
+    texts = [f"t{n}" for n in range(16)]
+    data = batch.from_items([{"n": n, "text": text} for n, text in enumerate(texts)])
     job = data.map(held, fn_kwargs={"gate": str(gate)}, batch_size=2, output=writers, stream=False, client=client)
     assert isinstance(job, Job)
-    until(lambda: [each["start_idx"] for each in client.partial(int(job))["batches"]] == [0, 4, 6])
+
+    def committed() -> list[int]:
+        return [each["start_idx"] for each in client.partial(int(job))["batches"]]
+
+    # Another batch may wait behind the one of row 4, on the same worker.
+    until(lambda: committed()[:1] == [0] and committed()[-1] > 4)
+    done = {texts[start + offset] for start in committed() for offset in (0, 1)}
     readers = [(job.stream(output), job.partial(output)) for output in range(len(writers))]
     firsts = [[next(stream), next(partial)] for stream, partial in readers]
 
@@ -238,14 +245,14 @@ def test_a_reader_gives_each_row_once_though_the_job_publishes_and_deletes_its_p
     Job(int(job), Racing(server.url, finish)).export(f"{tmp_path}/copy.jsonl")
     assert lines(tmp_path / "copy.jsonl") == lines(tmp_path / "o.jsonl")
     for output, ((stream, partial), (first, second)) in enumerate(zip(readers, firsts, strict=True)):
-        texts = [row["text"] for row in [first, *stream]]
-        assert texts == [f"t{n}" for n in range(8)], writers[output]
-        texts = [row["text"] for row in [second, *partial]]
-        assert texts == [f"t{n}" for n in (0, 1, 4, 5, 6, 7)], f"{writers[output]}: what was committed"
-        assert [row["text"] for row in job.stream(output)] == [f"t{n}" for n in range(8)], "long after"
+        assert [row["text"] for row in [first, *stream]] == texts, writers[output]
+        given = [row["text"] for row in [second, *partial]]
+        assert given == [text for text in texts if text in given], f"{writers[output]}: each once, in order"
+        assert done <= set(given) <= set(texts) - {"t4", "t5"}, f"{writers[output]}: what was committed"
+        assert [row["text"] for row in job.stream(output)] == texts, "long after"
         assert list(job.partial(output)) == list(job.stream(output))
 
-    (tmp_path / "o.jsonl").write_text('{"text": "another"}\n' * 8)
+    (tmp_path / "o.jsonl").write_text('{"text": "another"}\n' * 16)
     with pytest.raises(NotFoundError, match="was deleted or replaced after it was published"):
         list(job.stream())
 
@@ -304,7 +311,7 @@ def mixed(gate: str) -> None:
     from tinsmith import batch
 
     for rows in batch.load():
-        while rows[0]["n"] == 2 and not Path(gate).exists():
+        while rows[0]["n"] == 4 and not Path(gate).exists():
             time.sleep(0.02)
         batch.save_results([{"v": "text" if row["n"] in (3, 5) else row["n"], "o": {"x": row["n"]}} for row in rows])
 
