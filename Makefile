@@ -16,6 +16,7 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	scripts/setup-browser
+	scripts/lint-units
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python

@@ -28,6 +28,7 @@ from tinsmith.ops import (
     AdamParams,
     LoraSpec,
     OptimStep,
+    Pass,
     PassResult,
     Pending,
     Sample,
@@ -88,11 +89,12 @@ def main() -> None:
         bench = Bench(Path(directory))
         records = Records(bench.db, 200)
         recorder, keeper = Recorder(BASE, records), SampleKeeper(records)
+        asked_pass = Pass("r", MODEL, (), "cross_entropy", {}, forward_only=False)
         passed = PassResult((np.zeros(1, np.float32),) * 64, METRICS)
         step = OptimStep("r", MODEL, AdamParams())
 
         def stepped(request: Pending) -> Sequence[object]:
-            recorder.passed(request, passed)
+            recorder.passed(request, asked_pass, passed)
             return recorder.stepped(request, step, OUTCOME)
 
         sampler = SamplingSession("s:sample:0", SESSION, "alice", BASE, None, None, None, None, 0.0, 0)
@@ -115,7 +117,7 @@ def main() -> None:
         request = bench.new("forward_backward")
         started = time.process_time()
         for _ in range(10_000):
-            recorder.passed(request, passed)
+            recorder.passed(request, asked_pass, passed)
         found["pass"] = (0.0, 1e6 * (time.process_time() - started) / 10_000)
         print(f"a pass: {found['pass'][1]:.1f} us")
         bench.db.close()

@@ -252,7 +252,8 @@ def test_a_worker_that_is_killed_costs_what_it_had_in_hand(client: Client, tmp_p
     assert (tmp_path / "died").exists()
     assert lines(tmp_path / "out.jsonl") == doubled(50)
     assert {state["retry_count"] for state in job.batches()} == {0}, "nobody's retries are spent"
-    assert sum(state["attempt_id"] for state in job.batches()) > 25
+    # What a mapper had in hand its worker gives to the next mapper; what a worker had is attempted again.
+    assert sum(state["attempt_id"] for state in job.batches()) - 25 >= (victim == "worker")
     until(lambda: not alive(int((tmp_path / "died").read_text())))
 
 

@@ -163,18 +163,22 @@ def test_a_job_is_gone_on_with_by_its_output(server: LiveServer, tmp_path: Path)
         "if_exists": "resume", "limits": {"max_retries": 0, "backoff_s": 0.01},
     }  # fmt: skip
 
-    def picky(row: dict[str, Any], bad: int) -> dict[str, Any]:
-        if row["n"] == bad:
+    def picky(row: dict[str, Any], gate: str) -> dict[str, Any]:
+        from pathlib import Path
+
+        if row["n"] == 5 and not Path(gate).exists():
             raise ValueError("not this one")
         return row
 
     rows = [{"n": index} for index in range(8)]
-    first = batch.from_items(rows).map(picky, fn_kwargs={"bad": 5}, **options)
+    gate = tmp_path / "gate"
+    first = batch.from_items(rows).map(picky, fn_kwargs={"gate": str(gate)}, **options)
     assert isinstance(first, batch.Job) and first.wait(check=False)["status"] == "FAILED"
-    second = batch.from_items(rows).map(picky, fn_kwargs={"bad": -1}, **options)
+    gate.touch()
+    second = batch.from_items(rows).map(picky, fn_kwargs={"gate": str(gate)}, **options)
     assert isinstance(second, batch.Job)
     assert second.wait()["resume_from"] == int(first)
-    third = batch.from_items(rows).map(picky, fn_kwargs={"bad": 0}, **options)
+    third = batch.from_items(rows).map(picky, fn_kwargs={"gate": str(gate)}, **options)
     assert isinstance(third, batch.Job) and int(third) == int(second), "it is done"
     assert [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()] == rows
 

@@ -386,7 +386,7 @@ def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
     bench.engine._sampling._admit(bench.engine._queues)
     bench.db.reset(lambda moment, _number: lost() if moment == "begin" else None)
     for _ in samples:
-        bench.engine._sampling.between()
+        bench.engine._sampling.between(0.0)
     assert bench.db.raised == 1, "a training step must not wait for a database that is away at each micro-batch"
     bench.db.reset()
     bench.run()

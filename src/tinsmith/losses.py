@@ -144,8 +144,9 @@ def cross_entropy_weights(datum: Datum) -> F32:
 
 
 def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
-    """Both of one shape. 0 where the weight is 0, even if the log probability is -inf."""
-    return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
+    """Both of one shape. 0 where the weight is 0, even if the log probability is -inf; inf where float32 ends."""
+    with np.errstate(over="ignore"):
+        return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
 def token_weight(pass_: Pass) -> float | None:

@@ -153,7 +153,7 @@ class Job:
                 time.sleep(POLL_S)
 
 
-def ending_of(status: Status, *, shell: bool = False) -> str:
+def ending_of(status: Status, *, for_shell: bool = False) -> str:
     """How a job that did not succeed ended, with its first failed row and the traceback, and how to go on: by calls in
     Python, or by commands of the shell."""
     job_id, failed, kept = status["job_id"], status.get("rows_failed") or 0, status.get("rows_ok") or 0
@@ -163,7 +163,7 @@ def ending_of(status: Status, *, shell: bool = False) -> str:
     if failed or kept:
         errors, partial = (
             (f"`tinsmith batch errors {job_id}`", f"`tinsmith batch export {job_id} PATH`")
-            if shell
+            if for_shell
             else (f"batch.Job({job_id}).errors()", f"batch.Job({job_id}).partial()")
         )
         are = "is" if kept == 1 else "are"
@@ -171,7 +171,7 @@ def ending_of(status: Status, *, shell: bool = False) -> str:
         lines.append(told)
         again, changed = (
             (f"`tinsmith batch resume {job_id}`", f"`tinsmith batch submit ... --resume-from {job_id}`")
-            if shell
+            if for_shell
             else (f"batch.Job({job_id}).resume()", f"Dataset.map(..., resume_from={job_id})")
         )
         lines.append(f"Resume with {again}, or with a changed function by {changed}.")

@@ -332,7 +332,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
             _show_progress(client, job_id)
         status = job.wait(check=not as_json)
     except JobFailedError as error:
-        notes.print(f"[red]error:[/] {escape(ending_of(error.status, shell=True))}")
+        notes.print(f"[red]error:[/] {escape(ending_of(error.status, for_shell=True))}")
         raise typer.Exit(NOT_SUCCEEDED) from None
     except KeyboardInterrupt:
         notes.print(f"bulk job {job_id} goes on: `tinsmith batch show {job_id}`, `tinsmith batch cancel {job_id}`")
