@@ -25,7 +25,12 @@ FORM = "multipart/form-data"
 PASSES = ("/forward", "/forward_backward")
 ENDS = re.compile(r"DELETE .*(?<!publish)$|/(unload_model|delete_model|finish|cancel|cancel_future|cleanup_futures)$")
 """Routes whose success takes things away that other routes need."""
-NEVER_200 = {f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")}
+_BARE_ID = "/api/v1/training_runs/{run_id}/checkpoints/{checkpoint_id}"
+NEVER_200 = {
+    *(f"POST {prefix}/{path}" for prefix in OPENAI for path in ("embeddings", "batches/{batch_id}/cancel")),
+    f"GET {_BARE_ID}/archive",
+    f"DELETE {_BARE_ID}",
+}
 """Routes that refuse: there are no embeddings, and the batch has failed."""
 ROLLED_OUT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 QUERY: Mapping[str, str] = {
@@ -37,6 +42,7 @@ QUERY: Mapping[str, str] = {
     "/batch/jobs": "?limit=5",
 }
 PLAIN_BODIES: Mapping[str, object] = {
+    "/batch/jobs/{job_id}/resume": {},
     "/client/config": {"sdk_version": "0.38.0"},
     "/client/dynamic_config": {},
     "/auth/token": {},
@@ -71,6 +77,7 @@ class World:
 
     things: Things
     other_file_id: str
+    other_job_id: str  # to be purged: after that it cannot be resumed
     key: str
     links: Mapping[str, str]  # path and query by the route that takes no key
     new_key: Callable[[], str]
@@ -92,14 +99,14 @@ def new_world(url: str, key: str, new_key: Callable[[], str], metrics_token: str
         sampled = raw.ok("asample", http_harness.sample_request(sampler_id, 0))
         weights, export = (raw.result(each["request_id"]).json()["path"] for each in made)
         raw.result(sampled["request_id"])
-        job_id = raw.ok("batch/jobs", failing_job(session_id))["job_id"]
+        job_id, other_job_id = (raw.ok("batch/jobs", failing_job(f"{session_id}-{n}"))["job_id"] for n in range(2))
         form = {"files": {"file": ("in.jsonl", b"x")}, "data": {"purpose": "batch"}}
         file_ids = [http.post(f"{url}/v1/files", **form).json()["id"] for _ in OPENAI]  # type: ignore[arg-type]
         batch_id = http.post(f"{url}/v1/batches", json=openai_batch(file_ids[0])).json()["id"]
         things = Things(session_id, model_id, sampler_id, weights, export, str(job_id), file_ids[0], batch_id)
         links, files = links_of(http, things)
         sample_id = sampled["request_id"]
-        return World(things, file_ids[1], key, links, new_key, files, sample_id, metrics_token)
+        return World(things, file_ids[1], str(other_job_id), key, links, new_key, files, sample_id, metrics_token)
 
 
 def failing_job(name: str) -> dict[str, object]:
@@ -133,7 +140,7 @@ def request_of(label: str, content_types: list[str], world: World) -> Request:
     """A request that the route answers without an error, if the things of the world are still there."""
     method, _, path = label.partition(" ")
     short = path.removeprefix(PREFIX)
-    things = world.things
+    things = replace(world.things, job_id=world.other_job_id) if short.endswith("/purge") else world.things
     key = world.new_key() if label.startswith("DELETE /api/v1/auth") else world.key
     headers = ((b"Host", b"127.0.0.1"), (b"Connection", b"close"), (b"X-API-Key", key.encode()))
     if short.startswith("/downloads/") or short == "/sessions/{session_id}/trace":
