@@ -123,6 +123,33 @@ def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
     assert rest == "" and process.returncode == 0
 
 
+TOLD_EARLY = """
+import os, signal, sys
+from tinsmith import server
+
+def told(*_arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if sys.argv.pop(1) == "ready":
+    run = server.Server.run
+    server.Server.run = lambda self, on_ready=None: run(self, told)
+else:
+    server.raise_file_limit = told
+from tinsmith.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("role", ["all", "engine"])
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_a_server_that_is_told_to_stop_while_it_starts_stops(tmp_path: Path, moment: str, role: str) -> None:
+    words = ["serve", "--port", "0", "--backend", "fake", "--role", role, "--data-dir", str(tmp_path / "data")]
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY, moment, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_statuses_and_completion_are_documented() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     for status in (0, 1, 2, 130):

@@ -13,6 +13,7 @@ import ipaddress
 import resource
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
@@ -140,36 +141,45 @@ class Server:
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Serve until SIGTERM or Ctrl-C; returns when every engine is gone. Raises SettingsError if one refuses."""
-        # uvicorn stops on these signals and then raises them again, for whoever handled them before: nobody.
+        # A signal that comes before uvicorn handles them must not be lost. uvicorn raises those that it got again.
+        told = threading.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, lambda _signal, _frame: None)
+            signal.signal(signal_number, lambda _signal, _frame: told.set())
         raise_file_limit()
         gc.freeze()  # what was loaded stays: to look for garbage in it holds up everybody for 0.05 to 0.1 s each time
-        uvloop.run(self._run(on_ready))
+        uvloop.run(self._run(on_ready, told))
 
-    async def _run(self, on_ready: Callable[[str], None] | None) -> None:
+    async def _run(self, on_ready: Callable[[str], None] | None, told: threading.Event) -> None:
         refused = asyncio.create_task(self.supervisor.refused.wait())
         if self.listener is None:
-            await self._work_unseen(on_ready, refused)
+            await self._work_unseen(on_ready, refused, told)
         else:
-            await self._listen(self.listener, on_ready, refused)
+            await self._listen(self.listener, on_ready, refused, told)
         refused.cancel()
         if self.supervisor.refused.is_set():
             raise SettingsError(self.supervisor.refusal)
 
-    async def _work_unseen(self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool]) -> None:
-        told = asyncio.Event()
+    async def _work_unseen(
+        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], told: threading.Event
+    ) -> None:
+        end = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(signal_number, told.set)
+            asyncio.get_running_loop().add_signal_handler(signal_number, end.set)
+        if told.is_set():
+            end.set()
         async with self.app.router.lifespan_context(self.app):
             if on_ready:
                 on_ready(self.url)
-            stopping = asyncio.create_task(told.wait())
+            stopping = asyncio.create_task(end.wait())
             await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
 
     async def _listen(
-        self, listener: socket.socket, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool]
+        self,
+        listener: socket.socket,
+        on_ready: Callable[[str], None] | None,
+        refused: asyncio.Task[bool],
+        told: threading.Event,
     ) -> None:
         config = uvicorn.Config(
             self.app,
@@ -184,6 +194,9 @@ class Server:
         )
         server = _PatientServer(config, self.waiters)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.sleep(0)  # its first step: from here on signals are uvicorn's
+        if told.is_set():
+            server.should_exit = True
         if on_ready:
             on_ready(self.url)
         await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
