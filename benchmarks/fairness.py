@@ -65,13 +65,17 @@ def tokens_of(length: int) -> np.ndarray:
     return np.random.default_rng(length).integers(0, 400, length + 1)
 
 
-def latencies(own: Own, least_s: float, runs: int) -> list[float]:
-    """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
+def small_datum() -> types.Datum:
     tokens = tokens_of(SMALL)
-    datum = types.Datum(
+    return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
         loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(SMALL, np.float32)},
     )
+
+
+def latencies(own: Own, least_s: float, runs: int) -> list[float]:
+    """Seconds of one small forward_backward after the other, of the tenant that waits for each."""
+    datum = small_datum()
     times: list[float] = []
     with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()
@@ -87,11 +91,7 @@ def latencies(own: Own, least_s: float, runs: int) -> list[float]:
 
 def training_steps(own: Own, deadline: float) -> list[float]:
     """Seconds of one small training step after the other, until `deadline` by time.perf_counter()."""
-    tokens = tokens_of(SMALL)
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1].tolist()),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": np.ones(SMALL, np.float32)},
-    )
+    datum = small_datum()
     times: list[float] = []
     with tinker.ServiceClient(base_url=own.url, api_key=own.keys["quiet"]) as service:
         client = service.create_lora_training_client(MODEL, rank=16).result()

@@ -169,8 +169,8 @@ def test_failed_rows_end_with_one_and_are_listed(run: Any, tmp_path: Path) -> No
     assert len(lines(tmp_path / "out.jsonl")) == ROWS - 2
 
 
-def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
-    hold = tmp_path / "hold"
+def held_job(run: Any, server: LiveServer, hold: Path) -> batch.Job:  # noqa: ANN401
+    """A job that has done two batches at least, and is not done before `hold` is deleted."""
     hold.touch()
     kwargs = json.dumps({"hold": str(hold)})
     code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
@@ -178,6 +178,12 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
     job = batch.Job(json.loads(out)["job_id"], Client(server.url, API_KEY))
     while job.progress.batches_done < 2:
         time.sleep(0.05)
+    return job
+
+
+def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
+    hold = tmp_path / "hold"
+    job = held_job(run, server, hold)
     code, _, err = run("cancel", int(job))
     assert code == 2 and "pass --yes" in err and job.status()["status"] == "RUNNING"
     code, out, _ = run("cancel", int(job), "--yes")
@@ -199,13 +205,7 @@ def test_a_cancelled_job_is_exported_and_resumed(run: Any, server: LiveServer, t
 
 def test_what_a_cancelled_job_has_left_is_purged(run: Any, server: LiveServer, tmp_path: Path) -> None:  # noqa: ANN401
     hold = tmp_path / "hold"
-    hold.touch()
-    kwargs = json.dumps({"hold": str(hold)})
-    code, out, err = run(*DOUBLE, "--fn-kwargs", kwargs, "--detach", "--json", "--batch-size", 1)
-    assert code == 0, err
-    job = batch.Job(json.loads(out)["job_id"], Client(server.url, API_KEY))
-    while job.progress.batches_done < 2:
-        time.sleep(0.05)
+    job = held_job(run, server, hold)
     assert "cancel it before" in run("purge", int(job), "--yes")[2]
     job.cancel()
     assert job.wait(check=False)["status"] == "CANCELLED"

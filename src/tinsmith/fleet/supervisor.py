@@ -91,7 +91,7 @@ class Supervisor:
         ]
 
     def refuse(self, why: str) -> None:
-        """The process cannot go on; whoever runs it waits for `refused`."""
+        """The process cannot go on; the server waits for `refused` and then stops."""
         self.refusal = why
         self.refused.set()
 

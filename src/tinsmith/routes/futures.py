@@ -42,7 +42,7 @@ UNWATCHED_S = 0.5
 MAX_ACKNOWLEDGED = 1_000_000
 
 ON_LOOP_BYTES = 1 << 20
-"""Larger results are read by a thread: 60 MB take 0.1 s, in which the event loop would answer nobody."""
+"""Larger results are read by a thread: 60 MB take 0.1 s, in which the event loop would answer no other request."""
 
 PIECE_BYTES = 1 << 18
 """What is sent of such a result at once; other connections have their turn after each piece."""
