@@ -27,11 +27,11 @@ import sqlalchemy as sa
 
 from live import LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.protocols import JobSpec, Outcome, PartInfo, Span
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import JobSpec, Outcome, PartInfo, Span
+from tinsmith.db.database import Database
 
 RAY = """
 import sys, time

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 from measured import wait_for
 
-from tinsmith.ops import PassResult
+from tinsmith.types import PassResult
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.training import write_pass_result
 

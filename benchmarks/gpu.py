@@ -34,10 +34,10 @@ from peers import NEW, prompt
 from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
 
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
-from tinsmith.samplers.capture import capture_for, plain
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.base_models import read_shape
+from tinsmith.samplers.local.capture import capture_for, plain
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
 
 AT_ONCE = (1, 16, 64, 256)
 ADAPTERS = (0, 1, 8)

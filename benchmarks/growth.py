@@ -29,22 +29,22 @@ import httpx
 import sqlalchemy as sa
 from measured import API_KEY, summary, wait_for
 
-from tinsmith.checkpoints import Checkpoints
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database, now
-from tinsmith.files import Files
-from tinsmith.fleet.engines import Engines
-from tinsmith.futures import Futures
-from tinsmith.janitor import Janitor, SweptParts
-from tinsmith.models import Models
-from tinsmith.records.audit import Audit
-from tinsmith.records.kept_samples import KeptSamples
-from tinsmith.sampling_sessions import SamplingSessions
-from tinsmith.sequences import Sequences
-from tinsmith.sessions import Sessions
+from tinsmith.cluster.engines import Engines
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
-from tinsmith.tables import FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.storage.directories import Directories
+from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.files import Files
+from tinsmith.store.futures import Futures
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.models import Models
+from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.sessions import Sessions
 
 MODEL = "tinsmith/nano"
 TENANT = "local"

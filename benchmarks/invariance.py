@@ -25,11 +25,10 @@ import numpy as np
 import torch
 from models import make
 
-from tinsmith import nano
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.base_models import nano, read_shape
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
 
 MODELS = ("nano", "tiny")
 DTYPES = ("float32", "bfloat16")

@@ -20,12 +20,11 @@ from pathlib import Path
 import numpy as np
 from invariance import show
 
-from tinsmith import nano
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.quantised import KINDS, QuantisedLinear
-from tinsmith.bases import read_shape
-from tinsmith.nano import tasks
-from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult
+from tinsmith.backends.torch.quantization import KINDS, QuantisedLinear
+from tinsmith.base_models import nano, read_shape
+from tinsmith.base_models.nano import tasks
+from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult
 
 TASK = "pig_latin"
 BATCH, HELD_OUT = 8, 32

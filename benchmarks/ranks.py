@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from models import SIZES, make
 
-from tinsmith.backends.sharded import Degrees, Group, ShardedBackend
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.base_models import read_shape
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 DEGREES = {
     2: {

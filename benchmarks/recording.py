@@ -19,12 +19,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.db import Database
-from tinsmith.engine.recording import Recorder, Records, SampleKeeper
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import (
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database
+from tinsmith.engine.telemetry import Recorder, Records, SampleKeeper
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import (
     AdamParams,
     LoraSpec,
     OptimStep,
@@ -36,7 +37,6 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.sampling_sessions import SamplingSession
 
 BASE, MODEL, SESSION = "base", "s:train:0", "s"
 PROMPT_TOKENS, ANSWER_TOKENS, ANSWERS = 512, 256, 8

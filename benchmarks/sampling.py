@@ -80,8 +80,8 @@ def published(client: tinker.TrainingClient) -> float:
 def alone(directory: str, dtype: str, adapters: int, save_to: str) -> None:
     """In a child, the engine's sampler and nothing beside it; and what a publish takes."""
     from tinsmith.backends.torch import TorchBackend
-    from tinsmith.bases import read_shape
-    from tinsmith.ops import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
+    from tinsmith.base_models import read_shape
+    from tinsmith.types import AdamParams, LoraSpec, OptimStep, Sample, SamplingParams
 
     backend = TorchBackend(read_shape("bench", Path(directory)), dtype=dtype)
     for index in range(max(adapters, 1)):

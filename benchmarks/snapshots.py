@@ -24,13 +24,12 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tinsmith import nano
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
+from tinsmith.base_models import nano, read_shape
 from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE
 from tinsmith.engine.writer import Job, Writer
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
-from tinsmith.storage import Directories
+from tinsmith.storage.directories import Directories
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 
 LENGTH = 128
 

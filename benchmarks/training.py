@@ -198,7 +198,7 @@ def peft_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
 
 def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], None]]:
     from tinsmith.backends.torch import TorchBackend
-    from tinsmith.bases import read_shape
+    from tinsmith.base_models import read_shape
 
     backend = TorchBackend(read_shape("bench/step", directory), device="cpu", dtype=dtype)
     return lambda work: packed_step(backend, work, "m")
@@ -206,7 +206,7 @@ def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
 
 def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], None]:
     """A pass and an optimizer step of every client, each a model of its own whose name begins with `prefix`."""
-    from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass
+    from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass
 
     passes = []
     for index in range(work.clients):

@@ -260,8 +260,8 @@ def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call
     import numpy as np
 
     from tinsmith.backends.torch import TorchBackend
-    from tinsmith.bases import read_shape
-    from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
+    from tinsmith.base_models import read_shape
+    from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
 
     backend = TorchBackend(read_shape("bench/decode", directory), device="cpu", dtype=given.dtype)
     for index in range(given.adapters):

@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE = "tinsmith/nano"
 TEACHER_STEPS, STEPS, PROMPTS, RATE = 12, 10, 24, 1e-3

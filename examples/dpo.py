@@ -12,7 +12,7 @@ import tinker
 import torch
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE, STEPS, PAIRS, BETA, RATE = "tinsmith/nano", 8, 12, 0.1, 5e-4
 rng = random.Random(0)

@@ -14,7 +14,7 @@ import sys
 import tinker
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE, EXAMPLES = "tinsmith/nano", 40
 TASKS = ("pig_latin", "add", "compare")

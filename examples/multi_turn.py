@@ -12,7 +12,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE, STEPS, EPISODES, GROUP, RATE = "tinsmith/nano", 8, 8, 6, 1e-3
 OPEN, CLOSE = "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>\n"

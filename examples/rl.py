@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE, STEPS, PROMPTS, GROUP, RATE = "tinsmith/nano", 10, 12, 8, 1e-3
 rng = random.Random(0)

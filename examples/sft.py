@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.nano import tasks
+from tinsmith.base_models.nano import tasks
 
 BASE, STEPS, BATCH, RATE = "tinsmith/nano", 16, 32, 2e-3
 rng = random.Random(0)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tinsmith.db import Database
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.ops import Pending
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database
+from tinsmith.types import Pending
 
 
 def incoming(db: Database, base_model: str, after_arrival: int = 0) -> list[Pending]:

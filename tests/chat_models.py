@@ -6,7 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
-from tinsmith import nano
+from tinsmith.base_models import nano
 
 TOOL_TEMPLATE = """\
 {%- if tools %}

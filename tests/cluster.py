@@ -9,8 +9,8 @@ from pathlib import Path
 
 import databases
 from live import LiveServer, free_port, serving
-from tinsmith.db import Database
-from tinsmith.fleet.engines import EngineRow, Engines
+from tinsmith.cluster.engines import EngineRow, Engines
+from tinsmith.db.database import Database
 
 BASE = "tinsmith/nano"
 LEASE_S = 2.0

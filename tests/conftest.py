@@ -22,7 +22,7 @@ from tinker.lib import internal_client_holder
 import databases
 import properties
 from live import API_KEY, LiveServer, serving
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 
 if TYPE_CHECKING:
     from compatibility import Witness

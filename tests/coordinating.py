@@ -18,14 +18,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from tinsmith.batch.coordinator import Coordinator
-from tinsmith.batch.functions import serialize_function
-from tinsmith.batch.protocols import JobSpec, Limits
-from tinsmith.batch.state import TERMINAL, BatchJobs
-from tinsmith.crashpoints import arm
-from tinsmith.db import Database
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
+from tinsmith.batch.formats.protocols import JobSpec, Limits
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH
+from tinsmith.runtime.failpoints import arm
 from tinsmith.settings import Settings
-from tinsmith.tables import BATCH
 
 PATIENCE_S = 90.0  # with a slow machine
 LIMITS = Limits(backoff_s=0.01, grace_s=1.0)
@@ -88,18 +88,18 @@ async def coordinate(place: Place, jobs: BatchJobs, workers: int = 1) -> None:
         await coordinator.stop()
 
 
-def start_process(place: Place, crash_point: str = "") -> subprocess.Popen[bytes]:
+def start_process(place: Place, failpoints: str = "") -> subprocess.Popen[bytes]:
     with (Path(place.data_dir) / f"{place.holder}.log").open("ab") as log:
         process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=log, stderr=log)
     assert process.stdin is not None
-    process.stdin.write(json.dumps({**asdict(place), "crash_point": crash_point}).encode() + b"\n")
+    process.stdin.write(json.dumps({**asdict(place), "failpoints": failpoints}).encode() + b"\n")
     process.stdin.close()
     return process
 
 
 def main() -> None:
     given = json.loads(sys.stdin.readline())
-    arm(given.pop("crash_point"), "server", Path(given["data_dir"]), list)
+    arm(given.pop("failpoints"), "server", Path(given["data_dir"]), list)
     place = Place(**given)
     database = Database(place.database_url)
     asyncio.run(coordinate(place, BatchJobs(database)))

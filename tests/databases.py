@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import postgres
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 
 SQLITE, POSTGRES = "sqlite", "postgres"
 KINDS = (SQLITE, POSTGRES)

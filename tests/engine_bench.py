@@ -12,20 +12,20 @@ import sqlalchemy as sa
 from databases import fresh_url
 from tinsmith.backends import Capture
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.checkpoints import Checkpoints
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database
-from tinsmith.engine import Engine, Nouns
-from tinsmith.engine.recording import Records
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database
+from tinsmith.db.wakeups import Mailbox
+from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.telemetry import Records
 from tinsmith.errors import UserError
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Futures, NewFuture, Outcome
-from tinsmith.models import Models, NewModel
-from tinsmith.notify import Mailbox
-from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
-from tinsmith.sampling_sessions import SamplingSessions
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures, NewFuture, Outcome
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"

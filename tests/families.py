@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import tiny_models
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "models.md"
 

@@ -10,7 +10,7 @@ from typing import Literal
 from sqlalchemy import exc
 from sqlalchemy.engine import Connection
 
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 
 Moment = Literal["read", "begin", "uncommitted", "committed"]
 """A reader, or a writer at its beginning, before its commit, or after a commit that was not confirmed."""

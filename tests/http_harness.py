@@ -13,50 +13,50 @@ from starlette.testclient import TestClient
 
 from arrived import incoming
 from databases import fresh_url
-from tinsmith.answers import ServiceAnswers
-from tinsmith.app import Services, create_app
-from tinsmith.bases import Bases
-from tinsmith.batch.coordinator import Coordinator
-from tinsmith.batch.state import BatchJobs
+from tinsmith.api.app import Services, create_app
+from tinsmith.auth.keys import Keys, digest_of
+from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.signing import Signer
+from tinsmith.auth.tenants import StoredTenants
+from tinsmith.auth.tokens import Tokens
+from tinsmith.base_models import Bases
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.openai.reconciler import Keeper, Parts
+from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
-from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database
+from tinsmith.cluster.dispatch import Dispatch
+from tinsmith.cluster.executors import Executors
+from tinsmith.db.database import Database
+from tinsmith.db.schema import KEYS
+from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import TinsmithError
-from tinsmith.files import Files
-from tinsmith.fleet.dispatch import Dispatch
-from tinsmith.fleet.executors import Executors
-from tinsmith.futures import Futures, Settlement
-from tinsmith.models import Models, set_state
-from tinsmith.notify import Waiters
-from tinsmith.observing.census import Census
-from tinsmith.observing.meters import ServerMeters
-from tinsmith.observing.overview import Overview
-from tinsmith.observing.traces import Traces
-from tinsmith.observing.tracing import NoTracing
-from tinsmith.openai_batches.keeper import Keeper, Parts
-from tinsmith.openai_batches.rows import OpenAIBatches
-from tinsmith.ops import LoraSpec, ModelShape, Pending
-from tinsmith.partials import Partials
-from tinsmith.quotas import Limits, Quotas
-from tinsmith.records.audit import Audit
-from tinsmith.records.curves import Curves
-from tinsmith.records.kept_samples import KeptSamples
-from tinsmith.records.recent_steps import RecentSteps
-from tinsmith.records.usage import Usage
-from tinsmith.sampling_sessions import SamplingSessions
-from tinsmith.sequences import Sequences
-from tinsmith.sessions import Sessions
+from tinsmith.runtime.threads import Threads
 from tinsmith.settings import Settings
-from tinsmith.signing import Signer
-from tinsmith.standing import StandingSessions
-from tinsmith.storage import Directories
-from tinsmith.tables import KEYS
-from tinsmith.tenants.keys import Keys, digest_of
-from tinsmith.tenants.stored import StoredTenants
-from tinsmith.tenants.tokens import Tokens
-from tinsmith.threads import Threads
+from tinsmith.storage.directories import Directories
+from tinsmith.store.audit import Audit
+from tinsmith.store.census import Census
+from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.files import Files
+from tinsmith.store.futures import Futures, Settlement
+from tinsmith.store.history import Curves
+from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.models import Models, set_state
+from tinsmith.store.overview import Overview
+from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.sessions import Sessions
+from tinsmith.store.usage import Usage
+from tinsmith.telemetry.metrics import ServerMeters
+from tinsmith.telemetry.timeline import Traces
+from tinsmith.telemetry.tracing import NoTracing
+from tinsmith.types import LoraSpec, ModelShape, Pending
 from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.token_stream import Partials
 
 BASE = "local/tiny"
 SHAPES = (

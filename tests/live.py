@@ -18,7 +18,7 @@ import httpx
 import sqlalchemy as sa
 
 from databases import database_url
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 
 API_KEY = "tml-test"
 START_S = 60.0

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
-from tinsmith.ops import LoraSpec, Sample, SampleResult, SamplingParams
-from tinsmith.samplers.local import LocalSampler
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.types import LoraSpec, Sample, SampleResult, SamplingParams
 
 HOT = SamplingParams(max_tokens=12, temperature=1.0, stop_eos=False, seed=7)
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
-from tinsmith.ops import Datum, LoraSpec, Pass
+from tinsmith.base_models import read_shape
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory
+from tinsmith.types import Datum, LoraSpec, Pass
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 import tiny_models
-from tinsmith.backends.sharded import Degrees, Group, ShardedBackend
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.losses import LOSSES
-from tinsmith.ops import (
+from tinsmith.types import (
     AdamParams,
     Datum,
     DimuonParams,

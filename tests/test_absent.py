@@ -19,10 +19,10 @@ from tinker import types
 from engine_bench import BASE, Bench
 from http_harness import Harness, sample_request
 from live import API_KEY, serving
-from tinsmith.db import now
-from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.sessions import POLL_SIGN_S
-from tinsmith.tables import SESSIONS
+from tinsmith.db.database import now
+from tinsmith.db.schema import SESSIONS
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.store.sessions import POLL_SIGN_S
 
 PLACES = 8
 LONG_AGO_S = 100.0

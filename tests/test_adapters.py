@@ -17,7 +17,7 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.errors import UserError
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 torch.set_num_threads(1)
 

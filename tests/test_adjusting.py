@@ -11,16 +11,15 @@ import pytest
 
 import tiny_models
 from local_sampling import alone, finish, make_prompt, make_sample, run
-from tinsmith import nano
-from tinsmith.backends.torch.base import BaseModel
-from tinsmith.bases import read_shape
-from tinsmith.chat.plans import json_grammar
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.base_models import nano, read_shape
+from tinsmith.chat.generation_request import json_grammar
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import UserError
-from tinsmith.ops import Adjustments, Grammar, SampledSequence, SamplingParams
-from tinsmith.samplers.grammars import MOST_NUMBER, Grammars
-from tinsmith.samplers.local import LocalSampler
-from tinsmith.samplers.sampling import uniform
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.grammar import MOST_NUMBER, Grammars
+from tinsmith.samplers.local.sampling import uniform
+from tinsmith.types import Adjustments, Grammar, SampledSequence, SamplingParams
 
 SEED = 5
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith import admission
+from tinsmith.api import admission
+from tinsmith.auth import check_form
 from tinsmith.errors import NotAuthenticatedError, UserError
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
-from tinsmith.tenants import check_form
+from tinsmith.types import AdamParams, LoraSpec, ModelShape, Sample, SamplingParams, SparseRows
 
 SHAPE = ModelShape(name="local/tiny", path="/x", vocab_size=50, max_context_length=16, arch="Tiny")
 

@@ -11,15 +11,15 @@ import pytest
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
-from tinsmith.answers import ServiceAnswers
-from tinsmith.batch.functions import serialize_function
+from tinsmith.auth.quotas import Limits
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.model_requests import Desk, Question
+from tinsmith.batch.formats.protocols import Assignment
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
-from tinsmith.batch.protocols import Assignment
-from tinsmith.batch.questions import Desk, Question
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
-from tinsmith.futures import Settlement
-from tinsmith.quotas import Limits
+from tinsmith.store.futures import Settlement
 
 REQUEST: dict[str, Any] = {
     "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},

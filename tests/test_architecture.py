@@ -51,7 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "ops": set(),
     "settings": {"errors"},
-    "crashpoints": {"errors"},
+    "failpoints": {"errors"},
     "background": set(),
     "clocks": set(),
     "observing.meters": set(),
@@ -62,7 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "signing": {"errors"},
     "quotas": {"db", "tables", "errors", "futures"},
     "cli.keys": {"db", "errors", "quotas", "settings", "storage", "tenants"},
-    "storage": {"crashpoints", "errors", "settings", "storage"},
+    "storage": {"failpoints", "errors", "settings", "storage"},
     "exchange.adapters": VALUES,
     "exchange.merging": VALUES | {"exchange.adapters", "storage"},
     "exchange.transfer": {"exchange.adapters", "errors", "storage"},
@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "listen": {"background", "db", "notify"},
     "observing.logs": set(),
     "batch": VALUES
-    | {"", "background", "batch", "chat", "crashpoints", "db", "notify", "tables", "settings", "storage", "wire"},
+    | {"", "background", "batch", "chat", "failpoints", "db", "notify", "tables", "settings", "storage", "wire"},
     "cli.batch": {"batch", "errors"},
     "answers": VALUES
     | {
@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "openai_batches": {
         "background",
         "batch",
-        "crashpoints",
+        "failpoints",
         "db",
         "tables",
         "errors",
@@ -107,7 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "wire",
     },
-    "db": {"crashpoints", "errors", "kept", "notify", "turns"},
+    "db": {"failpoints", "errors", "kept", "notify", "turns"},
     "kept": set(),
     "threads": set(),
     "turns": set(),
@@ -138,7 +138,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cancelling": {"db", "tables", "errors"},
     "forgetting": {"db", "prepared", "tables"},
     "futures": VALUES
-    | {"cancelling", "crashpoints", "db", "forgetting", "tables", "notify", "prepared", "observing.tracing"},
+    | {"cancelling", "failpoints", "db", "forgetting", "tables", "notify", "prepared", "observing.tracing"},
     "sessions": VALUES | {"clocks", "db", "prepared", "tables"},
     "records.audit": {"db", "tables"},
     "records.usage": {"db", "tables", "forgetting"},
@@ -159,7 +159,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fleet.running_notes",
         "losses",
         "bases",
-        "crashpoints",
+        "failpoints",
         "db",
         "fleet.early",
         "tables",
@@ -201,7 +201,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "batch",
         "chat",
-        "crashpoints",
+        "failpoints",
         "dashboard",
         "db",
         "fleet.dispatch",
@@ -236,7 +236,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bases",
         "batch",
         "chat",
-        "crashpoints",
+        "failpoints",
         "db",
         "fleet.dispatch",
         "fleet.early",
@@ -288,7 +288,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # Process entry -> libraries that importing it must not load.
 MUST_NOT_LOAD = {
-    "tinsmith.server": (
+    "tinsmith.server.process": (
         "torch",
         "transformers",
         "ray",
@@ -297,9 +297,9 @@ MUST_NOT_LOAD = {
         "peft",
         "obstore",
         "pyarrow",
-        "tinsmith.batch.child",
+        "tinsmith.batch.worker.child",
     ),
-    "tinsmith.batch.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
+    "tinsmith.batch.worker.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
     "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch", "alembic"),
     "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker", "ray"),
     "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),

@@ -28,13 +28,13 @@ from tinker.lib._jwt_auth import JwtAuthProvider
 from databases import database_url
 from live import LiveServer, environment, free_port, serving
 from raw_client import PROTO, RawClient, pass_body
-from tinsmith.db import Database
+from tinsmith.auth import Caller
+from tinsmith.auth.keys import Keys
+from tinsmith.auth.signing import Signer
+from tinsmith.auth.tokens import Tokens
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BODIES, CUSTOM_LOSSES, METADATA
 from tinsmith.settings import Settings
-from tinsmith.signing import Signer
-from tinsmith.tables import BODIES, CUSTOM_LOSSES, METADATA
-from tinsmith.tenants import Caller
-from tinsmith.tenants.keys import Keys
-from tinsmith.tenants.tokens import Tokens
 
 REVOKED_WITHIN_S = 5.0  # two, and a slow machine
 
@@ -283,8 +283,8 @@ def test_what_a_command_got_wrong_is_one_line(keyed: Keyed, arguments: tuple[str
 
 
 def test_a_server_with_keys_may_listen_everywhere(tmp_path: Path) -> None:
-    from tinsmith import server
     from tinsmith.errors import SettingsError
+    from tinsmith.server import process as server
 
     settings = Settings(data_dir=tmp_path / "data", host="0.0.0.0", port=free_port(), backend="fake")
     with pytest.raises(SettingsError, match="keys create"):

@@ -11,28 +11,28 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-import tinsmith.server as serving
+import tinsmith.server.process as serving
 from databases import fresh_url
-from tinsmith.background import STEADY_S, Background, Pauses, kept_thread
-from tinsmith.batch.coordinator import Coordinator
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.db.database import Database
+from tinsmith.runtime.background import STEADY_S, Background, Pauses, kept_thread
 from tinsmith.settings import Settings
 
 SOURCE = Path(serving.__file__).parent
 
 TASKS_OF_THEIR_CALLERS = {
     "background.py": "keeps them",
-    "batch/coordinator.py": "one for each job, whose end it notes",
+    "batch/coordinator/coordinator.py": "one for each job, whose end it notes",
     "batch/pools/ray.py": "a driver's answers, for as long as its process",
     "batch/pools/ray_driver.py": "one for each worker, reported to the coordinator",
-    "batch/questions.py": "one for each question, whose error is its answer",
-    "batch/run.py": "parts of one job, which ends with them",
-    "fleet/supervisor.py": "waits that their creator awaits",
-    "routes/futures.py": "a poll's look at its connection",
-    "routes/streams.py": "parts of one answer",
-    "samplers/connection.py": "waits that their creator awaits",
-    "samplers/external.py": "one for each sample, whose error is its result; the connection is awaited",
+    "batch/coordinator/model_requests.py": "one for each question, whose error is its answer",
+    "batch/coordinator/job_run.py": "parts of one job, which ends with them",
+    "cluster/supervisor.py": "waits that their creator awaits",
+    "api/routes/futures.py": "a poll's look at its connection",
+    "api/openai/streaming.py": "parts of one answer",
+    "samplers/remote/connection.py": "waits that their creator awaits",
+    "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
     "server.py": "waits that their creator awaits",
 }
 """The files that create tasks of their own, and who notices the end of those."""
@@ -143,8 +143,8 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
 @pytest.mark.parametrize("name", ["_poll_slowly", "janitor", "keeper"])
 def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each of a server's own loops fails once, at its first step, in a way that it does not expect."""
-    from tinsmith.janitor import Janitor
-    from tinsmith.openai_batches.keeper import Keeper
+    from tinsmith.batch.openai.reconciler import Keeper
+    from tinsmith.server.janitor import Janitor
 
     steps: list[int] = []
 

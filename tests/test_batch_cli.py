@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch.client import Client
-from tinsmith.batch.printed import JobLogs, Tagged, untagged
-from tinsmith.batch.protocols import Assignment
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.formats.protocols import Assignment
+from tinsmith.batch.worker.logs import JobLogs, Tagged, untagged
 from tinsmith.cli import batch as batch_cli
 from tinsmith.errors import NotFoundError
 

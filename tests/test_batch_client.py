@@ -14,10 +14,10 @@ import pytest
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch import permissions
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import JobRefusedError, Mapped
-from tinsmith.batch.functions import load_mapper
-from tinsmith.batch.job import JobFailedError, progress_of
+from tinsmith.batch.client.dataset import JobRefusedError, Mapped
+from tinsmith.batch.client.functions import load_mapper
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import JobFailedError, progress_of
 from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, UserError
 from tinsmith.settings import Settings
 
@@ -259,7 +259,7 @@ def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch
             return httpx.Response(200, text='event: status\ndata: {"status":"SUCCEEDED"}\n\n')
         return httpx.Response(200, json={"status": "RUNNING", "job_id": 1})
 
-    monkeypatch.setattr("tinsmith.batch.client.PAUSE_S", 0.0)
+    monkeypatch.setattr("tinsmith.batch.client.http.PAUSE_S", 0.0)
     client = Client("http://127.0.0.1:1", "tml-x")
     client._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     assert client.status(1)["status"] == "RUNNING" and len(calls) == 3

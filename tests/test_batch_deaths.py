@@ -18,13 +18,13 @@ import pytest
 from coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, text_rows
 from databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch import functions
-from tinsmith.batch.attempts import Lost
-from tinsmith.batch.children import Attempt, Events, Mapper
-from tinsmith.batch.markers import MAP, READ, Marker, marker_file
-from tinsmith.batch.protocols import Assignment, JobSpec, Limits
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.client import functions
+from tinsmith.batch.coordinator.attempts import Lost
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import Assignment, JobSpec, Limits
+from tinsmith.batch.worker.children import Attempt, Events, Mapper
+from tinsmith.batch.worker.markers import MAP, READ, Marker, marker_file
+from tinsmith.db.database import Database
 
 ROWS = 5000
 KINDS = {333: "exit", 1000: "null", 2222: "kill", 4999: "quit"}

@@ -16,10 +16,10 @@ import pytest
 from coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
 from databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch.functions import serialize_function
-from tinsmith.batch.protocols import TEMPORARY_DIRECTORY, JobSpec
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, JobSpec
+from tinsmith.db.database import Database
 
 
 @batch.remote_function

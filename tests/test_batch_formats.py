@@ -18,8 +18,8 @@ import pytest
 import zstandard
 
 from tinsmith import batch
-from tinsmith.batch import planning, reducing, registry
-from tinsmith.batch.protocols import (
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.protocols import (
     InputReader,
     JobSpec,
     OutputInfo,
@@ -29,6 +29,7 @@ from tinsmith.batch.protocols import (
     part_base,
     part_name,
 )
+from tinsmith.batch.worker import planning, reducing
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
 
@@ -452,8 +453,8 @@ def test_names_of_parts_grow_beyond_eight_digits() -> None:
 def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
     script = f"""
 import hashlib, json, os, resource
-from tinsmith.batch.protocols import PartInfo, Span
-from tinsmith.batch.writers.lines import JsonWriter
+from tinsmith.batch.formats.protocols import PartInfo, Span
+from tinsmith.batch.formats.writers.lines import JsonWriter
 writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
 row = [{{"text": "x" * 1000}}] * 1024
 parts = [writer.write_part(row, Span(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]

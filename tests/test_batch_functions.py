@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tinsmith import batch
-from tinsmith.batch import functions
-from tinsmith.batch.functions import is_remote_function, load_mapper, serialize_function
+from tinsmith.batch.client import functions
+from tinsmith.batch.client.functions import is_remote_function, load_mapper, serialize_function
 
 HEAD = "from tinsmith.batch import remote_function\nimport json, typing\nfrom typing import Any\nX = 3\n"
 
@@ -284,7 +284,8 @@ def test_a_function_of_a_script_without_this_file_runs_in_another_process() -> N
 
         return os.sep * 3
 
-    script = f"from tinsmith.batch.functions import load_mapper; print(load_mapper({serialize_function(gen)!r}).call())"
+    load = "from tinsmith.batch.client.functions import load_mapper"
+    script = f"{load}; print(load_mapper({serialize_function(gen)!r}).call())"
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == "///\n"
 

@@ -17,10 +17,10 @@ import pytest
 
 from live import LiveServer, freeze, serving
 from tinsmith import batch
-from tinsmith.batch.children import interpreter_problem
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.job import Job, JobFailedError
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job, JobFailedError
+from tinsmith.batch.worker.children import interpreter_problem
 from tinsmith.errors import UserError
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -337,9 +337,10 @@ def test_an_output_that_exists_is_refused_without_a_question(client: Client, tmp
 
 
 def worker_pids(server: LiveServer) -> list[int]:
-    return [
-        pid for pid in server.engine_pids() if b"tinsmith.batch.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    def is_worker(pid: int) -> bool:
+        return b"tinsmith.batch.worker.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    return [pid for pid in server.engine_pids() if is_worker(pid)]
 
 
 def test_a_worker_that_is_silent_is_given_up_and_what_it_says_later_does_not_count(
@@ -375,12 +376,12 @@ STEPS = ["batch.committed:2", *(pytest.param(step, marks=pytest.mark.slow) for s
 @pytest.mark.parametrize("step", STEPS)
 def test_a_coordinator_that_is_killed_at_a_step_leaves_the_same_output(tmp_path: Path, step: str) -> None:
     data = tmp_path / "data"
-    with serving(data, "--backend", "fake", settings={"CRASH_POINT": step}) as server:
+    with serving(data, "--backend", "fake", settings={"FAILPOINTS": step}) as server:
         client = Client(server.url, KEY)
         job = start(client, tmp_path, double, rows=20, limits=QUICK)
         server.process.wait(30)
         client.close()
-    with serving(data, "--backend", "fake", settings={"CRASH_POINT": step}) as server:
+    with serving(data, "--backend", "fake", settings={"FAILPOINTS": step}) as server:
         client = Client(server.url, KEY)
         assert Job(int(job), client).wait()["batch_completed_batches"] == 10
         expected = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in doubled(20)).encode()

@@ -1,6 +1,6 @@
 """kill -9 at each of the seven steps of a job, of the server, a worker and its mapper: the output is the same.
 
-The steps are those of `crashpoints.POINTS` below `batch.`. `pytest -s` prints what each kill cost. The servers here are
+The steps are those of `failpoints.POINTS` below `batch.`. `pytest -s` prints what each kill cost. The servers here are
 coordinators in processes of their own; `test_batch_jobs.py` has whole ones (slow).
 """
 
@@ -23,17 +23,17 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-import tinsmith.batch.run
+import tinsmith.batch.coordinator.job_run
 from coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
 from databases import fresh_url
 from live import freeze
 from tinsmith import batch
-from tinsmith.batch.coordinator import Coordinator
-from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH
 from tinsmith.settings import Settings
-from tinsmith.tables import BATCH
 
 STEPS = {
     "batch.claimed": 3,
@@ -111,7 +111,7 @@ _case = threading.local()
 
 
 def reach_or_kill(point: str) -> None:
-    """In place of `crashpoints.reach`: at the step, kill a worker or what it started."""
+    """In place of `failpoints.hit`: at the step, kill a worker or what it started."""
     if point != getattr(_case, "step", ""):
         return
     _case.reached += 1
@@ -140,7 +140,7 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
 def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tinsmith.batch.run, "reach", reach_or_kill)
+    monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "reach", reach_or_kill)
     costs: dict[tuple[str, str], Future[Cost]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for step in STEPS:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tinsmith import batch
-from tinsmith.batch import mapper_runtime, planning, reducing
-from tinsmith.batch.functions import serialize_function
-from tinsmith.batch.protocols import Assignment, JobSpec, MapperStartError, Outcome, OutputWriter, part_base
-from tinsmith.batch.readers.items import ItemsReader
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.formats.protocols import Assignment, JobSpec, MapperStartError, Outcome, OutputWriter, part_base
+from tinsmith.batch.formats.readers.items import ItemsReader
+from tinsmith.batch.worker import planning, reducing, runtime
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": index} for index in range(10)]
@@ -41,7 +41,7 @@ class Ran:
         self.outcomes: list[Outcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
         assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(planning.plan(self.spec))]
-        mapper_runtime.run(self.spec, assignments, self.outcomes.append)
+        runtime.run(self.spec, assignments, self.outcomes.append)
         self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
         assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))
 
@@ -297,7 +297,7 @@ def test_rows_that_cannot_be_read_fail_alone(tmp_path: Path) -> None:
     )
     outcomes: list[Outcome] = []
     assignments = [Assignment(0, 0, 3, 1, (f"{tmp_path}/p",)), Assignment(1, 4, 4, 1, (f"{tmp_path}/p",))]
-    mapper_runtime.run(spec, assignments, outcomes.append)
+    runtime.run(spec, assignments, outcomes.append)
     first, second = sorted(outcomes, key=lambda outcome: outcome.batch_idx)
     assert [each.idx for each in first.row_failures] == [1] and first.rows_ok == 3
     assert [each.idx for each in second.row_failures] == [4] and second.rows_ok == 0
@@ -331,5 +331,5 @@ def test_who_assigns_may_fail(tmp_path: Path) -> None:
 
     outcomes: list[Outcome] = []
     with pytest.raises(ConnectionResetError):
-        mapper_runtime.run(spec, broken(), outcomes.append)
+        runtime.run(spec, broken(), outcomes.append)
     assert [outcome.rows_ok for outcome in outcomes] == [4]

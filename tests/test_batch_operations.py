@@ -14,8 +14,8 @@ import pytest
 from live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch import operations
-from tinsmith.batch.client import Client
-from tinsmith.batch.job import Job
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
 from tinsmith.errors import UserError
 
 KEY = "tml-test"

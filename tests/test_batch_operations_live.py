@@ -17,10 +17,11 @@ from tinker import types
 
 from databases import database_url
 from live import API_KEY, LiveServer, free_port, serving
-from tinsmith import batch, nano
-from tinsmith.batch.client import Client
-from tinsmith.batch.job import Job
-from tinsmith.db import Database
+from tinsmith import batch
+from tinsmith.base_models import nano
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
+from tinsmith.db.database import Database
 
 NANO = "tinsmith/nano"
 NEAR = 1e-4

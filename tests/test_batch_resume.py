@@ -14,12 +14,12 @@ import pytest
 
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import schemas, versions
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import JobRefusedError
-from tinsmith.batch.job import Job, JobFailedError
-from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
-from tinsmith.batch.readers.lines import JsonReader
+from tinsmith.batch.client.dataset import JobRefusedError
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job, JobFailedError
+from tinsmith.batch.formats import input_versions, schemas
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.batch.formats.readers.lines import JsonReader
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.stores import open_store
 
@@ -100,9 +100,9 @@ def test_the_files_of_a_directory_are_part_of_the_input(change: str, tmp_path: P
     reader = JsonReader(f"{tmp_path}/in/*.jsonl")
     before = reader.version()
     assert before is not None
-    versions.check(before, reader.version())
+    input_versions.check(before, reader.version())
     os.utime(tmp_path / "in/a.jsonl", (1, 1))
-    versions.check(before, reader.version())  # its bytes are the same
+    input_versions.check(before, reader.version())  # its bytes are the same
     if change == "added":
         write_rows(tmp_path / "in/c.jsonl", ["c"])
         says = "in/c.jsonl was not there, and is (size "
@@ -112,34 +112,38 @@ def test_the_files_of_a_directory_are_part_of_the_input(change: str, tmp_path: P
     else:
         (tmp_path / "in/a.jsonl").rename(tmp_path / "in/z.jsonl")
         says = r"in/a.jsonl was \(size .*\), and is not there"
-    with pytest.raises(versions.InputChangedError, match=says.replace("is (", r"is \(")):
-        versions.check(before, reader.version())
+    with pytest.raises(input_versions.InputChangedError, match=says.replace("is (", r"is \(")):
+        input_versions.check(before, reader.version())
 
 
 def test_of_many_files_and_of_objects_in_buckets_a_change_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "MAX_FILES", 2)
+    monkeypatch.setattr(input_versions, "MAX_FILES", 2)
     for name in "abc":
         write_rows(tmp_path / f"in/{name}.jsonl", [name])
     reader = JsonReader(f"{tmp_path}/in/")
     before = reader.version()
-    assert before is not None and list(before) == [versions.ALL_FILES] and before[versions.ALL_FILES]["files"] == 3
+    assert (
+        before is not None
+        and list(before) == [input_versions.ALL_FILES]
+        and before[input_versions.ALL_FILES]["files"] == 3
+    )
     write_rows(tmp_path / "in/b.jsonl", ["bbb"])
     with pytest.raises(
-        versions.InputChangedError, match=r"all files was \(files 3, size 42, digest .* size 44, digest"
+        input_versions.InputChangedError, match=r"all files was \(files 3, size 42, digest .* size 44, digest"
     ):
-        versions.check(before, reader.version())
+        input_versions.check(before, reader.version())
 
     store, key = open_store("memory://versions/in.jsonl")
     store.put(key, b'{"text":"a"}\n')
     remote = JsonReader("memory://versions/in.jsonl")
     before = remote.version()
     assert before is not None
-    versions.check(before, remote.version())
+    input_versions.check(before, remote.version())
     store.put(key, b'{"text":"b"}\n')  # as long as before
-    with pytest.raises(versions.InputChangedError, match="etag"):
-        versions.check(before, remote.version())
+    with pytest.raises(input_versions.InputChangedError, match="etag"):
+        input_versions.check(before, remote.version())
 
 
 def test_a_file_that_changes_under_a_reader_gives_no_rows(tmp_path: Path) -> None:
@@ -148,7 +152,7 @@ def test_a_file_that_changes_under_a_reader_gives_no_rows(tmp_path: Path) -> Non
     reader = JsonReader(str(source))
     assert len(reader) == 5
     write_rows(source, ["new", *TEXTS])
-    with pytest.raises(versions.InputChangedError, match="was changed while the job ran"):
+    with pytest.raises(input_versions.InputChangedError, match="was changed while the job ran"):
         reader.download_batch(0, 1, "")
 
 

@@ -15,12 +15,12 @@ import sqlalchemy as sa
 from databases import database_url
 from live import API_KEY, LiveServer, freeze, serving
 from tinsmith import batch
-from tinsmith.batch.client import Client
-from tinsmith.batch.job import Job
-from tinsmith.db import Database
-from tinsmith.fleet.engines import EngineRow, Engines
-from tinsmith.ops import ModelShape, Sample, SamplingParams
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
+from tinsmith.cluster.engines import EngineRow, Engines
+from tinsmith.db.database import Database
 from tinsmith.samplers.fake import FakeSampler
+from tinsmith.types import ModelShape, Sample, SamplingParams
 
 NANO = "tinsmith/nano"
 SEED, MAX_TOKENS, READY_S = 7, 6, 90.0

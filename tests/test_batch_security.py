@@ -18,13 +18,14 @@ from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import operations, registry
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import Dataset
+from tinsmith.batch import operations
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.protocols import InputReader, JobSpec
 from tinsmith.batch.operations.sample import Sample
-from tinsmith.batch.protocols import InputReader, JobSpec
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import stores
 
@@ -286,7 +287,7 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
     stores.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("tinsmith.batch.cache.cache_directory", lambda: Path(tmp_path / "cache"))
+    monkeypatch.setattr("tinsmith.batch.formats.offset_cache.cache_directory", lambda: Path(tmp_path / "cache"))
     (tmp_path / "cache").mkdir()
     assert Dataset(batch.JsonReader(f"{own}/in.jsonl")).reader.download_batch(0, 0, "") == [{"a": 1}]
     for path in ("other/in.jsonl", "own/link.jsonl", "own/link/in.jsonl", "own/*.jsonl", "own/../other/"):

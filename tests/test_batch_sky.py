@@ -14,7 +14,7 @@ import pytest
 
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch.client import Client
+from tinsmith.batch.client.http import Client
 
 SIMPLE = """
 from tinsmith.batch import sky

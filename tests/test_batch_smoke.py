@@ -17,13 +17,13 @@ from coordinating import PATIENCE_S, Place, start_process, submit
 from databases import fresh_url
 from live import LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import registry
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.job import Job
-from tinsmith.batch.protocols import InputReader, OutputWriter
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.protocols import InputReader, OutputWriter
+from tinsmith.db.database import Database
 from tinsmith.errors import UserError
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}

@@ -17,11 +17,12 @@ from sqlalchemy.exc import OperationalError
 import databases
 from live import API_KEY, LiveServer, serving
 from tinsmith import batch
-from tinsmith.batch import reducing, registry
-from tinsmith.batch.client import Client
-from tinsmith.batch.protocols import OutputInfo, PartInfo, Row, Span, part_base, staging_of
-from tinsmith.batch.sql import split_url
-from tinsmith.batch.writers import sql as writing
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.protocols import OutputInfo, PartInfo, Row, Span, part_base, staging_of
+from tinsmith.batch.formats.sql import split_url
+from tinsmith.batch.formats.writers import sql as writing
+from tinsmith.batch.worker import reducing
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
 
@@ -32,7 +33,7 @@ def url(database_kind: str, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.batch.readers.sql.cache_directory", lambda: tmp_path)
+    monkeypatch.setattr("tinsmith.batch.formats.readers.sql.cache_directory", lambda: tmp_path)
 
 
 def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:

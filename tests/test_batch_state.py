@@ -9,11 +9,11 @@ from array import array
 import pytest
 import sqlalchemy as sa
 
-from tinsmith.batch.attempts import MAX_INFRA_RETRIES, Claim, Lost
-from tinsmith.batch.inserting import CHUNK
-from tinsmith.batch.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
-from tinsmith.batch.state import BatchJobs, Job, SupersededError
-from tinsmith.db import Database
+from tinsmith.batch.coordinator.attempts import MAX_INFRA_RETRIES, Claim, Lost
+from tinsmith.batch.coordinator.inserting import CHUNK
+from tinsmith.batch.coordinator.state import BatchJobs, Job, SupersededError
+from tinsmith.batch.formats.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
+from tinsmith.db.database import Database
 from tinsmith.errors import NotFoundError, UserError
 
 APP = Lost("ValueError", "the row is bad", infra=False)

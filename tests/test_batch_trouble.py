@@ -19,18 +19,18 @@ from sqlalchemy.exc import OperationalError
 from coordinating import PATIENCE_S, is_over, submit
 from databases import fresh_url
 from tinsmith import batch
-from tinsmith.batch import coordinator as coordinators
-from tinsmith.batch import crew as crews
-from tinsmith.batch import run as runs
-from tinsmith.batch.coordinator import Coordinator
+from tinsmith.batch.coordinator import coordinator as coordinators
+from tinsmith.batch.coordinator import job_run as runs
+from tinsmith.batch.coordinator import workers as crews
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
+from tinsmith.batch.formats.protocols import Outcome, OutputInfo, PartInfo
 from tinsmith.batch.pools.local import LocalPool
-from tinsmith.batch.printed import JobLogs
-from tinsmith.batch.protocols import Outcome, OutputInfo, PartInfo
-from tinsmith.batch.remote import RemoteWorker
-from tinsmith.batch.state import TERMINAL, BatchJobs
-from tinsmith.db import Database
+from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.batch.worker.rpc import RemoteWorker
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH
 from tinsmith.settings import Settings
-from tinsmith.tables import BATCH
 
 
 @batch.remote_function

@@ -21,15 +21,15 @@ import httpx
 import pytest
 
 from tinsmith import batch
-from tinsmith.batch import functions
-from tinsmith.batch import worker as worker_service
-from tinsmith.batch.feeding import Pace
+from tinsmith.batch.client import functions
+from tinsmith.batch.coordinator.dispatch import Pace
+from tinsmith.batch.coordinator.share import FairShare
+from tinsmith.batch.formats.protocols import JobSpec, Limits
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
-from tinsmith.batch.printed import JobLogs
-from tinsmith.batch.protocols import JobSpec, Limits
-from tinsmith.batch.share import FairShare
+from tinsmith.batch.worker import worker as worker_service
+from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.errors import SettingsError, UserError
 
 JOB = 7
@@ -93,7 +93,7 @@ def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "tinsmith.batch.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tinsmith.batch.worker.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(json.dumps({"token": "secret", "port": 0, "log_path": str(tmp_path / "log")}) + "\n")

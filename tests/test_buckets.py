@@ -17,9 +17,10 @@ import buckets
 from buckets import Bucket
 from live import free_port
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage import Directories, UnreachableError, stores
+from tinsmith.storage import stores
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import ABANDONED_S, Cache
+from tinsmith.storage.directories import Directories, UnreachableError
 from tinsmith.storage.stores import PIECE_BYTES, open_store
 
 LARGE = os.urandom(PIECE_BYTES + 12345)
@@ -107,11 +108,11 @@ def test_a_directory_is_there_when_its_manifest_is(
 
 KILLED = """
 import sys, pathlib
-from tinsmith import crashpoints
+from tinsmith import failpoints
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import Cache
 data_dir = pathlib.Path(sys.argv[2])
-crashpoints.arm(sys.argv[3], "engine", data_dir, lambda: [])
+failpoints.arm(sys.argv[3], "engine", data_dir, lambda: [])
 def fill(path):
     (path / "a").write_bytes(b"one")
 BucketDirectories(sys.argv[1], Cache(data_dir / "cache", 1 << 30)).write(fill)

@@ -21,11 +21,11 @@ from engine_bench import BASE, Bench
 from http_harness import BOB, Harness, sample_request
 from live import LiveServer, freeze
 from raw_client import connect, engine_of
-from tinsmith.db import Database, now
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BODIES, FUTURES, RESULTS, SESSIONS
 from tinsmith.errors import NotFoundError
-from tinsmith.fleet.engines import Engines, Seat
-from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.tables import BODIES, FUTURES, RESULTS, SESSIONS
+from tinsmith.store.sampling_sessions import NewSamplingSession
 
 SAMPLER = "s:sample:0"
 IN_SAMPLER = 8

@@ -12,7 +12,7 @@ import tiny_models
 from tinsmith.backends.torch import TorchBackend, dimuon
 from tinsmith.backends.torch.trainer import GROW_AFTER, Trainer
 from tinsmith.errors import UserError
-from tinsmith.ops import (
+from tinsmith.types import (
     AdamParams,
     Datum,
     DimuonParams,

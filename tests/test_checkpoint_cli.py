@@ -26,7 +26,7 @@ from tinker.cli.__main__ import main_cli
 from tinker.cli.exceptions import TinkerCliError
 
 from live import API_KEY, LiveServer
-from tinsmith import nano
+from tinsmith.base_models import nano
 
 TINKER = Path(sys.executable).with_name("tinker")
 TOKENS = list(range(40, 60))

@@ -16,8 +16,8 @@ from tinker import types
 
 from databases import database_url
 from live import LiveServer, serving
-from tinsmith.db import Database
-from tinsmith.tenants.keys import Keys
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import Database
 
 NANO = "tinsmith/nano"
 DATUM = types.Datum(

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from databases import fresh_url
-from tinsmith.checkpoints import Checkpoint, CheckpointRef, Checkpoints, NewCheckpoint, completion, failure
-from tinsmith.db import Database, now
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import CHECKPOINTS
 from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError
-from tinsmith.models import Models, NewModel, copied_run
-from tinsmith.ops import LoraSpec
-from tinsmith.storage import Directories
-from tinsmith.tables import CHECKPOINTS
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoint, CheckpointRef, Checkpoints, NewCheckpoint, completion, failure
+from tinsmith.store.models import Models, NewModel, copied_run
+from tinsmith.types import LoraSpec
 
 ALICE, BOB, CAROL = "alice", "bob", "carol"
 REF = CheckpointRef("s:train:0", "weights", "one")

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import peft_adapters
 from live import API_KEY, LiveServer
-from tinsmith import nano
+from tinsmith.base_models import nano
 from tinsmith.cli.main import app
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.exchange import transfer

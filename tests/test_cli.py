@@ -15,7 +15,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner, Result
 
-from tinsmith import bases
+from tinsmith import base_models
 from tinsmith.cli import main as cli
 from tinsmith.cli.doctor import Finding
 from tinsmith.errors import SettingsError
@@ -86,7 +86,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hi
 )
 def test_a_model_that_is_nowhere_is_refused_in_one_line(entry: str, says: str) -> None:
     with pytest.raises(SettingsError, match=says) as refused:
-        bases.resolve([entry])
+        base_models.resolve([entry])
     assert repr(entry) in str(refused.value) and "\n" not in str(refused.value)
 
 

@@ -15,7 +15,7 @@ from local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine.versions import SHARE_OF_ROOM, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
-from tinsmith.ops import AdamParams, LoraSpec, OptimStep, Sample, SampleResult
+from tinsmith.types import AdamParams, LoraSpec, OptimStep, Sample, SampleResult
 
 VERSION_BYTES = 50  # of the fake backend, at most
 

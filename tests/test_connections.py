@@ -13,8 +13,8 @@ from typing import cast
 import pytest
 import uvicorn
 
-from tinsmith import connections
-from tinsmith.connections import JOINED_BYTES, LINGER_S, MAX_HEAD_BYTES, Connection
+from tinsmith.api import connections
+from tinsmith.api.connections import JOINED_BYTES, LINGER_S, MAX_HEAD_BYTES, Connection
 
 HEAD_S, SILENCE_S, LITTLE_S = 0.3, 0.4, 0.05
 LONG_S = 10.0  # of patience with a slow machine; nothing here takes as long

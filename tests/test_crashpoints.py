@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith import crashpoints
 from tinsmith.errors import SettingsError
+from tinsmith.runtime import failpoints
 
-SOURCE = Path(crashpoints.__file__).parent
+SOURCE = Path(failpoints.__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     yield
-    crashpoints.arm("", "server", Path(), lambda: ())
+    failpoints.arm("", "server", Path(), lambda: ())
 
 
 def dies(data_dir: Path, setting: str, times: int) -> bool:
     """Whether a process that reaches a point so often ends by SIGKILL."""
     script = (
-        "import sys; from pathlib import Path; from tinsmith import crashpoints as c; "
+        "import sys; from pathlib import Path; from tinsmith import failpoints as c; "
         f"c.arm({setting!r}, 'engine', Path({str(data_dir)!r}), lambda: ()); "
-        f"[c.reach('engine.ran') for _ in range({times})]"
+        f"[c.hit('engine.ran') for _ in range({times})]"
     )
     status = subprocess.run([sys.executable, "-c", script]).returncode
     assert status in (0, -signal.SIGKILL)
@@ -46,23 +46,23 @@ def test_a_process_dies_at_the_nth_time_and_once(tmp_path: Path) -> None:
 
 def test_the_other_process_dies_if_it_is_the_victim(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as other:
-        crashpoints.arm("engine.ran@server", "engine", tmp_path, lambda: [other.pid])
-        crashpoints.reach("engine.planned")
+        failpoints.arm("engine.ran@server", "engine", tmp_path, lambda: [other.pid])
+        failpoints.hit("engine.planned")
         assert other.poll() is None
-        crashpoints.reach("engine.ran")
+        failpoints.hit("engine.ran")
         assert other.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("setting", ["nowhere", "engine.ran:0", "engine.ran@client", "engine.ran:2:3", "engine.ran;"])
 def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
-    with pytest.raises(SettingsError, match=r"crash_point has .*engine\.ran"):
-        crashpoints.arm(setting, "server", tmp_path, lambda: ())
+    with pytest.raises(SettingsError, match=r"failpoints has .*engine\.ran"):
+        failpoints.arm(setting, "server", tmp_path, lambda: ())
 
 
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
-    text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "crashpoints.py")
+    text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py")
     named = set(re.findall(r'\breach\("([a-z.]+)"\)', text))
     # On a disk each once; in a bucket what is written there has two of them of its own.
     assert len(re.findall(r'\breach\(f"\{self\._root\.name\}\.', text)) == 3 + 2
-    of_directories = {f"{root}.{what}" for root in crashpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
-    assert named | of_directories == set(crashpoints.POINTS)
+    of_directories = {f"{root}.{what}" for root in failpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
+    assert named | of_directories == set(failpoints.POINTS)

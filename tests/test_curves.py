@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from tinsmith.db import Database
+from tinsmith.db.database import Database
+from tinsmith.db.schema import CURVE_POINTS
+from tinsmith.db.statements import execute
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.prepared import execute
-from tinsmith.records.curves import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
-from tinsmith.records.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.records.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
-from tinsmith.tables import CURVE_POINTS
+from tinsmith.store.history import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
+from tinsmith.store.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 
 RUN, OTHER = "s:train:0", "s:train:1"
 

@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 import traced_losses
 from live import LiveServer
 from properties import examples
-from tinsmith import loss_graphs
 from tinsmith.backends.torch import TorchBackend, custom_loss
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.bases import resolve
+from tinsmith.base_models import resolve
 from tinsmith.errors import UserError
-from tinsmith.ops import CustomLoss, Datum, LoraSpec, Pass, PassResult
+from tinsmith.losses import graphs
+from tinsmith.types import CustomLoss, Datum, LoraSpec, Pass, PassResult
 from tinsmith.wire.custom_loss import create_custom_loss_of
 from tinsmith.wire.fields import Fields, read_object
 from traced_losses import LOSSES, in_client, request, sent, trace
@@ -38,7 +38,7 @@ def arrays(datum: tinker.Datum) -> Datum:
 
 def read(body: object) -> CustomLoss:
     loss = create_custom_loss_of(read_object(orjson.dumps(body))).loss
-    loss_graphs.check_graph(loss)
+    graphs.check_graph(loss)
     return loss
 
 
@@ -46,17 +46,17 @@ def read(body: object) -> CustomLoss:
 
 
 def test_every_allowed_name_is_a_function_of_torch_math_or_operator() -> None:
-    assert custom_loss._FUNCTIONS.keys() == loss_graphs.FUNCTIONS
-    assert custom_loss._METHODS.keys() == loss_graphs.METHODS
-    assert custom_loss._ATTRIBUTES.keys() == loss_graphs.ATTRIBUTES
+    assert custom_loss._FUNCTIONS.keys() == graphs.FUNCTIONS
+    assert custom_loss._METHODS.keys() == graphs.METHODS
+    assert custom_loss._ATTRIBUTES.keys() == graphs.ATTRIBUTES
 
 
 def test_nothing_allowed_draws_numbers_shows_old_memory_or_leaves_torch() -> None:
-    for name in loss_graphs.FUNCTIONS | loss_graphs.METHODS:
+    for name in graphs.FUNCTIONS | graphs.METHODS:
         last = name.rpartition(".")[2]
         assert not any(word in last for word in ("rand", "empty", "dropout", "load", "save", "numpy", "tolist", "data"))
         assert not last.endswith("_") or last in ("and_", "or_")
-    assert not {"out", "inplace", "generator", "requires_grad", "pin_memory"} & loss_graphs.KEYWORDS
+    assert not {"out", "inplace", "generator", "requires_grad", "pin_memory"} & graphs.KEYWORDS
 
 
 # The interpreter.
@@ -282,7 +282,7 @@ def test_a_wrong_graph_is_refused_with_its_node(body: dict[str, Any], words: str
 
 def test_a_graph_of_too_many_nodes_is_refused() -> None:
     def long(logprobs):
-        for _ in range(loss_graphs.MAX_NODES):
+        for _ in range(graphs.MAX_NODES):
             logprobs = logprobs + 1
         return logprobs.sum(), {}
 
@@ -295,7 +295,7 @@ VALUES = st.recursive(
     st.one_of(
         st.none(), st.booleans(), st.integers(-3, 70), st.integers(-(2**63), 2**63 - 1), st.floats(),
         st.text(max_size=3),
-        st.sampled_from(sorted(loss_graphs.STRINGS)),
+        st.sampled_from(sorted(graphs.STRINGS)),
         st.builds(lambda name: {"ref": name}, REFS),
         st.sampled_from([{"ellipsis": True}, {"dtype": "int64"}, {"device": "cpu"}, {"float": "nan"}]),
     ),
@@ -307,10 +307,10 @@ VALUES = st.recursive(
     max_leaves=4,
 )  # fmt: skip
 CALLS = st.one_of(
-    st.tuples(st.just("call_function"), st.sampled_from(sorted(loss_graphs.FUNCTIONS))),
-    st.tuples(st.just("call_method"), st.sampled_from(sorted(loss_graphs.METHODS))),
+    st.tuples(st.just("call_function"), st.sampled_from(sorted(graphs.FUNCTIONS))),
+    st.tuples(st.just("call_method"), st.sampled_from(sorted(graphs.METHODS))),
 )
-KWARGS = st.dictionaries(st.sampled_from(sorted(loss_graphs.KEYWORDS)), VALUES, max_size=2)
+KWARGS = st.dictionaries(st.sampled_from(sorted(graphs.KEYWORDS)), VALUES, max_size=2)
 
 
 @examples(400)
@@ -331,7 +331,7 @@ def test_whatever_a_graph_calls_nothing_but_a_user_error_comes_of_it(calls: list
     }
     try:
         loss = create_custom_loss_of(Fields(body)).loss
-        loss_graphs.check_graph(loss)
+        graphs.check_graph(loss)
     except UserError:
         return
     length = data.draw(st.sampled_from([1, 3]))

@@ -22,8 +22,8 @@ from selenium.webdriver.common.keys import Keys
 from browser import Browser, browsing
 from dashboard_data import BASE, STRANGE_NAME, Site, site
 from databases import database_url
-from tinsmith.db import Database
-from tinsmith.tables import MODELS
+from tinsmith.db.database import Database
+from tinsmith.db.schema import MODELS
 
 PAGES = {
     "overview": "Overview",

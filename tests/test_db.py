@@ -16,9 +16,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from databases import POSTGRES, SQLITE, bare_url
-from tinsmith.db import IDLE_IN_TRANSACTION_S, Database, sqlalchemy_url
+from tinsmith.db.database import IDLE_IN_TRANSACTION_S, Database, sqlalchemy_url
+from tinsmith.db.schema import ENGINES, FUTURES, METADATA
 from tinsmith.errors import SettingsError
-from tinsmith.tables import ENGINES, FUTURES, METADATA
 
 ROW = {"base_model": "a", "engine_id": "b", "pid": 1, "state": "ready", "reason": None, "started_at": 0.0}
 

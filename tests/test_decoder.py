@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 
 import tiny_models
 from tinsmith.backends.torch import banks as banks_module
-from tinsmith.backends.torch import decoder as decoder_module
+from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
-from tinsmith.ops import LoraSpec, ModelShape
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.types import LoraSpec, ModelShape
 
 LENGTHS = [3, 17, 1, 20, 2]
 

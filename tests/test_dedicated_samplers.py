@@ -20,8 +20,8 @@ from cluster import BASE, Cluster, clustered
 from databases import POSTGRES, SQLITE
 from live import API_KEY, LiveServer, freeze, serving
 from raw_client import RawClient, connect, pass_body
-from tinsmith.ops import ModelShape, Sample, SamplingParams
 from tinsmith.samplers.fake import FakeSampler
+from tinsmith.types import ModelShape, Sample, SamplingParams
 from tinsmith.wire.sampling import read_sample_result
 
 SAMPLERS = ("alpha", "beta")

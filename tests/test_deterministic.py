@@ -18,7 +18,9 @@ from local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import (
+from tinsmith.samplers.local.deterministic import DeterministicSampler, Rowwise
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import (
     AdamParams,
     Datum,
     DimuonParams,
@@ -31,8 +33,6 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.samplers.deterministic import DeterministicSampler, Rowwise
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 NUM_DATA = 3

@@ -10,11 +10,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 import tiny_models
-from tinsmith.backends.torch import differentiable, sites
+from tinsmith.backends.torch import differentiable, lora_ops
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
-from tinsmith.ops import LoraSpec, ModelShape
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.types import LoraSpec, ModelShape
 
 torch.set_num_threads(1)
 
@@ -113,7 +113,7 @@ def test_segments_in_one_batch_get_what_each_gets_alone(
     together = trained(base, adapters)
     assert batched
     batched.clear()
-    monkeypatch.setattr(sites, "BATCHED_ROWS", 0)
+    monkeypatch.setattr(lora_ops, "BATCHED_ROWS", 0)
     alone = trained(base, adapters)
     assert not batched
     for found, expected in zip(together, alone, strict=True):

@@ -18,10 +18,10 @@ from properties import examples
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.dimuon import RMS, orthogonalise
 from tinsmith.backends.torch.lora import Adapter, Layout, Target, initialise
-from tinsmith.backends.torch.optimizers import step_together
+from tinsmith.backends.torch.optim import step_together
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError
-from tinsmith.ops import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, Pass
+from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, Pass
 
 NANO = "tinsmith/nano"
 SIZES = (Target("a", "mlp", 24, 40), Target("b", "attn", 40, 24), Target("c", "attn", 3, 2))

@@ -12,16 +12,16 @@ import sqlalchemy as sa
 
 from engine_bench import BASE, Bench, saved
 from tinsmith.backends.fake import ADAPTER_BYTES
-from tinsmith.checkpoints import parse_path
-from tinsmith.engine import QUIET_S
+from tinsmith.db.schema import BODIES, MODELS, SAMPLERS
+from tinsmith.engine.loop import QUIET_S
+from tinsmith.engine.quarantine import MOST_DEATHS
 from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS
-from tinsmith.engine.suspects import MOST_DEATHS
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
-from tinsmith.ops import OptimStep
-from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.storage import MANIFEST
-from tinsmith.tables import BODIES, MODELS, SAMPLERS
+from tinsmith.storage.directories import MANIFEST
+from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import OptimStep
 
 FULL = OSError(28, "No space left on device")
 

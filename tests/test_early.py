@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.fleet import early
-from tinsmith.fleet.early import EarlyEngine
+from tinsmith.cluster import early
+from tinsmith.cluster.early import EarlyEngine
 from tinsmith.settings import Settings
 
 ENGINE = """

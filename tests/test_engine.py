@@ -9,18 +9,18 @@ import pytest
 import sqlalchemy as sa
 
 from engine_bench import BASE, Bench, saved
-from tinsmith.checkpoints import parse_path
-from tinsmith.custom_losses import CustomLosses, NewCustomLoss, insertion
-from tinsmith.db import now
-from tinsmith.engine import QUIET_S
+from tinsmith.db.database import now
+from tinsmith.db.schema import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
+from tinsmith.engine.loop import QUIET_S
 from tinsmith.engine.snapshots import SNAPSHOT_OPTIM_STEPS
 from tinsmith.engine.versions import MOST_VERSIONS_IN_MEMORY, VERSIONS_IN_MEMORY
 from tinsmith.errors import UserError
-from tinsmith.futures import Futures
-from tinsmith.ops import LoraSpec, Pass, Sample
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
-from tinsmith.storage import Directories
-from tinsmith.tables import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss, insertion
+from tinsmith.store.futures import Futures
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
+from tinsmith.types import LoraSpec, Pass, Sample
 from tinsmith.wire import tinker_public_pb2 as pb
 
 UNNAMED = {"tenant_id": "t", "session_id": "s", "base_model": "other", "num_tokens": 0, "created_at": 0.0}

@@ -8,13 +8,13 @@ import pyrage
 import pytest
 
 from engine_bench import BASE, Bench
-from tinsmith.checkpoints import Checkpoint, parse_path
+from tinsmith.db.schema import CHECKPOINTS
 from tinsmith.engine.versions import LOADED_VERSIONS
 from tinsmith.errors import NotFoundError
-from tinsmith.models import NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.tables import CHECKPOINTS
+from tinsmith.store.checkpoints import Checkpoint, parse_path
+from tinsmith.store.models import NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import LoraSpec
 
 STATE = "fake_adapter.json"
 

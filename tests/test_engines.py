@@ -12,13 +12,13 @@ import pytest
 import sqlalchemy as sa
 
 from databases import POSTGRES
-from tinsmith.db import Database
-from tinsmith.fleet.engines import HOLDER, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.tables import ENGINES, FUTURES, MODELS
+from tinsmith.cluster.engines import HOLDER, Engines, Lease, LeaseLostError, Renewal, Seat, fence, holder_of
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database
+from tinsmith.db.schema import ENGINES, FUTURES, MODELS
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.types import LoraSpec
 
 BASE = "local/tiny"
 LONG_S = 60.0

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from http_harness import ALICE, BASE, Harness, close, json_bytes, make_harness, pass_bytes, sample_request, send_pass
-from tinsmith.db import Database
-from tinsmith.futures import Futures, Outcome
-from tinsmith.routes.call import MOST_LARGE
-from tinsmith.routes.futures import ON_LOOP_BYTES, PIECE_BYTES
-from tinsmith.tenants.keys import Keys
-from tinsmith.threads import RESULTS
+from tinsmith.api.operation import MOST_LARGE
+from tinsmith.api.routes.futures import ON_LOOP_BYTES, PIECE_BYTES
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import Database
+from tinsmith.runtime.threads import RESULTS
+from tinsmith.store.futures import Futures, Outcome
 
 LARGE_BYTES = 3 * ON_LOOP_BYTES + 1
 READERS = 12

@@ -12,18 +12,18 @@ import pytest
 import sqlalchemy as sa
 
 from databases import fresh_url
-from tinsmith.db import Database
-from tinsmith.fleet.dispatch import Dispatch
-from tinsmith.fleet.engines import Engines, LeaseLostError, Seat, fence
-from tinsmith.fleet.executors import Executors
-from tinsmith.fleet.loads import FRESH_S
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.fleet.routing import Candidate
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec, Sample, SamplingParams
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.tables import ENGINES, FUTURES
+from tinsmith.cluster.dispatch import Dispatch
+from tinsmith.cluster.engines import Engines, LeaseLostError, Seat, fence
+from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.loads import FRESH_S
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.cluster.routing import Candidate
+from tinsmith.db.database import Database
+from tinsmith.db.schema import ENGINES, FUTURES
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.types import LoraSpec, Sample, SamplingParams
 
 BASE = "local/tiny"
 SESSION = "s:sample:0"
@@ -180,7 +180,7 @@ def test_a_request_to_cancel_that_came_too_late_follows_its_sample(rows: Rows) -
 
 
 def test_a_session_that_is_over_is_cancelled_with_each_of_its_executors(rows: Rows) -> None:
-    from tinsmith.sessions import NewSession, Sessions
+    from tinsmith.store.sessions import NewSession, Sessions
 
     sessions = Sessions(rows.db)
     opened = sessions.open("alice", NewSession(), "over")
@@ -229,7 +229,7 @@ def test_a_view_is_asked_for_twice_a_second_at_most_and_counts_what_was_given_ou
     live = rows.executors.live
     monkeypatch.setattr(rows.executors, "live", lambda base: looks.append(base) or live(base))
     moment = [100.0]
-    monkeypatch.setattr("tinsmith.fleet.loads.time.monotonic", lambda: moment[0])
+    monkeypatch.setattr("tinsmith.cluster.loads.time.monotonic", lambda: moment[0])
     dispatch = Dispatch(rows.executors)
     new, sample = request_and_sample(1, [1, 2, 3])
     given = Counter(dispatch.assigned(replace(new, num_tokens=5000), sample).executor for _ in range(10))

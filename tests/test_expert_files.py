@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from families import FAMILIES, make
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.files import CONFIG_FILE, WEIGHTS_FILE
+from tinsmith.backends.torch.checkpoint import CONFIG_FILE, WEIGHTS_FILE
 from tinsmith.errors import UserError
-from tinsmith.ops import LoraSpec, ModelShape
+from tinsmith.types import LoraSpec, ModelShape
 
 EXPERTS = "base_model.model.model.layers.1.mlp.experts"
 

@@ -15,11 +15,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from properties import examples
 from tinsmith.backends.torch import dimuon, recompute
-from tinsmith.backends.torch.experts import MultiLoRAExperts
 from tinsmith.backends.torch.lora import Adapter, Bank, Layout, Routing, Switchboard, Target
+from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError
-from tinsmith.ops import DimuonParams, LoraSpec
+from tinsmith.types import DimuonParams, LoraSpec
 
 HIDDEN, INNER, EXPERTS, CHOICES = 6, 5, 4, 2
 LIMIT, ALPHA = 7.0, 1.702  # of GptOssConfig

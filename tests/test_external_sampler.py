@@ -22,11 +22,15 @@ from tinker import types
 import external_engines
 from external_engines import DEADLY, NEVER_ENDING, log_softmax
 from live import API_KEY, serving
-from tinsmith import nano
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.backends.sampled import Sampled, VersionFiles, options_of, sample_elsewhere
+from tinsmith.backends.with_remote_sampler import Sampled, VersionFiles, options_of, sample_elsewhere
+from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
-from tinsmith.ops import (
+from tinsmith.samplers.remote import attendant
+from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.dialect import seed_of
+from tinsmith.samplers.remote.vllm import VllmDialect
+from tinsmith.types import (
     EMPTY_LOGPROB,
     AdamParams,
     Adjustments,
@@ -39,10 +43,6 @@ from tinsmith.ops import (
     SamplingParams,
     SparseRows,
 )
-from tinsmith.samplers import attendant
-from tinsmith.samplers.dialect import seed_of
-from tinsmith.samplers.external import Engine, ExternalSampler
-from tinsmith.samplers.vllm import VllmDialect
 
 SHAPE = ModelShape("fake", "/nowhere", 64, 128, "fake")
 EOS = frozenset({2, 3})

@@ -11,7 +11,7 @@ import pytest
 from tinsmith.backends import Backend
 from tinsmith.backends import load as load_backend
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import (
+from tinsmith.types import (
     EMPTY_LOGPROB,
     AdamParams,
     Datum,

@@ -19,10 +19,10 @@ import tiny_models
 from families import DOCUMENT, FAMILIES, REFUSED, Family, Refusal, make, make_refused, render
 from local_sampling import make_prompt, make_sample, run
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
-from tinsmith.ops import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult, SamplingParams
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult, SamplingParams
 
 torch.set_num_threads(1)
 

@@ -15,14 +15,14 @@ import sqlalchemy as sa
 import buckets
 from buckets import Bucket
 from engine_bench import Bench
-from tinsmith.checkpoints import parse_path
+from tinsmith.db.schema import CHECKPOINTS, MODELS
 from tinsmith.engine import snapshots
 from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import NotFoundError
-from tinsmith.storage import Directories, Staged, UnreachableError
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import Cache
-from tinsmith.tables import CHECKPOINTS, MODELS
+from tinsmith.storage.directories import Directories, Staged, UnreachableError
+from tinsmith.store.checkpoints import parse_path
 
 ONE, TWO = "s:train:0", "s:train:1"
 PATH = f"tinker://{ONE}/weights/one"

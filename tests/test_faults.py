@@ -26,13 +26,13 @@ from live import API_KEY, serving
 from raw_client import connect, engine_of
 from test_janitor import parts, silent_session, unloads  # noqa: F401  fixtures
 from test_recovery import DATA, NANO
-from tinsmith.clocks import WatchedClock
-from tinsmith.db import Database
+from tinsmith.db.database import Database
+from tinsmith.db.schema import SESSIONS
 from tinsmith.errors import SettingsError
-from tinsmith.janitor import Janitor, SweptParts
-from tinsmith.server import build
+from tinsmith.runtime.clocks import WatchedClock
+from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.process import build
 from tinsmith.settings import Settings
-from tinsmith.tables import SESSIONS
 
 only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, not the database")
 
@@ -105,7 +105,7 @@ class ThreadedWriter:
 def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.turns.MOST_IN_SQLITE_S", 0.1)
+    monkeypatch.setattr("tinsmith.db.write_lock.MOST_IN_SQLITE_S", 0.1)
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
     with contextlib.ExitStack() as waiting:
@@ -180,8 +180,8 @@ def test_a_clock_set_forward_expires_nobody_who_is_still_there(
     clock, steady = SetClock(), SetClock()
     watched = WatchedClock(clock.wall, steady.wall)
     janitor = Janitor(Settings(data_dir=tmp_path), parts, clock=watched)
-    monkeypatch.setattr("tinsmith.janitor.time.monotonic", steady.wall)
-    monkeypatch.setattr("tinsmith.sessions.now", clock.wall)
+    monkeypatch.setattr("tinsmith.server.janitor.time.monotonic", steady.wall)
+    monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
     silent_session(db, parts, silent_s=10)
     janitor.sweep()
     clock.offset_s = 3 * 3600
@@ -202,7 +202,7 @@ def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
 ) -> None:
     clock = SetClock()
     janitor = Janitor(Settings(data_dir=tmp_path), parts)
-    monkeypatch.setattr("tinsmith.sessions.now", clock.wall)
+    monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
     silent_session(db, parts, silent_s=-5 * 3600)
     janitor.sweep()
     clock.offset_s = 299

@@ -23,7 +23,8 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine.external import open_backend
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses import LOSSES, dense
-from tinsmith.ops import (
+from tinsmith.settings import Settings
+from tinsmith.types import (
     AdamParams,
     Datum,
     LoraSpec,
@@ -35,7 +36,6 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.settings import Settings
 
 FULL = LoraSpec(rank=0)
 WIDE = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}

@@ -10,13 +10,13 @@ import pytest
 import sqlalchemy as sa
 
 from arrived import incoming, waiting_ids
-from tinsmith.db import Database
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS
 from tinsmith.errors import EngineFailedError, NotFoundError, SeqIdTakenError, UserError
-from tinsmith.forgetting import Spent
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel, log_deletion, unloading
-from tinsmith.ops import LoraSpec
-from tinsmith.tables import BODIES, FUTURES, MODELS, RESULTS
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel, log_deletion, unloading
+from tinsmith.store.retention import Spent
+from tinsmith.types import LoraSpec
 
 MODEL = "s:train:0"
 

@@ -29,9 +29,9 @@ from schemathesis.specs.openapi.checks import (
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from properties import examples
-from tinsmith.routes import PREFIX
-from tinsmith.routes.openapi import document
-from tinsmith.routes.requests import REQUESTS, SHARED
+from tinsmith.api.openapi import document
+from tinsmith.api.requests import REQUESTS, SHARED
+from tinsmith.api.routes import PREFIX
 from tinsmith.wire.bodies import PROTO_TYPE
 
 AT_MOST_S = 5.0

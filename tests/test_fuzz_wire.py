@@ -25,11 +25,11 @@ from hypothesis import strategies as st
 
 from http_harness import SHAPES, pass_bytes, sample_request
 from properties import examples
-from tinsmith.admission import check_lora, check_optimizer, check_sample
+from tinsmith.api.admission import check_lora, check_optimizer, check_sample
 from tinsmith.errors import TooLargeError, UserError
-from tinsmith.loss_graphs import check_graph
 from tinsmith.losses import check_pass, loss_id_of
-from tinsmith.wire import bodies, custom_loss, dialect, fields, messages, sampling, training, weights
+from tinsmith.losses.graphs import check_graph
+from tinsmith.wire import bodies, custom_loss, fields, legacy, messages, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
@@ -193,11 +193,11 @@ def read_loss(found: fields.Fields) -> None:
 
 
 def read_json_pass(found: fields.Fields) -> None:
-    judge_pass(dialect.pass_message(found, forward_only=False).SerializeToString())
+    judge_pass(legacy.pass_message(found, forward_only=False).SerializeToString())
 
 
 def read_prompts(found: fields.Fields) -> None:
-    dialect.sample_body(found, found.values.get("prompt"), "prompts[0]")
+    legacy.sample_body(found, found.values.get("prompt"), "prompts[0]")
 
 
 READERS: dict[Callable[[fields.Fields], object], dict[str, Any]] = {

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from properties import examples
-from tinsmith.backends.torch import gradients, sites
+from tinsmith.backends.torch import gradients, lora_ops
 from tinsmith.backends.torch.gradients import A, B, Gradients, claim, gather_, groups_of, view_of
 from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Target
-from tinsmith.backends.torch.sites import BATCHED_NUMBERS, Site
-from tinsmith.ops import LoraSpec
+from tinsmith.backends.torch.lora_ops import BATCHED_NUMBERS, Site
+from tinsmith.types import LoraSpec
 
 CPU = torch.device("cpu")
 
@@ -193,9 +193,9 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
 
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
-    bmm, add_products_ = torch.bmm, sites.add_products_
+    bmm, add_products_ = torch.bmm, lora_ops.add_products_
     monkeypatch.setattr(torch, "bmm", lambda a, b: batched.append(len(a)) or bmm(a, b))
-    monkeypatch.setattr(sites, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
+    monkeypatch.setattr(lora_ops, "add_products_", lambda y, a, b: batched.append(len(a)) or add_products_(y, a, b))
     for dtype, expected in ((torch.float32, []), (torch.bfloat16, [2, 2, 2])):
         owners = [make(LARGE, 32, seed, dtype) for seed in range(2)]
         site = Site(owners[0].layout.targets)

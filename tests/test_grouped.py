@@ -16,9 +16,9 @@ from properties import examples
 from tinsmith.backends.torch import grouped
 from tinsmith.backends.torch.grouped import grouped_product, is_right_on, offsets_of, suits
 from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Run, Switchboard, Target
-from tinsmith.backends.torch.sites import Site
+from tinsmith.backends.torch.lora_ops import Site
 from tinsmith.backends.torch.stretches import Stretch
-from tinsmith.ops import LoraSpec
+from tinsmith.types import LoraSpec
 
 CPU = torch.device("cpu")
 INPUTS, OUTPUTS = 32, 40

@@ -17,16 +17,16 @@ from sqlalchemy import event
 
 import databases
 from http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
-from tinsmith.db import Database, now
-from tinsmith.fleet.engines import Engines
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import SampleCost, Settlement
-from tinsmith.janitor import Janitor, SweptParts
-from tinsmith.quotas import Limits
-from tinsmith.records import usage
-from tinsmith.records.audit import PREFIXES
-from tinsmith.storage import Directories
-from tinsmith.tables import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE
+from tinsmith.auth.quotas import Limits
+from tinsmith.cluster.engines import Engines
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE
+from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.storage.directories import Directories
+from tinsmith.store import usage
+from tinsmith.store.audit import PREFIXES
+from tinsmith.store.futures import SampleCost, Settlement
 
 LONG_AGO = now() - 30 * 86400
 HISTORY = 3000

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tinsmith.backends import Capture
-from tinsmith.engine import handover
-from tinsmith.engine.handover import KEPT_FILES, NotHereError, Outbox, fetch
+from tinsmith.engine import transfer
+from tinsmith.engine.transfer import KEPT_FILES, NotHereError, Outbox, fetch
 from tinsmith.errors import CorruptFilesError
 
 KEY = b"k" * 32
@@ -102,7 +102,7 @@ def test_a_signature_is_good_for_one_version_and_for_a_while(outbox: Outbox) -> 
         return outbox.allows(path, nonce, expires, signature)
 
     def signed(expires: int) -> tuple[str, str]:
-        return str(expires), handover._request_signature(KEY, path, nonce, str(expires))
+        return str(expires), transfer._request_signature(KEY, path, nonce, str(expires))
 
     moment = int(time.time())
     assert allows(path, *signed(moment + 60))
@@ -146,9 +146,9 @@ class _Impostor(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("Content-Length", str(len(self.manifest) + len(self.answer)))
-        self.send_header(handover.MANIFEST_BYTES, str(len(self.manifest)))
-        nonce = self.headers[handover.NONCE]
-        self.send_header(handover.SIGNATURE, handover._answer_signature(self.key, self.manifest, nonce))
+        self.send_header(transfer.MANIFEST_BYTES, str(len(self.manifest)))
+        nonce = self.headers[transfer.NONCE]
+        self.send_header(transfer.SIGNATURE, transfer._answer_signature(self.key, self.manifest, nonce))
         self.end_headers()
         self.wfile.write(self.manifest + self.answer)
 

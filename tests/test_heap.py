@@ -9,11 +9,11 @@ import sys
 
 import pytest
 
-from tinsmith.heap import importing
+from tinsmith.runtime.malloc import importing
 
 SCRIPT = """
 from pathlib import Path
-from tinsmith.heap import give_back
+from tinsmith.runtime.malloc import give_back
 
 def resident():
     lines = Path("/proc/self/status").read_text().splitlines()

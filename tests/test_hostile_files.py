@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 import tiny_models
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import CorruptFilesError, SettingsError, UserError
-from tinsmith.ops import LoraSpec, ModelShape
-from tinsmith.storage import MANIFEST, Directories
+from tinsmith.storage.directories import MANIFEST, Directories
+from tinsmith.types import LoraSpec, ModelShape
 
 SPEC = LoraSpec(4, seed=1)
 WEIGHTS, CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"

@@ -28,10 +28,9 @@ import peft_adapters
 import tiny_models
 from http_harness import ALICE, BOB, FILES, SHAPES, Harness, close, make_harness
 from live import API_KEY, LiveServer, serving
-from tinsmith import nano
-from tinsmith.bases import Bases, read_shape
-from tinsmith.checkpoints import CheckpointRef
+from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.exchange import hub
+from tinsmith.store.checkpoints import CheckpointRef
 
 NANO = nano.MODEL_NAME
 PAGE = Path(__file__).parents[1] / "docs" / "hub.md"

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import tiny_models
-from tinsmith import nano
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import read_shape
-from tinsmith.ops import ModelShape
+from tinsmith.base_models import nano, read_shape
+from tinsmith.types import ModelShape
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text()

@@ -17,14 +17,14 @@ from httpx import Response
 from starlette.routing import Route
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
-from tinsmith.checkpoints import parse_path
+from tinsmith.api.openapi import ELSEWHERE, OPERATIONS
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI
+from tinsmith.api.requests import REQUESTS
+from tinsmith.api.routes import API, PREFIX
+from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
-from tinsmith.prepared import execute
-from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.routes import API, PREFIX
-from tinsmith.routes.call import ANTHROPIC, HUB, OPENAI
-from tinsmith.routes.openapi import ELSEWHERE, OPERATIONS
-from tinsmith.routes.requests import REQUESTS
+from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.kept_samples import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.wire.bodies import PROTO_TYPE
 
 

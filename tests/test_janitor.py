@@ -9,26 +9,26 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from tinsmith import custom_losses, sequences
-from tinsmith.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
-from tinsmith.custom_losses import CustomLosses, NewCustomLoss
-from tinsmith.db import Database, now
+from tinsmith.cluster.engines import Engines
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
 from tinsmith.errors import NotFoundError
-from tinsmith.files import Files
-from tinsmith.fleet.engines import Engines
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.janitor import UNNAMED_AGE_S, Janitor, SweptParts
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.records.audit import Audit
-from tinsmith.records.kept_samples import KeptSamples
-from tinsmith.records.usage import HOUR_S, Usage
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.sequences import Sequences
-from tinsmith.sessions import NewSession, Sessions
+from tinsmith.server.janitor import UNNAMED_AGE_S, Janitor, SweptParts
 from tinsmith.settings import Settings
-from tinsmith.storage import Directories
-from tinsmith.tables import AUDIT, CUSTOM_LOSSES, FUTURES, MODELS, SEQUENCES, SESSIONS
+from tinsmith.storage.directories import Directories
+from tinsmith.store import custom_losses, recorded_sequences
+from tinsmith.store.audit import Audit
+from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
+from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss
+from tinsmith.store.files import Files
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.store.sessions import NewSession, Sessions
+from tinsmith.store.usage import HOUR_S, Usage
+from tinsmith.types import LoraSpec
 
 TENANT = "t"
 
@@ -209,7 +209,7 @@ def test_recorded_sequences_and_custom_losses_go_when_their_time_is_over(
     session_id = silent_session(db, parts)
     with db.write() as connection:
         connection.execute(custom_losses.insertion(NewCustomLoss("l", session_id, TENANT, "l", b"{}")))
-        connection.execute(sequences.insertion(session_id, "r", 1, [1]))
+        connection.execute(recorded_sequences.insertion(session_id, "r", 1, [1]))
     janitor_of(parts, tmp_path).sweep()
     assert parts.custom_losses.get(session_id, "l") == b"{}"
     with db.write() as connection:

@@ -10,14 +10,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-import tinsmith.routes.batch as routes
-import tinsmith.server as serving
+import tinsmith.api.routes.batch as routes
+import tinsmith.server.process as serving
 from databases import database_url
-from tinsmith.app import Services
-from tinsmith.batch.functions import serialize_function
-from tinsmith.batch.protocols import JobSpec
-from tinsmith.batch.state import BatchJobs, Job
-from tinsmith.notify import job_line
+from tinsmith.api.app import Services
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.coordinator.state import BatchJobs, Job
+from tinsmith.batch.formats.protocols import JobSpec
+from tinsmith.db.wakeups import job_line
 from tinsmith.settings import Settings
 
 PATIENCE_S = 30.0

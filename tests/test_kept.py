@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
-from tinsmith.db import Database
-from tinsmith.kept import MOST
-from tinsmith.prepared import Prepared
+from tinsmith.db.database import Database
+from tinsmith.db.sqlite import MOST
+from tinsmith.db.statements import Prepared
 
 THINGS = sa.Table("things", sa.MetaData(), sa.Column("name", sa.String, primary_key=True))
 PARTS = sa.Table(

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
-from tinsmith.ops import Sample, SamplingParams
-from tinsmith.samplers.batching import Batcher, Step
-from tinsmith.samplers.blocks import BlockPool, chain_key, root_key
-from tinsmith.samplers.kvcache import KVCache, LayerShape
-from tinsmith.samplers.paged import PagedPlan, Rows
-from tinsmith.samplers.sequences import Request, Sequence, Weights
-from tinsmith.samplers.stops import StopRule
+from tinsmith.samplers.local.blocks import BlockPool, chain_key, root_key
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.request import Request, Sequence, Weights
+from tinsmith.samplers.local.scheduler import Batcher, Step
+from tinsmith.samplers.local.stops import StopRule
+from tinsmith.types import Sample, SamplingParams
 
 BLOCK = 4
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from http_harness import ALICE, Harness, close, make_harness
-from tinsmith.routes import downloads, openai_files, uploads
-from tinsmith.routes.call import SHORT_BYTES
-from tinsmith.threads import TRANSFERS
+from tinsmith.api.openai import files
+from tinsmith.api.operation import SHORT_BYTES
+from tinsmith.api.routes import downloads, uploads
+from tinsmith.runtime.threads import TRANSFERS
 
 MANY = 40
 """More than all lanes of a server have threads."""
@@ -76,7 +77,7 @@ def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize(
     ("module", "name", "path"),
-    [(uploads, "_stored", "/api/v1/upload_weights"), (openai_files, "_store", "/v1/files")],
+    [(uploads, "_stored", "/api/v1/upload_weights"), (files, "_store", "/v1/files")],
 )
 def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, module: object, name: str, path: str

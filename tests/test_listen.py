@@ -14,12 +14,12 @@ from sqlalchemy.engine import Connection
 
 from databases import POSTGRES
 from engine_bench import BASE, Bench
-from tinsmith.db import MAX_NOTIFY_BYTES, Database
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.listen import PostgresMailbox, open_mailbox
-from tinsmith.models import Models, NewModel
-from tinsmith.notify import SAFETY_POLL_S, SERVER, Mailbox, engine_mailbox
-from tinsmith.ops import LoraSpec
+from tinsmith.db.database import MAX_NOTIFY_BYTES, Database
+from tinsmith.db.pg_notify import PostgresMailbox, open_mailbox
+from tinsmith.db.wakeups import SAFETY_POLL_S, SERVER, Mailbox, engine_mailbox
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.types import LoraSpec
 
 SOON_S = 0.5 * SAFETY_POLL_S
 

@@ -27,12 +27,12 @@ from local_sampling import (
 )
 from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing, Segment
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.ops import Sample, SampleResult, SamplingParams
-from tinsmith.samplers import scoring
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.samplers.local import scoring
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import Sample, SampleResult, SamplingParams
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, stop_eos=False)

@@ -17,7 +17,6 @@ import tiny_models
 from properties import examples
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import (
     Adapter,
     Layout,
@@ -29,11 +28,12 @@ from tinsmith.backends.torch.lora import (
     initialise,
     layout_for,
 )
-from tinsmith.backends.torch.optimizers import _norm, step_together
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.optim import _norm, step_together
 from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 torch.set_num_threads(1)
 

@@ -16,7 +16,7 @@ from properties import examples
 from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.errors import UserError
 from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, check_pass, dense, resolve_config
-from tinsmith.ops import Array, Datum, ModelShape, Pass, SparseRows
+from tinsmith.types import Array, Datum, ModelShape, Pass, SparseRows
 
 SHAPE = ModelShape("base", "/nowhere", vocab_size=50, max_context_length=8, arch="X")
 F32, I64 = np.float32, np.int64

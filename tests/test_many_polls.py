@@ -21,12 +21,12 @@ from databases import fresh_url
 from http_harness import ALICE, Harness, close, make_harness, sample_request
 from live import API_KEY, LiveServer, serving
 from raw_client import RawClient, connect
-from tinsmith.db import Database
+from tinsmith.db.database import Database
+from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import UserError
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.notify import Waiters
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.server import FEW_FILES, look_for_lost
+from tinsmith.server.process import FEW_FILES, look_for_lost
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
 
 SAMPLER = "s:sample:0"
 POLLS = 1000
@@ -195,7 +195,7 @@ def test_a_thousand_clients_that_vanish_leave_nothing_and_the_next_is_answered_a
 def test_a_server_that_may_open_few_files_says_so() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     code = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits}); "
-    code += "from tinsmith.server import raise_file_limit; raise_file_limit(); "
+    code += "from tinsmith.server.process import raise_file_limit; raise_file_limit(); "
     code += "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     for hard, told in ((FEW_FILES - 1, True), (FEW_FILES, False)):
         done = subprocess.run(

@@ -19,12 +19,15 @@ from live import serving
 from local_sampling import assert_same, finish, make_prompt, make_sample
 from properties import examples
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger
 from tinsmith.backends.torch.memory import OverBudgetError
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.engine.fitting import check_fit
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import (
+from tinsmith.samplers.local.blocks import BlockPool, chain_key, root_key
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.settings import Settings
+from tinsmith.types import (
     AdamParams,
     Datum,
     LoraSpec,
@@ -35,9 +38,6 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.samplers.blocks import BlockPool, chain_key, root_key
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
-from tinsmith.settings import Settings
 
 torch.set_num_threads(1)
 

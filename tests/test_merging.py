@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import peft_adapters
 import tiny_models
-from tinsmith.backends.torch import files, optimizers
+from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.errors import UserError
 from tinsmith.exchange import adapters, merging
-from tinsmith.ops import LORA_ALPHA, LoraSpec, ModelShape
+from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = {
@@ -287,12 +287,12 @@ def test_numbers_that_are_not_finite_are_refused(llama: Path, adapter: Path, tmp
 
 def test_what_is_said_of_adapters_twice_agrees() -> None:
     """Engines read adapters themselves; they load torch, and the server does not."""
-    assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (files.WEIGHTS_FILE, files.CONFIG_FILE)
-    assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (files.OPTIMIZER_FILE, files.PREFIX)
-    assert {name: frozenset(moments) for name, moments in optimizers.MOMENTS.items()} == {
+    assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
+    assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)
+    assert {name: frozenset(moments) for name, moments in optim.MOMENTS.items()} == {
         name: held for held, name in adapters.OPTIMIZERS.items()
     }
-    assert set(files.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}
+    assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}
 
 
 def test_experts_of_our_own_checkpoints_come_back_and_are_not_merged(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from tinker import types
 from databases import database_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, send_pass
 from live import LiveServer, serving
-from tinsmith.db import Database
-from tinsmith.fleet.engines import EngineRow, Engines
-from tinsmith.observing.meters import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
+from tinsmith.cluster.engines import EngineRow, Engines
+from tinsmith.db.database import Database
+from tinsmith.telemetry.metrics import METERS, OTHER, ServerMeters, TenantLabels, counter, emptied_directory
 
 ROOT = Path(__file__).parents[1]
 TOKEN = "scrape-me"
@@ -70,7 +70,7 @@ def test_the_server_counts_what_passes_through_it(harness: Harness) -> None:
 
 
 def test_the_rows_say_what_waits_and_for_how_long(harness: Harness) -> None:
-    from tinsmith.tables import ENGINES, FUTURES
+    from tinsmith.db.schema import ENGINES, FUTURES
 
     model_id = harness.model()
     with harness.services.models._db.write() as connection:

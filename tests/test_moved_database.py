@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from http_harness import Harness, close, make_harness
 from live import serving
-from tinsmith.db import Database, DatabaseMovedError
+from tinsmith.db.database import Database, DatabaseMovedError
 
 TABLE = sa.table("notes", sa.column("text"))
 

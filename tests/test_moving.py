@@ -16,18 +16,19 @@ import tiny_models
 from engine_bench import BASE, OPTIM, SHAPE, Bench
 from tinsmith.backends import Backend, Capture
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import Database, now
-from tinsmith.engine import Engine, Nouns, gathering
-from tinsmith.engine.moving import PATIENCE
-from tinsmith.fleet.engines import Engines, Lease, LeaseLostError, Seat, fence
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.storage import Directories
-from tinsmith.tables import ENGINES, MODELS
+from tinsmith.cluster.engines import Engines, Lease, LeaseLostError, Seat, fence
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ENGINES, MODELS
+from tinsmith.engine import batching_window
+from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.run_migration import PATIENCE
+from tinsmith.storage.directories import Directories
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.types import LoraSpec
 
 IDLE_S = 0.001
 LONG_S = 60.0
@@ -233,7 +234,7 @@ class Pair(Bench):
 @pytest.fixture(params=["fake", "torch"])
 def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Passes held for others run in steps that depend on how fast this machine is, and so do their last bits.
-    monkeypatch.setattr(gathering, "MOST_S", 0.0)
+    monkeypatch.setattr(batching_window, "MOST_S", 0.0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
         yield made

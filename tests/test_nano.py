@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from properties import examples
-from tinsmith import nano
-from tinsmith.nano import corpus, evaluate, tasks, tokenizer, train
-from tinsmith.nano.batches import Shape, make_batch
+from tinsmith.base_models import nano
+from tinsmith.base_models.nano import corpus, evaluate, tasks, tokenizer, train
+from tinsmith.base_models.nano.batches import Shape, make_batch
 
 CONVERSATION = [
     {"role": "user", "content": "What is 4 + 5?"},

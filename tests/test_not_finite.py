@@ -16,7 +16,7 @@ from float64_reference import Reference
 from test_torch_backend import RL_LOSSES, fb, rl, sft, warm, weights
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NonFiniteGradientError, UserError
-from tinsmith.ops import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 NEIGHBOURS = ("left", "right")
 LENGTHS = (12, 12, 5, 30)

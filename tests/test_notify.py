@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinsmith.db.wakeups import MAX_DATAGRAM_BYTES, Mailbox, Waiters, engine_mailbox, socket_dir
 from tinsmith.errors import SettingsError
-from tinsmith.notify import MAX_DATAGRAM_BYTES, Mailbox, Waiters, engine_mailbox, socket_dir
 
 
 @pytest.fixture

@@ -15,12 +15,12 @@ import pytest
 from databases import database_url
 from http_harness import ALICE, BOB, Harness
 from live import LiveServer, free_port, serving
-from tinsmith.db import Database
-from tinsmith.openai_batches import checking, rows
-from tinsmith.openai_batches.checking import check
-from tinsmith.openai_batches.keeper import Keeper, in_turns
-from tinsmith.openai_batches.rows import Batch
-from tinsmith.tenants.keys import Keys
+from tinsmith.auth.keys import Keys
+from tinsmith.batch.openai import checking, rows
+from tinsmith.batch.openai.checking import check
+from tinsmith.batch.openai.reconciler import Keeper, in_turns
+from tinsmith.batch.openai.rows import Batch
+from tinsmith.db.database import Database
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MODEL = "tinsmith/nano"
@@ -224,7 +224,7 @@ def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_w
 
 @pytest.mark.parametrize("point", ["openai.submitted", "batch.committed:3", "openai.written"])
 def test_a_killed_server_goes_on_and_no_request_is_answered_twice(tmp_path: Path, point: str) -> None:
-    port, settings = free_port(), {"CRASH_POINT": point}
+    port, settings = free_port(), {"FAILPOINTS": point}
     names = [f"request {number}" for number in range(60)]
     with serving(tmp_path / "data", "--backend", "fake", port=port, settings=settings) as first:
         with client_of(first.url) as client:

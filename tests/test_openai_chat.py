@@ -16,19 +16,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import tiny_models
 from chat_models import make_plain_model, make_tool_model
 from properties import examples
-from tinsmith import nano
-from tinsmith.bases import read_shape
+from tinsmith.base_models import nano, read_shape
 from tinsmith.chat.chats import read_chat
 from tinsmith.chat.choices import Choice, Decoder
 from tinsmith.chat.completions import read_completion
+from tinsmith.chat.generation_request import Plan, read_target
 from tinsmith.chat.messages import read_message
-from tinsmith.chat.plans import Plan, read_target
 from tinsmith.chat.refusals import RequestError
 from tinsmith.chat.texts import Text
 from tinsmith.chat.thinking import Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError
-from tinsmith.ops import ModelShape, SamplingParams
+from tinsmith.types import ModelShape, SamplingParams
 from tinsmith.wire.extras import sample_body
 from tinsmith.wire.fields import Fields, json_bytes
 from tinsmith.wire.sampling import read_sample, sample_of

@@ -15,10 +15,10 @@ import pytest
 from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
 from live import LiveServer
-from tinsmith.db import Database
-from tinsmith.files import BATCH, Files, new_id
-from tinsmith.quotas import Limits
-from tinsmith.tables import UPLOADS
+from tinsmith.auth.quotas import Limits
+from tinsmith.db.database import Database
+from tinsmith.db.schema import UPLOADS
+from tinsmith.store.files import BATCH, Files, new_id
 
 LINES = b'{"custom_id": "a"}\n{"custom_id": "b"}\n'
 

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from chat_models import make_tool_model
 from live import API_KEY, LiveServer, serving
-from tinsmith import nano
+from tinsmith.base_models import nano
 
 TOKENIZER = AutoTokenizer.from_pretrained(str(nano.path()))
 NANO, TOOLS = "tinsmith/nano", "local/tools"

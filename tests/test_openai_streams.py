@@ -12,21 +12,20 @@ import pytest
 
 from arrived import incoming
 from http_harness import Harness, close, make_harness
-from tinsmith import nano
-from tinsmith.bases import Bases, read_shape
+from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, seated
+from tinsmith.api.openai.streaming import News, follow
+from tinsmith.api.operation import Services
+from tinsmith.auth.quotas import Limits
+from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import read_chat
 from tinsmith.errors import EngineFailedError, UserError
-from tinsmith.futures import Settlement
-from tinsmith.ops import Partial, SampledSequence, SampleResult
-from tinsmith.partials import Partials, line_of
-from tinsmith.quotas import Limits
-from tinsmith.routes.call import Services
-from tinsmith.routes.generation import CHAT, COMPLETIONS, answer, prepare, seated
-from tinsmith.routes.streams import News, follow
-from tinsmith.sessions import Sessions
-from tinsmith.standing import REPLACED_EVERY_S, StandingSessions
+from tinsmith.store.futures import Settlement
+from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, StandingSessions
+from tinsmith.store.sessions import Sessions
+from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.fields import Fields
 from tinsmith.wire.sampling import write_sample_result
+from tinsmith.wire.token_stream import Partials, line_of
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 BODY = {"model": nano.MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

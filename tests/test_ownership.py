@@ -7,16 +7,16 @@ from collections import Counter
 
 import pytest
 
-from tinsmith.db import Database
-from tinsmith.fleet.engines import Engines, Seat
-from tinsmith.fleet.loads import FRESH_S
-from tinsmith.fleet.ownership import Ownership, preferred
-from tinsmith.fleet.view import Fleet
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel, unloading
-from tinsmith.ops import LoraSpec
-from tinsmith.sampling_sessions import NewSamplingSession, SamplingSessions
-from tinsmith.tables import MODELS
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.cluster.loads import FRESH_S
+from tinsmith.cluster.ownership import Ownership, preferred
+from tinsmith.cluster.view import Fleet
+from tinsmith.db.database import Database
+from tinsmith.db.schema import MODELS
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel, unloading
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.types import LoraSpec
 
 BASE = "local/tiny"
 LONG_S = 60.0

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
 from engine_bench import BASE, Bench
+from tinsmith.engine.cost_model import Prices
 from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
-from tinsmith.engine.prices import Prices
 from tinsmith.errors import UserError
-from tinsmith.ops import Partial, Pass, PassResult, Sample, SampleResult
-from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import Partial, Pass, PassResult, Sample, SampleResult
 
 BUDGET = 65_536
 SECONDS = st.floats(1e-6, 100.0)

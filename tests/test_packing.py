@@ -11,9 +11,9 @@ from torch import Tensor
 
 from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.batch import Example, examples_of, pack
 from tinsmith.backends.torch.lora import Adapter, Layout, Target
-from tinsmith.backends.torch.packing import Example, examples_of, pack
-from tinsmith.ops import Datum, LoraSpec, Pass
+from tinsmith.types import Datum, LoraSpec, Pass
 
 torch.set_num_threads(1)
 

@@ -23,16 +23,16 @@ from sqlalchemy.exc import OperationalError
 from databases import fresh_url
 from raw_client import wait_until_gone
 from tinsmith.cli import up
-from tinsmith.db import Database, now
+from tinsmith.cluster.ray import shell as shells
+from tinsmith.cluster.ray.controller import LOST_S, Controller, Seat
+from tinsmith.cluster.ray.depths import QueueDepths
+from tinsmith.cluster.ray.fleet import Fleet, Resources, Role, counts_from, others_from
+from tinsmith.cluster.ray.scaling import Depths, Rule
+from tinsmith.cluster.ray.shell import Shell
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BATCH, FUTURES
 from tinsmith.errors import SettingsError
-from tinsmith.placement import shell as shells
-from tinsmith.placement.controller import LOST_S, Controller, Seat
-from tinsmith.placement.depths import QueueDepths
-from tinsmith.placement.fleet import Fleet, Resources, Role, counts_from, others_from
-from tinsmith.placement.scaling import Depths, Rule
-from tinsmith.placement.shell import Shell
 from tinsmith.settings import load, portable
-from tinsmith.tables import BATCH, FUTURES
 
 # Waiting is for slow machines only.
 PATIENCE_S = 60.0
@@ -131,7 +131,7 @@ def test_one_that_refuses_its_settings_is_not_started_again(tmp_path: Path) -> N
 def test_a_process_ends_with_its_shell(tmp_path: Path) -> None:
     code = f"""
         import sys, time
-        from tinsmith.placement.shell import Shell
+        from tinsmith.cluster.ray.shell import Shell
         shell = Shell("engine-0", "engine", "", {{"data_dir": {str(tmp_path)!r}}}, b"", None, {COMMAND!r})
         while shell.state()["pid"] is None:
             time.sleep(0.01)

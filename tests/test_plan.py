@@ -77,7 +77,7 @@ def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None
 
 
 def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
-    from tinsmith.samplers.kvcache import layer_shapes
+    from tinsmith.samplers.local.kv_cache import layer_shapes
 
     for name in ("gemma2", "deepseek_v3"):
         family = next(one for one in families.FAMILIES if one.model_type == name)

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from databases import SQLITE, bare_url
-from tinsmith.db import Database
-from tinsmith.prepared import Prepared
+from tinsmith.db.database import Database
+from tinsmith.db.statements import Prepared
 
 THINGS = sa.Table(
     "things",

@@ -25,14 +25,14 @@ from local_sampling import (
     run,
 )
 from properties import examples
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
-from tinsmith.ops import AltTokens, SampleResult, SparseRows
-from tinsmith.samplers import scoring
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
-from tinsmith.samplers.prompt_scores import PromptScores
-from tinsmith.samplers.sampling import draw_each, uniform, uniforms
+from tinsmith.samplers.local import scoring
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.prompt_logprobs import PromptScores
+from tinsmith.samplers.local.sampling import draw_each, uniform, uniforms
+from tinsmith.types import AltTokens, SampleResult, SparseRows
 
 ARCHS = ("qwen3", "gemma2")
 GOLDEN_SAMPLE = 0.24860825086171157

@@ -16,13 +16,13 @@ from local_sampling import alone, assert_same, make_adapter, make_prompt, make_s
 from properties import examples
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.banks import MANY_ROWS
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
-from tinsmith.ops import LoraSpec
-from tinsmith.samplers import paged as paged_module
-from tinsmith.samplers.kvcache import KVCache, LayerShape
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
-from tinsmith.samplers.paged import PagedPlan, Rows
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local import paged_attention as paged_module
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.types import LoraSpec
 
 LENGTHS = [9, 30, 1, 17, 3]
 WANTED = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]

@@ -9,7 +9,7 @@ import torch
 import tiny_models
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.ops import (
+from tinsmith.types import (
     AdamParams,
     Datum,
     DimuonParams,

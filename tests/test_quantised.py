@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from local_sampling import finish, make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.quantised import QuantisedLinear
+from tinsmith.backends.torch.quantization import QuantisedLinear
 from tinsmith.errors import SettingsError
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
-from tinsmith.samplers.deterministic import DeterministicSampler
+from tinsmith.samplers.local.deterministic import DeterministicSampler
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 pytest.importorskip("bitsandbytes")
 torch.set_num_threads(1)

@@ -20,16 +20,16 @@ from tinker import types
 from databases import fresh_url
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
 from live import LiveServer, serving
-from tinsmith import quotas as quotas_module
-from tinsmith.db import Database
+from tinsmith.auth import quotas as quotas_module
+from tinsmith.auth.keys import Keys
+from tinsmith.auth.quotas import IDLE_S, NAMES, Limits, Quotas, read_quotas
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BODIES, FUTURES, MODELS, TENANTS
 from tinsmith.errors import TooManyRequestsError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.quotas import IDLE_S, NAMES, Limits, Quotas, read_quotas
 from tinsmith.settings import Settings
-from tinsmith.tables import BODIES, FUTURES, MODELS, TENANTS
-from tinsmith.tenants.keys import Keys
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.types import LoraSpec
 
 
 @dataclasses.dataclass
@@ -439,9 +439,9 @@ CREATING = """
 import sys
 from tinsmith.db import Database
 from tinsmith.errors import TooManyRequestsError
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.quotas import Limits, Quotas
+from tinsmith.store.models import Models, NewModel
+from tinsmith.types import LoraSpec
+from tinsmith.auth.quotas import Limits, Quotas
 
 url, server = sys.argv[1:]
 database = Database(url)

@@ -23,11 +23,12 @@ pytest.importorskip("ray")
 from live import API_KEY, LiveServer, environment, serving
 from raw_client import wait_until_gone
 from ray_cluster import Nodes, ray_nodes
-from tinsmith import batch, nano
-from tinsmith.batch.client import Client
-from tinsmith.batch.dataset import Dataset
-from tinsmith.batch.job import Job
-from tinsmith.placement.controller import Seat
+from tinsmith import batch
+from tinsmith.base_models import nano
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import Job
+from tinsmith.cluster.ray.controller import Seat
 
 SECRET = "a-secret-that-is-nobodys-business-0123456789"
 # Waiting is for slow machines only.
@@ -67,7 +68,7 @@ class Fleet:
 
     def processes(self) -> dict[str, Seat]:
         """As `tinsmith status` has them, without its half second of Python and two of Ray."""
-        from tinsmith.placement.cluster import RayCluster
+        from tinsmith.cluster.ray.cluster import RayCluster
 
         return {seat.name: seat for seat in RayCluster().seats()}
 
@@ -140,7 +141,7 @@ def test_a_node_that_is_lost_costs_a_run_nothing_but_time(fleet: Fleet) -> None:
 def test_a_controller_that_dies_is_started_again_and_adopts_what_runs(fleet: Fleet) -> None:
     import ray
 
-    from tinsmith.placement.cluster import report
+    from tinsmith.cluster.ray.cluster import report
 
     before = fleet.running("engine-0", "batch-worker-0")
     controller = ray.get_actor("controller", namespace="tinsmith")

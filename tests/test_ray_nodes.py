@@ -27,12 +27,12 @@ from live import environment
 from raw_client import wait_until_gone
 from ray_cluster import Nodes, ray_nodes
 from tinsmith import batch
-from tinsmith.batch.coordinator import Coordinator
-from tinsmith.batch.protocols import TEMPORARY_DIRECTORY
-from tinsmith.batch.state import BatchJobs
-from tinsmith.db import Database, now
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings
-from tinsmith.tables import ENGINES, FUTURES
 
 # Waiting is for slow machines only.
 PATIENCE_S = 180.0
@@ -136,8 +136,8 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
     code = """
         import asyncio, sys
         from pathlib import Path
-        from tinsmith.batch.coordinator import Coordinator
-        from tinsmith.batch.state import BatchJobs
+        from tinsmith.batch.coordinator.coordinator import Coordinator
+        from tinsmith.batch.coordinator.state import BatchJobs
         from tinsmith.db import Database
         from tinsmith.settings import Settings
         async def main():

@@ -17,10 +17,17 @@ from tinker.types import LossFnType
 
 from engine_bench import BASE, Bench
 from live import API_KEY, LiveServer
-from tinsmith.engine import recording
-from tinsmith.engine.recording import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
+from tinsmith.db.schema import KEPT_SAMPLES
+from tinsmith.db.statements import execute
+from tinsmith.engine import telemetry
+from tinsmith.engine.scheduler import Step
+from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
 from tinsmith.losses import LOSSES, token_weight
-from tinsmith.ops import (
+from tinsmith.store.history import Curves, Point
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import (
     AdamParams,
     Array,
     Datum,
@@ -34,13 +41,6 @@ from tinsmith.ops import (
     SamplingParams,
     SparseRows,
 )
-from tinsmith.prepared import execute
-from tinsmith.records.curves import Curves, Point
-from tinsmith.records.kept_samples import KeptSamples
-from tinsmith.records.recent_steps import RecentSteps
-from tinsmith.sampling_sessions import SamplingSession
-from tinsmith.scheduler import Step
-from tinsmith.tables import KEPT_SAMPLES
 from tinsmith.wire import tinker_public_pb2 as pb
 
 RUN = "s:train:0"
@@ -122,7 +122,7 @@ def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
     rng = np.random.default_rng(1)
     names = ("loss:sum", "ratio:mean", "high:max", "low:min")
     results = [(int(rng.integers(1, 9)), dict(zip(names, rng.normal(size=4).tolist(), strict=True))) for _ in range(5)]
-    gathered = recording._Gathered()
+    gathered = telemetry._Gathered()
     outputs = []
     for num_data, metrics in results:
         gathered.add(metrics, num_data, num_data)
@@ -170,7 +170,7 @@ def test_a_policys_loss_is_shared_by_the_tokens_that_have_an_advantage(loss_fn: 
 def test_a_custom_loss_is_shared_by_data() -> None:
     passed = pass_of("custom", arrays_of(weights=[1, 1]), arrays_of(weights=[1, 1]))
     assert token_weight(passed) is None
-    gathered = recording._Gathered()
+    gathered = telemetry._Gathered()
     gathered.add({"loss:sum": 6.0, "tokens:sum": 4.0}, 2, None)
     assert gathered.metrics() == {"loss:sum": 6.0, "tokens:sum": 4.0, "loss_per_datum": 3.0}
     gathered.add({"loss:sum": 4.0, "tokens:sum": 9.0}, 3, 8.0)
@@ -248,9 +248,9 @@ def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
 
 
 def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_POINTS", 20)
-    monkeypatch.setattr(recording, "KEPT_POINTS", 10)
-    monkeypatch.setattr("tinsmith.records.curves.KEPT_POINTS", 10)
+    monkeypatch.setattr(telemetry, "MOST_POINTS", 20)
+    monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
+    monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
     recorder = Recorder(BASE, Records(bench.db, 1))
     most = 0
     for number in range(1, 101):
@@ -284,12 +284,12 @@ def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
 
 def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
     recorder = Recorder(BASE, Records(bench.db, 1))
-    many = [pending("forward", f"s:train:{number}", number=number) for number in range(recording.MOST_NAMED_MODELS + 5)]
+    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MOST_NAMED_MODELS + 5)]
     recorder.ran(Step(passes=tuple(many)), 0.1)
     recorder.flush()
     ((_, step),) = RecentSteps(bench.db).newest(BASE)
     (shares,) = step.shares.values()
-    assert len(shares) <= recording.MOST_NAMED_MODELS + 1
+    assert len(shares) <= telemetry.MOST_NAMED_MODELS + 1
     assert sum(shares.values()) == step.num_tokens == 3 * len(many)
 
 
@@ -319,8 +319,8 @@ def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: B
         requests = (pending("sample", None, tenant=tenant, number=number) for number in range(200))
         return sum(keeper.begin(request, session, asked) is not None for request in requests)
 
-    assert recording.BURST_OF_SAMPLES <= begun("alice") < 150
-    assert begun("bob") >= recording.BURST_OF_SAMPLES
+    assert telemetry.BURST_OF_SAMPLES <= begun("alice") < 150
+    assert begun("bob") >= telemetry.BURST_OF_SAMPLES
 
 
 def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
@@ -352,7 +352,7 @@ def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
 
 def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     moment = [0.0]
-    monkeypatch.setattr("tinsmith.engine.recording.time.monotonic", lambda: moment[0])
+    monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
     keeper = SampleKeeper(Records(bench.db, 9))
     for number in range(1000):
         assert keeper._allowed(f"tenant-{number}")

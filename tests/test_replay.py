@@ -14,12 +14,12 @@ import tiny_models
 from engine_bench import BASE, ENGINE, Bench
 from test_captures import same, state
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.engine import Engine, Nouns
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.models import NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.storage import Directories
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.storage.directories import Directories
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.models import NewModel
+from tinsmith.types import LoraSpec
 
 MODEL = "s:train:0"
 FAMILIES: dict[str, dict[str, object]] = {

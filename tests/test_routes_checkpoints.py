@@ -8,7 +8,7 @@ import pytest
 from tinker.types import CheckpointsListResponse, TrainingRun, TrainingRunsResponse, WeightsInfoResponse
 
 from http_harness import ALICE, BASE, BOB, Harness
-from tinsmith.ops import LoraSpec
+from tinsmith.types import LoraSpec
 
 
 def address(path: str) -> str:

@@ -9,19 +9,19 @@ import pytest
 import sqlalchemy as sa
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
-from tinsmith import dashboard
-from tinsmith.fleet.engines import Engines, Seat
-from tinsmith.futures import Futures, NewFuture
-from tinsmith.observing.census import Census
-from tinsmith.prepared import execute
-from tinsmith.quotas import Limits
-from tinsmith.records.curves import Curves
-from tinsmith.records.kept_samples import KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.records.recent_steps import RecentStep
-from tinsmith.tables import BATCH, MODELS
-from tinsmith.tenants.keys import Keys
+from tinsmith.api.dashboard import assets
+from tinsmith.auth.keys import Keys
+from tinsmith.auth.quotas import Limits
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.db.schema import BATCH, MODELS
+from tinsmith.db.statements import execute
+from tinsmith.store.census import Census
+from tinsmith.store.futures import Futures, NewFuture
+from tinsmith.store.history import Curves
+from tinsmith.store.kept_samples import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.store.recent_steps import RecentStep
 
-FILES = Path(dashboard.__file__).parent
+FILES = Path(assets.__file__).parent
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
 
 
@@ -312,7 +312,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
 
 
 def test_each_file_is_sent_once_and_asked_for_again(harness: Harness) -> None:
-    for name, file in dashboard.files().items():
+    for name, file in assets.files().items():
         answer = harness.client.get(f"/dashboard/{name}")
         assert answer.content == file.content
         assert answer.headers["content-type"].startswith(file.media_type)
@@ -327,7 +327,7 @@ def test_the_page_names_files_that_there_are_and_nothing_of_elsewhere() -> None:
     page = (FILES / "index.html").read_text()
     named = re.findall(r'(?:src|href)="([^"#]+)"', page)
     assert named and all(name.startswith("/dashboard/") for name in named)
-    assert {name.removeprefix("/dashboard/") for name in named} <= set(dashboard.files())
+    assert {name.removeprefix("/dashboard/") for name in named} <= set(assets.files())
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=", page), "nothing inline"
 
 

@@ -16,10 +16,10 @@ from starlette.testclient import TestClient
 from tinker.types import ExternalWeightsUrlsResponse
 
 from http_harness import ALICE, BOB, FILES, Harness
-from tinsmith.app import create_app
-from tinsmith.routes.downloads import tar_of
-from tinsmith.routes.links import LINK_S
-from tinsmith.signing import Signer
+from tinsmith.api.app import create_app
+from tinsmith.api.routes.downloads import tar_of
+from tinsmith.api.routes.links import LINK_S
+from tinsmith.auth.signing import Signer
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -135,7 +135,7 @@ def test_another_servers_link_and_one_for_another_purpose_are_worth_nothing(harn
 def test_a_link_expires(harness: Harness, export: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = urls(harness, export)[WEIGHTS]
     later = time.time() + LINK_S + 1
-    monkeypatch.setattr("tinsmith.routes.links.time.time", lambda: later)
+    monkeypatch.setattr("tinsmith.api.routes.links.time.time", lambda: later)
     answer = fetch(harness, url)
     assert answer.status_code == 410
     assert "has expired" in answer.json()["detail"]

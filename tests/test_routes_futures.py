@@ -13,9 +13,9 @@ from tinker.types import RequestFailedResponse
 from tinker.types.try_again_response import TryAgainResponse
 
 from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_bytes, make_harness
+from tinsmith.api.operation import SHORT_BYTES
 from tinsmith.errors import EngineFailedError, UserError
-from tinsmith.futures import Outcome, Settlement
-from tinsmith.routes.call import SHORT_BYTES
+from tinsmith.store.futures import Outcome, Settlement
 
 
 def submitted(harness: Harness) -> str:

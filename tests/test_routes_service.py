@@ -20,9 +20,9 @@ from tinker.types import (
 )
 
 from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
-from tinsmith.routes import API, PREFIX
-from tinsmith.routes.downloads import DOWNLOAD
-from tinsmith.routes.openapi import ELSEWHERE
+from tinsmith.api.openapi import ELSEWHERE
+from tinsmith.api.routes import API, PREFIX
+from tinsmith.api.routes.downloads import DOWNLOAD
 
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
 SIGNED = {  # the link is the key

@@ -20,10 +20,10 @@ from http_harness import (
     pass_bytes,
     send_pass,
 )
-from tinsmith.app import create_app
-from tinsmith.bases import Bases
-from tinsmith.models import set_state
-from tinsmith.ops import LoraSpec
+from tinsmith.api.app import create_app
+from tinsmith.base_models import Bases
+from tinsmith.store.models import set_state
+from tinsmith.types import LoraSpec
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.training import read_pass
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.fleet.routing import MOST_OVER_MEAN, PREFIX_TOKENS, SLACK_TOKENS, Candidate, choose, prefix_key
+from tinsmith.cluster.routing import MOST_OVER_MEAN, PREFIX_TOKENS, SLACK_TOKENS, Candidate, choose, prefix_key
 
 NAMES = st.lists(st.text("abcdef:/-0123", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = st.binary(max_size=64)

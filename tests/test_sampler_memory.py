@@ -14,15 +14,15 @@ import torch
 import tiny_models
 from engine_bench import BASE, Bench
 from local_sampling import assert_same, finish, make_adapter, make_prompt, make_sample
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
-from tinsmith.ops import Sample, SampleResult, SamplingParams
-from tinsmith.samplers import deterministic, local
-from tinsmith.samplers.batching import RELAXED_AFTER
-from tinsmith.samplers.deterministic import DeterministicSampler
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
-from tinsmith.sampling_sessions import NewSamplingSession
+from tinsmith.samplers.local import deterministic, engine
+from tinsmith.samplers.local.deterministic import DeterministicSampler
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.scheduler import RELAXED_AFTER
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import Sample, SampleResult, SamplingParams
 
 torch.set_num_threads(1)
 
@@ -64,12 +64,12 @@ class Shortage:
         self.first = self.num = 0
         self.calls = 0
         self._error = error
-        module = deterministic if isinstance(sampler, DeterministicSampler) else local
+        module = deterministic if isinstance(sampler, DeterministicSampler) else engine
         for holder, name in (
             (sampler._cache, "resize"),
             (sampler._cache, "prepare"),
             (sampler._cache, "write"),
-            (local, "score_prompt"),
+            (engine, "score_prompt"),
             (module, "choose"),
         ):
             patch.setattr(holder, name, self._short(getattr(holder, name)))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.samplers.sampling import Chosen, Draws, choose, invert, top_rows, uniform
+from tinsmith.samplers.local.sampling import Chosen, Draws, choose, invert, top_rows, uniform
 
 
 def _draws(

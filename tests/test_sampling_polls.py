@@ -22,12 +22,12 @@ from tinker.types.join_sampling_session_response import JoinSamplingSessionRespo
 from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness, sample_request
 from live import LiveServer
-from tinsmith.db import Database
+from tinsmith.api.routes.futures import INLINE_BYTES
+from tinsmith.db.database import Database
+from tinsmith.db.schema import FUTURES, RESULTS
 from tinsmith.errors import EngineFailedError, UserError
-from tinsmith.futures import Futures, NewFuture, Settlement
-from tinsmith.routes.futures import INLINE_BYTES
-from tinsmith.sampling_sessions import CLONE_SIZE, MAX_COMPLETIONS, NewSamplingSession, SamplingSessions
-from tinsmith.tables import FUTURES, RESULTS
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.sampling_sessions import CLONE_SIZE, MAX_COMPLETIONS, NewSamplingSession, SamplingSessions
 
 T = TypeVar("T")
 

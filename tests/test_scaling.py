@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.placement.scaling import Past, Rule, Wanted, wanted
+from tinsmith.cluster.ray.scaling import Past, Rule, Wanted, wanted
 
 RULE = Rule(minimum=1, maximum=4, work=100, up_after_s=10, down_after_s=60)
 

@@ -5,8 +5,8 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.ops import Pending
-from tinsmith.scheduler import PASS_KINDS, SINGLES_SHARE, Fairness, ModelQueue, plan, take_in_turns
+from tinsmith.engine.scheduler import PASS_KINDS, SINGLES_SHARE, Fairness, ModelQueue, plan, take_in_turns
+from tinsmith.types import Pending
 
 KINDS = ("forward", "forward_backward", "optim_step", "save_weights")
 

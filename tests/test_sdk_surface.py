@@ -23,7 +23,7 @@ from tinker.cli.__main__ import main_cli
 from compatibility import Witness
 from live import API_KEY, LiveServer
 from test_sampling_polls import with_flags
-from tinsmith import nano
+from tinsmith.base_models import nano
 
 NANO = nano.MODEL_NAME
 TOKENS = [40, 41, 42, 43, 44]

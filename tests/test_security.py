@@ -294,9 +294,9 @@ NEVER_CALLED = {
 # What a few files may none the less. Those of bulk jobs that run, or unpickle, what their tenant sent are loaded by
 # clients and by the processes below a worker; test_batch_security.py shows that a server does neither.
 EXCEPTIONS = {
-    "batch/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
-    "batch/registry.py": {"exec", "compile"},
-    "batch/writers/legacy.py": {"pickle"},
+    "batch/client/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
+    "batch/formats/registry.py": {"exec", "compile"},
+    "batch/formats/writers/sky.py": {"pickle"},
     "batch/pools/local.py": {"asyncio.create_subprocess_shell"},  # the operator's own `setup`
     "batch/pools/specs.py": {"yaml"},  # the operator's own file
 }
@@ -305,13 +305,13 @@ HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client",
 # the server that their user names; the operator's command the hub, before it serves.
 MAY_ASK = {
     "bases.py",
-    "batch/client.py",
+    "batch/client/http.py",
     "cli/batch.py",
     "cli/bench.py",
     "cli/demo.py",
-    "engine/handover.py",
+    "engine/transfer.py",
     "exchange/transfer.py",
-    "samplers/connection.py",
+    "samplers/remote/connection.py",
 }
 
 

@@ -10,12 +10,12 @@ import sqlalchemy as sa
 import tinker
 
 from live import LiveServer
-from tinsmith import sequences
-from tinsmith.db import Database, now
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import SEQUENCES
 from tinsmith.errors import UserError
-from tinsmith.ops import Datum, DatumSpans, Pass, Span
-from tinsmith.sequences import SLACK_S, VALID_S, Sequences
-from tinsmith.tables import SEQUENCES
+from tinsmith.store import recorded_sequences
+from tinsmith.store.recorded_sequences import SLACK_S, VALID_S, Sequences
+from tinsmith.types import Datum, DatumSpans, Pass, Span
 
 DAY_S = 86400
 
@@ -24,8 +24,8 @@ DAY_S = 86400
 def db(db: Database) -> Database:
     with db.write() as connection:
         # The prompt has 4 tokens; the two answers have 3 and 2.
-        connection.execute(sequences.insertion("s", "s:sample:0:0", 4, [3, 2]))
-        connection.execute(sequences.insertion("other", "other:sample:0:0", 4, [3]))
+        connection.execute(recorded_sequences.insertion("s", "s:sample:0:0", 4, [3, 2]))
+        connection.execute(recorded_sequences.insertion("other", "other:sample:0:0", 4, [3]))
     return db
 
 

@@ -10,7 +10,7 @@ import tiny_models
 from tinsmith.backends.torch.attention import NotingPlan
 from tinsmith.backends.torch.servable import check_layers, refusing
 from tinsmith.errors import SettingsError
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 SHAPE = ModelShape("tiny/x", "/nowhere", 300, 256, "XForCausalLM")
 WINDOWS = MistralConfig(**tiny_models._COMMON, sliding_window=6)

@@ -11,27 +11,27 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import exc
 
-import tinsmith.engine as engine_module
+import tinsmith.engine.loop as engine_module
 from databases import fresh_url
 from engine_bench import BASE, ENGINE, SHAPE, Bench
 from faulty_database import WRITING, Fails, FaultyDatabase, Moment, lost, never
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.engine import sampler as sampler_module
+from tinsmith.cluster.engines import LeaseLostError
+from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
+from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
 from tinsmith.engine.__main__ import open_nouns
 from tinsmith.engine.fetching import Fetcher, Places
-from tinsmith.engine.sampler import SamplerEngine
+from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.settling import TurnFailedError
 from tinsmith.errors import UserError
-from tinsmith.fleet.engines import LeaseLostError
-from tinsmith.fleet.executors import Executors
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Outcome, Settlement
-from tinsmith.models import NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.sampling_sessions import NewSamplingSession
 from tinsmith.settings import Settings
-from tinsmith.tables import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
+from tinsmith.store.futures import Outcome, Settlement
+from tinsmith.store.models import NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import LoraSpec
 
 ONE, TWO = "s:train:0", "s:train:1"
 SESSION = "s:sample:9"

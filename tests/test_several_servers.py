@@ -22,10 +22,10 @@ from databases import POSTGRES, bare_url
 from live import API_KEY, LiveServer, serving
 from postgres import PostgresServer
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
-from tinsmith.db import Database
-from tinsmith.fleet.engines import EngineRow, Engines, holder_of
-from tinsmith.models import Models
-from tinsmith.notify import SAFETY_POLL_S
+from tinsmith.cluster.engines import EngineRow, Engines, holder_of
+from tinsmith.db.database import Database
+from tinsmith.db.wakeups import SAFETY_POLL_S
+from tinsmith.store.models import Models
 
 BASE = "tinsmith/nano"
 LEASE_S = 2.0

@@ -32,10 +32,10 @@ from ranked import (
     train_alike,
     weights,
 )
-from tinsmith.backends.sharded import Degrees, Group, ShardedBackend
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
-from tinsmith.ops import Datum, LoraSpec, ModelShape, Pass, PassResult
+from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
 torch.set_num_threads(1)
 

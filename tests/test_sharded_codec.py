@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from properties import examples
 from ranked import NAMED_LOSSES, pass_of, samples
-from tinsmith.backends.sharded.codec import decode, encode
-from tinsmith.backends.sharded.degrees import Degrees
-from tinsmith.backends.sharded.trainer import share_out
+from tinsmith.backends.distributed.codec import decode, encode
+from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends.distributed.trainer import share_out
 from tinsmith.errors import NotFoundError
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, SparseRows
+from tinsmith.types import AdamParams, LoraSpec, ModelShape, SparseRows
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text() | st.binary() | st.just(...),

@@ -24,10 +24,10 @@ import ranked
 import tiny_models
 from families import FAMILIES, Family
 from live import API_KEY, serving
-from tinsmith.backends.sharded import Degrees, Group
+from tinsmith.backends.distributed import Degrees, Group
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import RanksLostError, SettingsError
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

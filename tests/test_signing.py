@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tinsmith.auth.signing import SECRET_FILE, Signer, load_secret
 from tinsmith.errors import SettingsError
-from tinsmith.signing import SECRET_FILE, Signer, load_secret
 
 SECRET = bytes(range(32))
 

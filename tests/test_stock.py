@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from properties import examples
 from tinsmith.engine.fetching import Fetched, Wanted
-from tinsmith.engine.handover import NotHereError
-from tinsmith.engine.shelf import Shelf
-from tinsmith.engine.stock import Stock
-from tinsmith.ops import Pending
-from tinsmith.sampling_sessions import SamplingSession
+from tinsmith.engine.transfer import NotHereError
+from tinsmith.engine.version_cache import Stock
+from tinsmith.engine.version_files import Shelf
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import Pending
 
 SIZE = 100
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage import Directories, claim
+from tinsmith.storage.directories import Directories, claim
 
 
 def fill(directory: Path) -> None:

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 import tiny_models
 from local_sampling import HOT, alone, assert_same, make_adapter, make_prompt, make_sample, run
 from properties import examples
-from tinsmith.backends.torch.base import BaseModel
-from tinsmith.samplers import strips as strips_module
-from tinsmith.samplers.kvcache import KVCache, LayerShape
-from tinsmith.samplers.local import LocalSampler
-from tinsmith.samplers.paged import PagedPlan, Rows
-from tinsmith.samplers.strips import CELLS, Decoding, StripCache, capacity_for, cell_bytes
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local import contiguous_kv as strips_module
+from tinsmith.samplers.local.contiguous_kv import CELLS, Decoding, StripCache, capacity_for, cell_bytes
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 
 BLOCK = 4
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import pytest
 import zstandard
 
 from http_harness import ALICE, BASE, Harness, close, make_harness, pass_bytes, sample_request
+from tinsmith.api.operation import SHORT_BYTES
 from tinsmith.errors import UserError
-from tinsmith.futures import Futures
-from tinsmith.routes.call import SHORT_BYTES
-from tinsmith.sequences import Sequences
+from tinsmith.store.futures import Futures
+from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import is_within
 

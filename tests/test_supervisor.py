@@ -20,12 +20,12 @@ import pytest
 from databases import fresh_url
 from live import LiveServer, free_port, freeze, serving
 from raw_client import RawClient, alive, connect, engine_of, wait_until_gone
-from tinsmith.bases import Bases
-from tinsmith.db import Database
-from tinsmith.fleet.engines import Engines, Seat, holder_of
-from tinsmith.fleet.supervisor import Supervisor
-from tinsmith.ops import ModelShape
+from tinsmith.base_models import Bases
+from tinsmith.cluster.engines import Engines, Seat, holder_of
+from tinsmith.cluster.supervisor import Supervisor
+from tinsmith.db.database import Database
 from tinsmith.settings import Settings
+from tinsmith.types import ModelShape
 
 SHAPE = ModelShape("local/tiny", "/no/such/model", 50, 16, "Tiny")
 AT_ONCE_S = 5.0
@@ -222,7 +222,7 @@ def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, url
 def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
     tmp_path: Path, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.fleet.supervisor.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("tinsmith.cluster.supervisor.FIRST_PAUSE_S", 0.001)
     supervisor = Supervisor(Settings(data_dir=tmp_path), Bases((SHAPE,)), engines)
     starts: list[float] = []
 
@@ -247,7 +247,7 @@ def test_an_engine_that_keeps_dying_is_tried_ever_more_rarely(
         engines.id_of(Seat("local/tiny")) in failing and "times in a row, last with: it ended with status 1" in failing
     )
     with monkeypatch.context() as later:  # when the one that runs now has proved to be steady
-        later.setattr("tinsmith.fleet.supervisor.STEADY_S", 0.0)
+        later.setattr("tinsmith.cluster.supervisor.STEADY_S", 0.0)
         assert supervisor.failing() == ""
     pauses = [later - earlier for earlier, later in itertools.pairwise(starts)]
     assert all(pause >= 0.001 * 2 ** (index + 1) for index, pause in enumerate(pauses))

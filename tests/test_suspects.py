@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bench import BASE, Bench, FlakyBackend
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
+from tinsmith.db.schema import BODIES, MODELS
+from tinsmith.engine.quarantine import MOST_DEATHS, Suspects
 from tinsmith.engine.settling import TurnFailedError
-from tinsmith.engine.suspects import MOST_DEATHS, Suspects
 from tinsmith.errors import UserError
-from tinsmith.fleet.engines import Engines, Seat
-from tinsmith.fleet.running_notes import SMALLER, Note, Suspect, left_behind
-from tinsmith.ops import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
-from tinsmith.sampling_sessions import NewSamplingSession
-from tinsmith.tables import BODIES, MODELS
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
 
 POISON = 49
 SAMPLER = "s:sample:0"

@@ -16,15 +16,15 @@ from tinker.lib._jwt_auth import _refresh_delay, jwt_claims
 
 from databases import fresh_url
 from http_harness import ALICE, BOB, Harness, close, make_harness
-from tinsmith.db import Database
+from tinsmith.auth import Caller
+from tinsmith.auth import tenants as stored_tenants
+from tinsmith.auth.keys import Keys
+from tinsmith.auth.signing import Signer
+from tinsmith.auth.tenants import REMEMBERED_S, StoredTenants
+from tinsmith.auth.tokens import LIFETIME_S, Tokens
+from tinsmith.db.database import Database
+from tinsmith.db.schema import AUDIT, KEYS, TENANTS
 from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, NotFoundError, UserError
-from tinsmith.signing import Signer
-from tinsmith.tables import AUDIT, KEYS, TENANTS
-from tinsmith.tenants import Caller
-from tinsmith.tenants import stored as stored_tenants
-from tinsmith.tenants.keys import Keys
-from tinsmith.tenants.stored import REMEMBERED_S, StoredTenants
-from tinsmith.tenants.tokens import LIFETIME_S, Tokens
 
 SIGNER = Signer(bytes(32))
 NOW = 1_000_000.0

@@ -17,7 +17,7 @@ from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.errors import NonFiniteGradientError, SettingsError, UserError
 from tinsmith.losses import LOSSES, dense
-from tinsmith.ops import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 
 torch.set_num_threads(1)
 

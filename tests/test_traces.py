@@ -16,9 +16,9 @@ from tinker import types
 
 from databases import fresh_url
 from live import API_KEY, LiveServer
-from tinsmith.db import Database
-from tinsmith.observing.traces import Traces
-from tinsmith.tables import FUTURES
+from tinsmith.db.database import Database
+from tinsmith.db.schema import FUTURES
+from tinsmith.telemetry.timeline import Traces
 
 Event = dict[str, Any]
 # What the format asks of each phase, besides ph, pid and tid.

@@ -23,8 +23,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from http_harness import close, make_harness, pass_bytes, send_pass
 from live import API_KEY, LiveServer, serving
 from tinsmith.errors import SettingsError
-from tinsmith.observing.logs import configure_logs
-from tinsmith.observing.tracing import CURRENT, NoTracing, open_tracing
+from tinsmith.telemetry.logs import configure_logs
+from tinsmith.telemetry.tracing import CURRENT, NoTracing, open_tracing
 from tinsmith.wire.bodies import PROTO_TYPE
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ from httpx import Response
 from safetensors.numpy import save, save_file
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
-from tinsmith.bases import Bases
-from tinsmith.ops import ModelShape
-from tinsmith.quotas import Limits
+from tinsmith.auth.quotas import Limits
+from tinsmith.base_models import Bases
+from tinsmith.types import ModelShape
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj"
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 32, "target_modules": ["q_proj"]}

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from databases import fresh_url
 from properties import examples
-from tinsmith.checkpoints import CheckpointRef, NewCheckpoint, completion
-from tinsmith.db import Database, now
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import CHECKPOINTS, FUTURES, USAGE
 from tinsmith.errors import UserError
-from tinsmith.futures import Futures, NewFuture, SampleCost, Settlement
-from tinsmith.models import Models, NewModel
-from tinsmith.ops import LoraSpec
-from tinsmith.records.usage import HOUR_S, Usage, added, folded
-from tinsmith.sessions import NewSession, Sessions
-from tinsmith.tables import CHECKPOINTS, FUTURES, USAGE
+from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, completion
+from tinsmith.store.futures import Futures, NewFuture, SampleCost, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sessions import NewSession, Sessions
+from tinsmith.store.usage import HOUR_S, Usage, added, folded
+from tinsmith.types import LoraSpec
 
 HOUR = 1_790_000_400.0 // HOUR_S * HOUR_S
 

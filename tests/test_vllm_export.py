@@ -18,7 +18,7 @@ from tinker import types
 from typer.testing import CliRunner
 
 from live import API_KEY, LiveServer
-from tinsmith import nano
+from tinsmith.base_models import nano
 from tinsmith.cli.main import app
 
 TOKENS = list(range(40, 60))

@@ -25,12 +25,15 @@ from live import API_KEY, LiveServer, serving
 from recipes.runner import run as run_recipe
 from recipes.table import ROWS
 from recipes.workplace import make_workplace
-from tinsmith import nano
 from tinsmith.backends import Backend
-from tinsmith.backends.sampled import Sampled, sample_elsewhere
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.bases import eos_token_ids, read_shape
-from tinsmith.ops import (
+from tinsmith.backends.with_remote_sampler import Sampled, sample_elsewhere
+from tinsmith.base_models import eos_token_ids, nano, read_shape
+from tinsmith.samplers import Sampler
+from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.dialect import Ask, PromptAsk
+from tinsmith.samplers.remote.vllm import VllmDialect
+from tinsmith.types import (
     AdamParams,
     Adjustments,
     Datum,
@@ -41,10 +44,6 @@ from tinsmith.ops import (
     SampleResult,
     SamplingParams,
 )
-from tinsmith.samplers import Sampler
-from tinsmith.samplers.dialect import Ask, PromptAsk
-from tinsmith.samplers.external import Engine, ExternalSampler
-from tinsmith.samplers.vllm import VllmDialect
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

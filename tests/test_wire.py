@@ -29,9 +29,9 @@ from tinker.types import (
 )
 
 from properties import examples
-from tinsmith import ops
+from tinsmith import types
 from tinsmith.errors import NotSupportedError, TooLargeError, UnsupportedMediaError, UserError
-from tinsmith.wire import bodies, dialect, fields, sampling, training, weights
+from tinsmith.wire import bodies, fields, legacy, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
@@ -101,8 +101,8 @@ def test_a_pass_holds_exactly_what_the_sdk_encoded(data: list[Datum], config: ob
             check_array(got.inputs[name], tensor)
 
 
-def check_array(got: ops.Array, sent: TensorData) -> None:
-    if isinstance(got, ops.SparseRows):
+def check_array(got: types.Array, sent: TensorData) -> None:
+    if isinstance(got, types.SparseRows):
         assert got.shape == tuple(sent.shape or ())
         assert got.crow_indices.tolist() == sent.sparse_crow_indices
         assert got.col_indices.tolist() == sent.sparse_col_indices
@@ -207,7 +207,7 @@ finite_metrics = st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False)
 @given(st.lists(arrays(np.float32), max_size=6), finite_metrics)
 @examples(150)
 def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray], metrics: dict[str, float]) -> None:
-    body = training.write_pass_result(ops.PassResult(tuple(logprobs), metrics))
+    body = training.write_pass_result(types.PassResult(tuple(logprobs), metrics))
     read = response_conv.deserialize_forward_backward_output(body)
     assert read.metrics == metrics
     assert len(read.loss_fn_outputs) == len(logprobs)
@@ -220,13 +220,13 @@ def test_the_sdk_reads_back_every_logprob_and_metric(logprobs: list[np.ndarray],
 
 def test_the_sdk_reads_elementwise_losses_beside_logprobs() -> None:
     logprobs = (np.array([-1, -2], np.float32), np.array([[-1, -2], [-3, -4]], np.float32))
-    result = ops.PassResult(logprobs, {"loss:sum": 0.0}, tuple(-2 * array for array in logprobs))
+    result = types.PassResult(logprobs, {"loss:sum": 0.0}, tuple(-2 * array for array in logprobs))
     body = training.write_pass_result(result)
     read = response_conv.deserialize_forward_backward_output(body)
     assert [set(output) for output in read.loss_fn_outputs] == [{"logprobs", "elementwise_loss"}] * 2
     for output, sent in zip(read.loss_fn_outputs, result.elementwise_loss, strict=True):
         np.testing.assert_array_equal(output["elementwise_loss"].to_numpy(), sent)
-    outputs = dialect.pass_result(body)["loss_fn_outputs"]
+    outputs = legacy.pass_result(body)["loss_fn_outputs"]
     assert [output["elementwise_loss"]["data"] for output in outputs] == [[2, 4], [2, 4, 6, 8]]  # type: ignore[union-attr]
 
 
@@ -239,23 +239,23 @@ sampled = st.integers(1, 6).flatmap(
 )
 
 
-def top_k(length: int, k: int) -> ops.TopK:
+def top_k(length: int, k: int) -> types.TopK:
     ids = np.arange(length * k, dtype=np.int32).reshape(length, k)
     logprobs = np.linspace(-3, 0, length * k, dtype=np.float32).reshape(length, k)
-    return ops.TopK(ids, logprobs)
+    return types.TopK(ids, logprobs)
 
 
 @given(st.lists(sampled, max_size=4), st.integers(0, 5), st.integers(0, 4), st.integers(0, 9))
 @examples(150)
 def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits: int) -> None:
     sequences = tuple(
-        ops.SampledSequence(ids, logprobs, {"s": "stop", "l": "length"}[reason], top_k(len(ids), k) if k else None)
+        types.SampledSequence(ids, logprobs, {"s": "stop", "l": "length"}[reason], top_k(len(ids), k) if k else None)
         for ids, logprobs, reason in drawn
     )
     prompt_logprobs = np.linspace(-1, 0, prompt, dtype=np.float32)
     prompt_logprobs[:1] = np.nan
     topk_prompt = top_k(prompt, k)
-    result = ops.SampleResult("r", sequences, prompt_logprobs, topk_prompt, hits)
+    result = types.SampleResult("r", sequences, prompt_logprobs, topk_prompt, hits)
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.prompt_cache_hit_tokens == hits
     assert [sequence.stop_reason for sequence in read.sequences] == [sequence.stop_reason for sequence in sequences]
@@ -276,7 +276,7 @@ def test_the_sdk_reads_back_every_sample(drawn: list, prompt: int, k: int, hits:
 @examples(30)
 def test_the_sdk_reads_back_targets_and_alternatives(logprobs: np.ndarray) -> None:
     tokens = np.arange(logprobs.size).reshape(logprobs.shape) + 2**40
-    result = ops.SampleResult("r", (), target_prompt=logprobs, alt_tokens=ops.AltTokens(tokens, logprobs))
+    result = types.SampleResult("r", (), target_prompt=logprobs, alt_tokens=types.AltTokens(tokens, logprobs))
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.target_prompt_logprobs is not None and read.prompt_alt_tokens is not None
     for got, sent in (
@@ -290,8 +290,8 @@ def test_the_sdk_reads_back_targets_and_alternatives(logprobs: np.ndarray) -> No
 
 def test_the_sdk_reads_back_sparse_targets() -> None:
     values = np.array([-1.5, -0.25, -3.0], np.float32)
-    rows = ops.SparseRows(values, np.array([0, 0, 2, 3]), np.array([0, 4, 2]), (3, 5))
-    result = ops.SampleResult("r", (), target_prompt=rows)
+    rows = types.SparseRows(values, np.array([0, 0, 2, 3]), np.array([0, 4, 2]), (3, 5))
+    result = types.SampleResult("r", (), target_prompt=rows)
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result)).target_prompt_logprobs
     assert read is not None
     assert (read.shape, read.dtype) == ([3, 5], "float32")
@@ -301,12 +301,12 @@ def test_the_sdk_reads_back_sparse_targets() -> None:
 
 
 def test_a_result_without_extras_has_none() -> None:
-    read = response_conv.deserialize_sample_response(sampling.write_sample_result(ops.SampleResult("r", ())))
+    read = response_conv.deserialize_sample_response(sampling.write_sample_result(types.SampleResult("r", ())))
     assert read.target_prompt_logprobs is None
     assert read.prompt_alt_tokens is None
 
 
-def check_topk(got: object, sent: ops.TopK | None) -> None:
+def check_topk(got: object, sent: types.TopK | None) -> None:
     if sent is None:
         assert got is None
     else:
@@ -317,8 +317,8 @@ def check_topk(got: object, sent: ops.TopK | None) -> None:
 def test_an_empty_top_k_row_reads_as_none() -> None:
     topk = top_k(3, 2)
     topk.token_ids_Tk[0], topk.logprobs_Tk[0] = 0, -99999.0
-    sequence = ops.SampledSequence(np.ones(1, np.int32), np.zeros(1, np.float32), "stop")
-    result = ops.SampleResult("r", (sequence,), None, topk)
+    sequence = types.SampledSequence(np.ones(1, np.int32), np.zeros(1, np.float32), "stop")
+    result = types.SampleResult("r", (sequence,), None, topk)
     read = response_conv.deserialize_sample_response(sampling.write_sample_result(result))
     assert read.topk_prompt_logprobs is not None
     assert read.topk_prompt_logprobs[0] is None
@@ -353,7 +353,7 @@ def test_a_sample_holds_what_the_sdk_asks_for() -> None:
     assert read.prompt_T.tolist() == [1, 2, 3]
     assert (read.request_id, read.version_id, read.num_samples) == ("r", "v", 2)
     assert (read.prompt_logprobs, read.topk_prompt_logprobs, read.topk_sample_logprobs) == (True, 3, 2)
-    assert read.params == ops.SamplingParams(9, 4, ("a", "bc"), (), True, 0.5, 7, 0.9)
+    assert read.params == types.SamplingParams(9, 4, ("a", "bc"), (), True, 0.5, 7, 0.9)
     assert (read.prompt_logprobs_last_n, read.target_prompt_logprobs, read.prompt_alt_tokens_k) == (None, None, 0)
     extras = sampling.read_sample(sample_body(prompt_logprobs_last_n=2, prompt_alt_tokens_k=4), "r", None)
     assert (extras.prompt_logprobs_last_n, extras.prompt_alt_tokens_k) == (2, 4)
@@ -369,7 +369,7 @@ def test_targets_are_read_in_both_layouts() -> None:
             assert isinstance(read, np.ndarray)
             assert read.tolist() == ids.tolist()
         else:
-            assert isinstance(read, ops.SparseRows)
+            assert isinstance(read, types.SparseRows)
             assert (read.shape, read.values.tolist()) == ((2, 6), [0, 9])
             assert (read.crow_indices.tolist(), read.col_indices.tolist()) == ([0, 0, 2], [4, 5])
 
@@ -492,12 +492,12 @@ def test_an_optim_step_of_the_sdk_keeps_every_parameter() -> None:
     params = AdamParams(learning_rate=1e-3, beta1=0.5, beta2=0.6, eps=1e-8, weight_decay=0.1, grad_clip_norm=2.0)
     request = OptimStepRequest(optim_params=params, model_id="m", seq_id=1)
     read = training.read_optim_step(orjson.dumps(request.model_dump(mode="json", exclude_none=True)), "r")
-    assert read == ops.OptimStep("r", "m", ops.AdamParams(1e-3, 0.5, 0.6, 1e-8, 0.1, 2.0))
+    assert read == types.OptimStep("r", "m", types.AdamParams(1e-3, 0.5, 0.6, 1e-8, 0.1, 2.0))
 
 
 def test_the_default_adam_parameters_are_the_sdks() -> None:
-    assert ops.AdamParams(**AdamParams().model_dump()) == ops.AdamParams()
-    assert training.read_optim_step(b'{"model_id": "m", "adam_params": {}}', "r").params == ops.AdamParams()
+    assert types.AdamParams(**AdamParams().model_dump()) == types.AdamParams()
+    assert training.read_optim_step(b'{"model_id": "m", "adam_params": {}}', "r").params == types.AdamParams()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 VOCAB = 300
 EOS = 256

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from tinsmith.ops import CustomLoss
+from tinsmith.types import CustomLoss
 from tinsmith.wire.custom_loss import create_custom_loss_of
 from tinsmith.wire.fields import read_object
 

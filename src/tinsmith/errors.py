@@ -1,7 +1,7 @@
 """Every error that Tinsmith raises on purpose, in one tree.
 
 Each class says whose fault it is (`category`, the SDK's RequestErrorCategory) and which HTTP status it has when
-it is answered at once. The docstring is the default message. `routes/problems.py` maps the tree to HTTP; the
+it is answered at once. The docstring is the default message. `api/errors.py` maps the tree to HTTP; the
 engine maps it to a failed future. Nothing here does I/O.
 """
 

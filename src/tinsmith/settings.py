@@ -266,9 +266,9 @@ class Settings(BaseSettings):
     """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
     server counts for itself."""
 
-    crash_point: str = ""
+    failpoints: str = ""
     """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
-    (`crashpoints.py` has the names); empty for nowhere."""
+    (`failpoints.py` has the names); empty for nowhere."""
 
     batch_workers: int = Field(default=2, ge=0, le=1024)
     """Workers of the pool `local`: how many batches of bulk jobs run at a time."""

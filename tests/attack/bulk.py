@@ -9,7 +9,7 @@ from pathlib import Path
 
 from crash.kept import KeptServer
 from tinsmith import batch
-from tinsmith.batch.client import Client
+from tinsmith.batch.client.http import Client
 from tinsmith.errors import TinsmithError
 
 TENANT = "cal"

@@ -28,8 +28,8 @@ from crash.kept import KeptServer, kept
 from crash.killing import processes_below
 from crash.runs import DEPRECATED, Plan, Record, run_all
 from raw_client import resident_bytes
-from tinsmith.db import Database
-from tinsmith.tenants.keys import Keys
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import Database
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
 

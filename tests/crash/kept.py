@@ -17,8 +17,8 @@ import sqlalchemy as sa
 
 import databases
 from live import free_port
-from tinsmith.db import Database
-from tinsmith.tenants.keys import Keys
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import Database
 
 START_S = 60.0
 TENANTS = ("ann", "bob", "cal")

@@ -17,8 +17,8 @@ from pathlib import Path
 MODULES = {
     "tinsmith.cli": "server",
     "tinsmith.engine": "engine",
-    "tinsmith.batch.worker": "worker",
-    "tinsmith.batch.child": "mapper",
+    "tinsmith.batch.worker.worker": "worker",
+    "tinsmith.batch.worker.child": "mapper",
 }
 """What each kind of process runs."""
 ALL = "everything"

@@ -16,8 +16,8 @@ from crash.kept import KeptServer, kept
 from crash.runs import DEPRECATED, Books, Record, books, run_all
 from crash.test_matrix import NTH, POINTS_HERE
 from live import LiveServer, free_port, serving
-from tinsmith.db import Database
-from tinsmith.fleet.engines import Engines
+from tinsmith.cluster.engines import Engines
+from tinsmith.db.database import Database
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
@@ -31,14 +31,14 @@ POINTS = [point for point in POINTS_HERE if not point.startswith(OF_SERVERS) and
 
 
 @contextlib.contextmanager
-def engine(server: KeptServer, name: str, crash_point: str, **more: str) -> Iterator[LiveServer]:
+def engine(server: KeptServer, name: str, failpoints: str, **more: str) -> Iterator[LiveServer]:
     """A process of the role engine, on a data directory of its own."""
     port = free_port()
     settings = {
         "DATABASE_URL": server.database_url,
         "STORAGE_DIR": str(server.data_dir),
         "ENGINE_LEASE_S": "2",
-        "CRASH_POINT": crash_point,
+        "FAILPOINTS": failpoints,
         **more,
     }
     arguments = ("--role", "engine", "--backend", "fake", "--health-port", str(port))

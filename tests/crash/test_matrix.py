@@ -10,7 +10,7 @@ import pytest
 
 from crash.kept import KeptServer, kept
 from crash.runs import DEPRECATED, Books, Record, books, run_all
-from tinsmith.crashpoints import POINTS, VICTIMS
+from tinsmith.runtime.failpoints import POINTS, VICTIMS
 
 pytestmark = pytest.mark.filterwarnings(DEPRECATED)
 
@@ -57,7 +57,7 @@ def undisturbed(fake_undisturbed: Seen) -> Seen:
 
 def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
     migrated = FIRST_START not in points
-    with kept(data_dir, "--backend", "fake", migrated=migrated, crash_point=specs) as server:
+    with kept(data_dir, "--backend", "fake", migrated=migrated, failpoints=specs) as server:
         assert outcome(server) == undisturbed
         assert points <= server.markers, "not every process died"
 

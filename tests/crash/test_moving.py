@@ -22,8 +22,8 @@ RUNS = 3
 
 
 @contextlib.contextmanager
-def moving_engine(server: KeptServer, name: str, crash_point: str = "") -> Iterator[LiveServer]:
-    with engine(server, name, crash_point, REBALANCE_IDLE_S="0.5") as made:
+def moving_engine(server: KeptServer, name: str, failpoints: str = "") -> Iterator[LiveServer]:
+    with engine(server, name, failpoints, REBALANCE_IDLE_S="0.5") as made:
         yield made
 
 

@@ -39,7 +39,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 @pytest.mark.slow
 @pytest.mark.parametrize("crash", CRASHES)
 def test_a_crash_does_not_show_in_the_numbers_of_a_real_model(tmp_path: Path, undisturbed: Seen, crash: str) -> None:
-    told, *counts = outcome(tmp_path / "data", crash_point=crash)
+    told, *counts = outcome(tmp_path / "data", failpoints=crash)
     expected, *expected_counts = undisturbed
     assert counts == expected_counts
     for tenant, record in told.items():

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
-from tinsmith.ops import LoraSpec, ModelShape
-from tinsmith.samplers.capture import Capture, capture_for, plain
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local.capture import Capture, capture_for, plain
+from tinsmith.types import LoraSpec, ModelShape
 
 NAMED = bool(os.environ.get("TEST_DEVICE"))
 DEVICE = os.environ.get("TEST_DEVICE") or "cuda"

@@ -12,8 +12,8 @@ from gpu.device import capture, pair
 from local_sampling import assert_same, make_prompt, make_sample, run
 from test_families import GREEDY, batch, train
 from test_torch_backend import relative, weights
-from tinsmith.ops import LoraSpec, PassResult
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import LoraSpec, PassResult
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.model_type) for family in FAMILIES])

@@ -12,9 +12,9 @@ from gpu.device import DEVICE, device, only_cuda
 from local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend, grouped, varlen
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.quantised import QuantisedLinear
-from tinsmith.ops import ModelShape
-from tinsmith.samplers.capture import capture_for, plain
+from tinsmith.backends.torch.quantization import QuantisedLinear
+from tinsmith.samplers.local.capture import capture_for, plain
+from tinsmith.types import ModelShape
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -14,11 +14,11 @@ from gpu.device import DEVICE, ON_CUDA, adapter_on, capture
 from local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
 from test_local_sampler import _crowd
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.ops import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, Sample, SamplingParams
-from tinsmith.samplers.graphs import DecodeGraphs
-from tinsmith.samplers.local import LocalSampler, SamplerOptions
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.types import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, Sample, SamplingParams
 
 SEEDS = {"a": (1, 4), "b": (2, 16), "c": (3, 5), "d": (4, 8)}
 """Versions: seed and rank."""

@@ -15,7 +15,7 @@ from test_torch_backend import OUR_LOSSES, SPECS, fb, mixed_passes, relative, rl
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.errors import NonFiniteGradientError
-from tinsmith.ops import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
+from tinsmith.types import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 
@@ -75,7 +75,7 @@ def test_steps_of_many_tenants_move_weights_as_on_the_cpu(qwen: ModelShape, opti
 
 def _params(optimizer: str) -> AdamParams:
     if optimizer == "dimuon":
-        from tinsmith.ops import DimuonParams
+        from tinsmith.types import DimuonParams
 
         return DimuonParams(1e-3)  # pyright: ignore[reportReturnType]
     return AdamParams(1e-3, eps=1e-8, weight_decay=0.01, grad_clip_norm=0.5)

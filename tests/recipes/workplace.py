@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from recipes.boxing import ANSWERS, teach_boxing
-from tinsmith import nano
+from tinsmith.base_models import nano
 
 # Recipes put their instructions (a tool's schema, a few-shot prefix) before short questions.
 CONTEXT_LENGTH = 8192

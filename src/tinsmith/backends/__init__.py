@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.heap import importing
-from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.runtime.malloc import importing
 from tinsmith.samplers import Sampler
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def preload() -> None:
     """Import what the torch backend takes seconds to import."""
     with importing():
         import tinsmith.backends.torch
-        import tinsmith.samplers.local  # noqa: F401
+        import tinsmith.samplers.local.engine  # noqa: F401
 
 
 def load(name: str, shape: ModelShape, **options: str) -> Backend:
@@ -136,9 +136,9 @@ def load(name: str, shape: ModelShape, **options: str) -> Backend:
         return TorchBackend(shape, **options)
     if name == "sharded":
         with importing():
-            from tinsmith.backends import sharded
+            from tinsmith.backends import distributed
 
-        return sharded.load(shape, **options)
+        return distributed.load(shape, **options)
     if name == "full":
         with importing():
             from tinsmith.backends.full import FullBackend

@@ -18,8 +18,8 @@ import numpy as np
 from tinsmith.backends import Capture
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.losses import cross_entropy_weights, elementwise_cross_entropy
-from tinsmith.ops import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 from tinsmith.samplers.fake import FakeSampler
+from tinsmith.types import F32, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, SparseRows
 
 STATE_FILE = "fake_adapter.json"
 

@@ -18,8 +18,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tinsmith.batch.client import Client
-    from tinsmith.batch.dataset import (
+    from tinsmith.batch.client.dataset import (
         Dataset,
         from_huggingface,
         from_items,
@@ -33,32 +32,33 @@ if TYPE_CHECKING:
         read_webdataset,
         resume,
     )
-    from tinsmith.batch.functions import is_remote_function, remote_function
-    from tinsmith.batch.job import Job, JobFailedError
-    from tinsmith.batch.mapper_runtime import RowError, load, save_results
+    from tinsmith.batch.client.functions import is_remote_function, remote_function
+    from tinsmith.batch.client.http import Client
+    from tinsmith.batch.client.job import Job, JobFailedError
+    from tinsmith.batch.formats.protocols import InputReader, JobSpec, OutputWriter
+    from tinsmith.batch.formats.readers.csv import CsvReader
+    from tinsmith.batch.formats.readers.huggingface import HuggingFaceReader
+    from tinsmith.batch.formats.readers.images import ImageReader
+    from tinsmith.batch.formats.readers.items import ItemsReader
+    from tinsmith.batch.formats.readers.lines import JsonReader, TextReader
+    from tinsmith.batch.formats.readers.openai import OpenAIBatchReader
+    from tinsmith.batch.formats.readers.parquet import ParquetReader
+    from tinsmith.batch.formats.readers.sql import SqlReader
+    from tinsmith.batch.formats.readers.webdataset import WebdatasetReader
+    from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+    from tinsmith.batch.formats.writers.csv import CsvWriter
+    from tinsmith.batch.formats.writers.images import ImageWriter
+    from tinsmith.batch.formats.writers.lines import JsonWriter, TextWriter
+    from tinsmith.batch.formats.writers.openai import OpenAIBatchWriter
+    from tinsmith.batch.formats.writers.parquet import ParquetWriter
+    from tinsmith.batch.formats.writers.sql import SqlWriter
+    from tinsmith.batch.formats.writers.webdataset import WebdatasetWriter
     from tinsmith.batch.operations.environments import Retry, Turns
     from tinsmith.batch.operations.grade import Grade
     from tinsmith.batch.operations.rollout import Rollout
     from tinsmith.batch.operations.sample import Sample
     from tinsmith.batch.operations.seeds import row_seed
-    from tinsmith.batch.protocols import InputReader, JobSpec, OutputWriter
-    from tinsmith.batch.readers.csv import CsvReader
-    from tinsmith.batch.readers.huggingface import HuggingFaceReader
-    from tinsmith.batch.readers.images import ImageReader
-    from tinsmith.batch.readers.items import ItemsReader
-    from tinsmith.batch.readers.lines import JsonReader, TextReader
-    from tinsmith.batch.readers.openai import OpenAIBatchReader
-    from tinsmith.batch.readers.parquet import ParquetReader
-    from tinsmith.batch.readers.sql import SqlReader
-    from tinsmith.batch.readers.webdataset import WebdatasetReader
-    from tinsmith.batch.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-    from tinsmith.batch.writers.csv import CsvWriter
-    from tinsmith.batch.writers.images import ImageWriter
-    from tinsmith.batch.writers.lines import JsonWriter, TextWriter
-    from tinsmith.batch.writers.openai import OpenAIBatchWriter
-    from tinsmith.batch.writers.parquet import ParquetWriter
-    from tinsmith.batch.writers.sql import SqlWriter
-    from tinsmith.batch.writers.webdataset import WebdatasetWriter
+    from tinsmith.batch.worker.runtime import RowError, load, save_results
 
 WHERE = {
     "client": "Client",

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith.batch import operations
-from tinsmith.batch.protocols import JobSpec
-from tinsmith.batch.registry import SHIPPED
+from tinsmith.batch.formats.protocols import JobSpec
+from tinsmith.batch.formats.registry import SHIPPED
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
 from tinsmith.storage.stores import is_below, join, split

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from tinsmith.chat.plans import (
+from tinsmith.chat.generation_request import (
     MAX_CHOICES,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,
@@ -21,7 +21,7 @@ from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.texts import Text
 from tinsmith.chat.thinking import Thinking, thinking_of
 from tinsmith.chat.tools import OPEN, ToolUse, read_tools
-from tinsmith.ops import Grammar, SamplingParams
+from tinsmith.types import Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show
 
 KNOWN = SHARED | frozenset(

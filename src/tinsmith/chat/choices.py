@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tinsmith.chat.plans import Plan
+from tinsmith.chat.generation_request import Plan
 from tinsmith.chat.texts import UNFINISHED, Text
 from tinsmith.chat.tools import ToolCall
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tinsmith.chat.plans import (
+from tinsmith.chat.generation_request import (
     MAX_CHOICES,
     MAX_TOKENS,
     MAX_TOP_LOGPROBS,

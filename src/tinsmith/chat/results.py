@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinsmith.chat.choices import LOWEST_LOGPROB, Choice, Piece, ShownToken, TopRow
-from tinsmith.chat.plans import Plan
+from tinsmith.chat.generation_request import Plan
 from tinsmith.chat.texts import Text
 from tinsmith.chat.tools import ToolCall
-from tinsmith.ops import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
+from tinsmith.types import EMPTY_LOGPROB, SampledSequence, SampleResult, TopK
 
 JsonObject = dict[str, object]
 

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from tinsmith.bases import json_object, named_tokens
+from tinsmith.base_models import json_object, named_tokens
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import NotSupportedError
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

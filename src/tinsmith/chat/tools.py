@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from tinsmith.chat.refusals import RequestError, not_supported
-from tinsmith.ops import JSON_FORM, Grammar
+from tinsmith.types import JSON_FORM, Grammar
 from tinsmith.wire.fields import Fields, show
 
 MAX_TOOLS = 128

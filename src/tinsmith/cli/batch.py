@@ -25,9 +25,9 @@ from rich.table import Table
 from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
-    from tinsmith.batch.client import Client, Status
-    from tinsmith.batch.protocols import InputReader, OutputWriter
-    from tinsmith.batch.registry import Registry
+    from tinsmith.batch.client.http import Client, Status
+    from tinsmith.batch.formats.protocols import InputReader, OutputWriter
+    from tinsmith.batch.formats.registry import Registry
 
 T = TypeVar("T")
 REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
@@ -78,8 +78,8 @@ def submit(  # noqa: PLR0913  each is a flag
     as_json: AsJson = False,
 ) -> None:
     """Run a function over every row, and wait for the end."""
-    from tinsmith.batch.dataset import Dataset
-    from tinsmith.batch.job import Job
+    from tinsmith.batch.client.dataset import Dataset
+    from tinsmith.batch.client.job import Job
 
     with _client() as client:
         writers = [_writer(given) for given in outputs]
@@ -137,7 +137,7 @@ def show(job_id: JobId, as_json: AsJson = False) -> None:
     if as_json:
         _print_json(status)
         return
-    from tinsmith.batch.job import first_error_lines, progress_of
+    from tinsmith.batch.client.job import first_error_lines, progress_of
 
     now = progress_of(status)
     left = "" if now.seconds_left is None or status["status"] in ENDED else f", about {now.seconds_left:.0f} s to go"
@@ -168,7 +168,7 @@ def logs(
     as_json: AsJson = False,
 ) -> None:
     """Print what the function prints, each line with its batch, and what becomes of the job."""
-    from tinsmith.batch.job import followed
+    from tinsmith.batch.client.job import followed
 
     with _client() as client:
         for line in followed(client, job_id, follow):
@@ -187,7 +187,7 @@ def list_errors(
     as_json: AsJson = False,
 ) -> None:
     """Print the rows that failed, and why."""
-    from tinsmith.batch.job import Job, first_error_lines
+    from tinsmith.batch.client.job import Job, first_error_lines
 
     with _client() as client:
         for error in Job(job_id, client).errors():
@@ -255,7 +255,7 @@ def resume(
     as_json: AsJson = False,
 ) -> None:
     """Do what a failed or cancelled job has left, as a new job."""
-    from tinsmith.batch.job import Job
+    from tinsmith.batch.client.job import Job
 
     with _client() as client:
         writers = [_writer(given) for given in outputs or ()]
@@ -273,8 +273,8 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write what a job has so far, or all of it, to another place."""
-    from tinsmith.batch.job import Job
-    from tinsmith.batch.writers.lines import LinesWriter
+    from tinsmith.batch.client.job import Job
+    from tinsmith.batch.formats.writers.lines import LinesWriter
 
     with _client() as client:
         what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)
@@ -303,7 +303,7 @@ def pools(as_json: AsJson = False) -> None:
 @contextmanager
 def _client() -> Iterator[Client]:
     """A client of the environment's server. What is refused ends the command with one line."""
-    from tinsmith.batch.client import Client
+    from tinsmith.batch.client.http import Client
 
     client = Client(patience_s=PATIENCE_S)
     try:
@@ -317,7 +317,7 @@ def _client() -> Iterator[Client]:
 
 def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
     """Wait for a job's end and say how it went, unless nobody wants to."""
-    from tinsmith.batch.job import Job, JobFailedError, ending_of
+    from tinsmith.batch.client.job import Job, JobFailedError, ending_of
 
     job = Job(job_id, client)
     if detach:
@@ -348,7 +348,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
 
 def _show_progress(client: Client, job_id: int) -> None:
     """A bar of batches, and the rest beside it, until the job's end."""
-    from tinsmith.batch.job import progress_of
+    from tinsmith.batch.client.job import progress_of
 
     columns = ("[bold]{task.description}", BarColumn(), TaskProgressColumn(), "{task.fields[told]}")
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=notes) as bar:
@@ -381,7 +381,7 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
     """What a file holds under a name, or the one function that can be meant: a function, a class, operations."""
     import importlib.util
 
-    from tinsmith.batch.functions import is_remote_function
+    from tinsmith.batch.client.functions import is_remote_function
     from tinsmith.batch.operations.base import Operation
 
     file, _, name = reference.rpartition(":") if not reference.endswith(".py") else (reference, "", "")
@@ -414,20 +414,20 @@ def _loaded(reference: str) -> Any:  # noqa: ANN401
 
 
 def _reader(given: str) -> InputReader:
-    from tinsmith.batch import registry
+    from tinsmith.batch.formats import registry
 
     return _found(registry.INPUT_READER_REGISTRY, given)
 
 
 def _writer(given: str) -> OutputWriter:
-    from tinsmith.batch import registry
+    from tinsmith.batch.formats import registry
 
     return _found(registry.OUTPUT_WRITER_REGISTRY, given)
 
 
 def _found(registry: Registry[T], given: str) -> T:
     """The reader or writer of `[FORMAT:]PATH`."""
-    from tinsmith.batch.formats import format_of
+    from tinsmith.batch.formats.paths import format_of
 
     name, path = _format(given, registry.names())
     try:
@@ -457,7 +457,7 @@ def _object(flag: str, text: str) -> dict[str, Any]:
 
 def _if_exists(given: str, writers: list[OutputWriter], yes: bool) -> str:
     """What a job is told; asks where an output is there already and nothing was said of it."""
-    from tinsmith.batch.publishing import check_output
+    from tinsmith.batch.formats.publishing import check_output
 
     if given != "ask":
         return given

@@ -142,7 +142,7 @@ def _push(directory: Path, base: str, name: str, ttl: int | None, as_json: bool)
 
 
 def _base_directory(base: str) -> Path:
-    from tinsmith.bases import resolve
+    from tinsmith.base_models import resolve
 
     if not base:
         raise UserError("the adapter names no base model; say which directory or hub id: --base DIR_OR_ID")

@@ -28,11 +28,11 @@ from rich.table import Table
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinsmith import nano
+from tinsmith.base_models import nano
+from tinsmith.base_models.nano import tasks
+from tinsmith.base_models.nano.tasks import Example
+from tinsmith.base_models.nano.words import Split
 from tinsmith.errors import SettingsError
-from tinsmith.nano import tasks
-from tinsmith.nano.tasks import Example
-from tinsmith.nano.words import Split
 
 SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
 RL_TASK, RL_STEPS, RL_PROMPTS, RL_GROUP, RL_RATE = "add", 24, 16, 8, 1e-3

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith import bases
+from tinsmith import base_models
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings
 
@@ -91,7 +91,7 @@ def _port(settings: Settings) -> Finding:
 
 def _models(settings: Settings) -> Iterator[Finding]:
     try:
-        served = bases.resolve(settings.models)
+        served = base_models.resolve(settings.models)
     except SettingsError as error:
         yield Finding(False, "model", str(error))
         return

@@ -21,8 +21,8 @@ from tinsmith.errors import SettingsError, UserError
 from tinsmith.settings import load
 
 if TYPE_CHECKING:
-    from tinsmith.db import Database
-    from tinsmith.tenants.keys import Key
+    from tinsmith.auth.keys import Key
+    from tinsmith.db.database import Database
 
 app = typer.Typer(
     help="API keys: each names a tenant, and a server that has any takes no others.", no_args_is_help=True
@@ -48,9 +48,9 @@ def create(
     data_dir: DataDir = None,
 ) -> None:
     """Make a key and print it, once."""
-    from tinsmith.quotas import read_quotas
-    from tinsmith.tenants import LOCAL_TENANT
-    from tinsmith.tenants.keys import Keys
+    from tinsmith.auth import LOCAL_TENANT
+    from tinsmith.auth.keys import Keys
+    from tinsmith.auth.quotas import read_quotas
 
     with _database(data_dir) as database:
         keys = Keys(database)
@@ -71,7 +71,7 @@ def list_keys(
     data_dir: DataDir = None,
 ) -> None:
     """List the keys, never what they are."""
-    from tinsmith.tenants.keys import Keys
+    from tinsmith.auth.keys import Keys
 
     with _database(data_dir) as database:
         found = Keys(database).list_all()
@@ -93,7 +93,7 @@ def revoke(
     data_dir: DataDir = None,
 ) -> None:
     """End a key, and every token that was made for it."""
-    from tinsmith.tenants.keys import Keys
+    from tinsmith.auth.keys import Keys
 
     with _database(data_dir) as database:
         key = Keys(database).revoke(key_id)
@@ -106,8 +106,8 @@ def revoke(
 @contextmanager
 def _database(data_dir: Path | None) -> Iterator[Database]:
     """The server's database, migrated; TINSMITH_DATABASE_URL says where it is, if not in the data directory."""
-    from tinsmith.db import Database
-    from tinsmith.storage import make_private
+    from tinsmith.db.database import Database
+    from tinsmith.storage.directories import make_private
 
     settings = load({} if data_dir is None else {"data_dir": data_dir})
     if not settings.database_url:

@@ -22,12 +22,12 @@ from tinsmith.cli import checkpoints as checkpoints_cli
 from tinsmith.cli import keys as keys_cli
 from tinsmith.cli import up as up_cli
 from tinsmith.errors import SettingsError
-from tinsmith.heap import importing
+from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
 
 if TYPE_CHECKING:
     from tinsmith.cli.plan import Asked
-    from tinsmith.fleet.early import EarlyEngine
+    from tinsmith.cluster.early import EarlyEngine
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -245,7 +245,7 @@ def options(
 
 
 def _serve(settings: Settings, *, as_json: bool) -> None:
-    from tinsmith.fleet.early import EarlyEngine
+    from tinsmith.cluster.early import EarlyEngine
 
     early = EarlyEngine.begin(settings)
     try:
@@ -257,8 +257,8 @@ def _serve(settings: Settings, *, as_json: bool) -> None:
 
 def _serve_with(settings: Settings, early: EarlyEngine | None, *, as_json: bool) -> None:
     with importing():
-        from tinsmith.observing.logs import configure_logs
-        from tinsmith.server import build
+        from tinsmith.server.process import build
+        from tinsmith.telemetry.logs import configure_logs
 
     configure_logs(settings.log_level, settings.log_format)
     server = build(settings, early)

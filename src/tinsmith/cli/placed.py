@@ -13,10 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
+from tinsmith.auth.signing import keep_secret
 from tinsmith.cli.main import _serve
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load
-from tinsmith.signing import keep_secret
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from tinsmith import bases
+from tinsmith import base_models
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, check, choose
@@ -53,7 +53,7 @@ def plan_of(asked: Asked) -> Plan:
 def find(model: str) -> Path:
     """A directory or a config.json as it is; anything else as the server would find it."""
     path = Path(model.partition("=")[2] or model).expanduser()
-    return path if path.exists() else Path(next(iter(bases.resolve([model]))).path)
+    return path if path.exists() else Path(next(iter(base_models.resolve([model]))).path)
 
 
 def _compare(model: Architecture, directory: Path) -> None:

@@ -17,21 +17,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith import nano
+from tinsmith.auth.signing import load_secret
+from tinsmith.base_models import nano
+from tinsmith.cluster.ray.fleet import BATCH_WORKER, ENGINE, SAMPLER, Fleet, Resources, Role, counts_from, others_from
+from tinsmith.cluster.ray.scaling import Rule
 from tinsmith.errors import SettingsError
-from tinsmith.placement.fleet import (
-    BATCH_WORKER,
-    ENGINE,
-    SAMPLER,
-    Fleet,
-    Resources,
-    Role,
-    counts_from,
-    others_from,
-)
-from tinsmith.placement.scaling import Rule
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
-from tinsmith.signing import load_secret
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -200,7 +191,7 @@ def _cluster(token_path: Path | None) -> ModuleType:
     """Ray takes half a second to import, and need not be installed."""
     prepare_ray(token_path)
     try:
-        from tinsmith.placement import cluster
+        from tinsmith.cluster.ray import cluster
     except ImportError as error:
         raise SettingsError(f"this needs Ray ({error}): pip install 'tinsmith[ray]'") from None
     return cluster

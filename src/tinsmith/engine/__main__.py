@@ -24,24 +24,11 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import backends, crashpoints
+from tinsmith import backends
 from tinsmith.backends import Backend
-from tinsmith.background import kept_thread
-from tinsmith.bases import read_shape
-from tinsmith.checkpoints import Checkpoints
-from tinsmith.custom_losses import CustomLosses
-from tinsmith.db import FILES_POLL_S, Database, DatabaseMovedError
-from tinsmith.engine import Engine, Nouns
-from tinsmith.engine.external import open_backend
-from tinsmith.engine.fetching import Fetcher, Places
-from tinsmith.engine.fitting import check_fit
-from tinsmith.engine.handing import Handing, Peering
-from tinsmith.engine.recording import Records
-from tinsmith.engine.sampler import SamplerEngine
-from tinsmith.engine.versions import SHARE_OF_ROOM
-from tinsmith.errors import SettingsError
-from tinsmith.fleet.early import EARLY
-from tinsmith.fleet.engines import (
+from tinsmith.base_models import read_shape
+from tinsmith.cluster.early import EARLY
+from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
     HOLDER,
@@ -53,19 +40,33 @@ from tinsmith.fleet.engines import (
     fence,
     holder_of,
 )
-from tinsmith.fleet.executors import SAMPLER, Executors
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.fleet.running_notes import left_behind, note_path
-from tinsmith.futures import Futures
-from tinsmith.listen import open_mailbox
-from tinsmith.models import Models
-from tinsmith.notify import WakeUps, engine_mailbox
-from tinsmith.observing.logs import configure_logs
-from tinsmith.observing.tracing import NoTracing, Tracing, open_tracing
-from tinsmith.ops import ModelShape
-from tinsmith.sampling_sessions import SamplingSessions
+from tinsmith.cluster.executors import SAMPLER, Executors
+from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.pg_notify import open_mailbox
+from tinsmith.db.wakeups import WakeUps, engine_mailbox
+from tinsmith.engine.external import open_backend
+from tinsmith.engine.fetching import Fetcher, Places
+from tinsmith.engine.fitting import check_fit
+from tinsmith.engine.handing import Handing, Peering
+from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.sampler_loop import SamplerEngine
+from tinsmith.engine.telemetry import Records
+from tinsmith.engine.versions import SHARE_OF_ROOM
+from tinsmith.errors import SettingsError
+from tinsmith.runtime import failpoints
+from tinsmith.runtime.background import kept_thread
 from tinsmith.settings import Settings
-from tinsmith.storage import claim, open_directories
+from tinsmith.storage.directories import claim, open_directories
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures
+from tinsmith.store.models import Models
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.telemetry.logs import configure_logs
+from tinsmith.telemetry.tracing import NoTracing, Tracing, open_tracing
+from tinsmith.types import ModelShape
 
 log = structlog.get_logger()
 
@@ -84,8 +85,8 @@ def main() -> int:
     configure_logs(settings.log_level, settings.log_format)
     structlog.contextvars.bind_contextvars(base_model=spec["name"])
     server = os.getppid()
-    crashpoints.arm(
-        settings.crash_point,
+    failpoints.arm(
+        settings.failpoints,
         "engine",
         settings.resolved_data_dir,
         lambda: [server] if os.getppid() == server else [],

@@ -12,16 +12,16 @@ from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
-from tinsmith.crashpoints import reach
+from tinsmith.cluster.ownership import Arrival, Ownership, preferred
+from tinsmith.db.wakeups import EVERYTHING
+from tinsmith.engine.quarantine import Suspects
 from tinsmith.engine.queues import Lane, Queues
-from tinsmith.engine.suspects import Suspects
-from tinsmith.engine.worklog import Worklog
+from tinsmith.engine.request_timings import Worklog
 from tinsmith.errors import GoneError, TinsmithError, UserError
-from tinsmith.fleet.ownership import Arrival, Ownership, preferred
-from tinsmith.futures import Futures
-from tinsmith.models import Models
-from tinsmith.notify import EVERYTHING
-from tinsmith.ops import Pending
+from tinsmith.runtime.failpoints import hit
+from tinsmith.store.futures import Futures
+from tinsmith.store.models import Models
+from tinsmith.types import Pending
 
 _WITHOUT_LANE = ("sample", "unload_model", "cancel")
 
@@ -57,7 +57,7 @@ class Arrivals:
         """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
         found = self._ownership.incoming(self._last_arrival)
         if found:
-            reach("engine.fetched")
+            hit("engine.fetched")
             self._last_arrival = max(self._last_arrival, found[-1].request.arrival)
         if late := set(named) - {"", EVERYTHING, *self._queues.known, *(one.request.request_id for one in found)}:
             found += self._ownership.named(sorted(late))
@@ -92,7 +92,7 @@ class Arrivals:
         self._is_to_heed |= bool(wanted)  # also where the database does not say what was claimed
         claimed = self._ownership.claim(wanted) if wanted else set[str]()
         if claimed:
-            reach("engine.claimed")
+            hit("engine.claimed")
         for one in found:
             if not one.free or one.request.request_id in claimed:
                 self._enqueue(one.request)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from tinsmith import backends
 from tinsmith.backends import Backend
-from tinsmith.bases import eos_token_ids
+from tinsmith.base_models import eos_token_ids
 from tinsmith.errors import SettingsError
-from tinsmith.ops import ModelShape
 from tinsmith.settings import Settings
+from tinsmith.types import ModelShape
 
 
 def open_backend(
@@ -32,8 +32,8 @@ def open_backend(
         return backends.load(settings.resolved_backend, shape, **options)
     if settings.sampler_url and len(settings.models) > 1:
         raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
-    from tinsmith.backends.sampled import VersionFiles, options_of, sample_elsewhere
-    from tinsmith.samplers.external import Engine
+    from tinsmith.backends.with_remote_sampler import VersionFiles, options_of, sample_elsewhere
+    from tinsmith.samplers.remote.client import Engine
 
     root = settings.resolved_data_dir
     logs = root / "logs"

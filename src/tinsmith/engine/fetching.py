@@ -21,12 +21,12 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.checkpoints import Checkpoint, Checkpoints
-from tinsmith.engine.handover import NotHereError, fetch
+from tinsmith.cluster.executors import Executors
+from tinsmith.engine.transfer import NotHereError, fetch
 from tinsmith.errors import CorruptFilesError
-from tinsmith.fleet.executors import Executors
-from tinsmith.sampling_sessions import SamplingSession, SamplingSessions
-from tinsmith.storage import Directories
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoint, Checkpoints
+from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions
 
 PATIENCE_S = 10.0
 """How long a version that nobody can give is looked for."""

@@ -12,11 +12,11 @@ from pathlib import Path
 import structlog
 
 from tinsmith.errors import SettingsError
-from tinsmith.ops import ModelShape
 from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.settings import Settings
+from tinsmith.types import ModelShape
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """An engine for which less than this fits is of no use."""

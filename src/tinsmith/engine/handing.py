@@ -14,8 +14,8 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Capture
-from tinsmith.engine.handover import Outbox
-from tinsmith.fleet.executors import Executors
+from tinsmith.cluster.executors import Executors
+from tinsmith.engine.transfer import Outbox
 
 log = structlog.get_logger()
 

@@ -10,11 +10,11 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry
 
-from tinsmith.futures import SampleCost
-from tinsmith.observing import meters
-from tinsmith.ops import Pending
+from tinsmith.engine.scheduler import PASS_KINDS
 from tinsmith.samplers import CacheUse
-from tinsmith.scheduler import PASS_KINDS
+from tinsmith.store.futures import SampleCost
+from tinsmith.telemetry import metrics
+from tinsmith.types import Pending
 
 DECODE = "decode"
 
@@ -31,31 +31,31 @@ class EngineMeters:
         seat = (base_model, engine_id)
         registry = registry or CollectorRegistry()
         self._token_budget = token_budget
-        self._tenants = meters.TenantLabels(most_tenants)
+        self._tenants = metrics.TenantLabels(most_tenants)
         prefix = "tinsmith_engine_"
-        step_seconds = meters.histogram(prefix + "step_seconds", registry)
-        tokens = meters.counter(prefix + "tokens_total", registry)
-        tenant_tokens = meters.counter(prefix + "tenant_tokens_total", registry)
-        settled = meters.counter(prefix + "futures_settled_total", registry)
-        waits = meters.histogram(prefix + "wait_seconds", registry)
-        runs = meters.histogram(prefix + "run_seconds", registry)
-        blocks = meters.gauge(prefix + "kv_blocks", registry)
+        step_seconds = metrics.histogram(prefix + "step_seconds", registry)
+        tokens = metrics.counter(prefix + "tokens_total", registry)
+        tenant_tokens = metrics.counter(prefix + "tenant_tokens_total", registry)
+        settled = metrics.counter(prefix + "futures_settled_total", registry)
+        waits = metrics.histogram(prefix + "wait_seconds", registry)
+        runs = metrics.histogram(prefix + "run_seconds", registry)
+        blocks = metrics.gauge(prefix + "kv_blocks", registry)
         self._seconds = cache(lambda work: step_seconds.labels(base_model, work))
         self._tokens = cache(lambda kind: tokens.labels(base_model, kind))
         self._tenant_tokens = cache(lambda tenant, kind: tenant_tokens.labels(base_model, tenant, kind))
         self._settled = cache(lambda kind, outcome: settled.labels(base_model, kind, outcome))
         self._waits = cache(lambda kind: waits.labels(base_model, kind))
         self._runs = cache(lambda kind: runs.labels(base_model, kind))
-        self._step_tokens = meters.histogram(prefix + "step_tokens", registry).labels(base_model)
-        self._step_passes = meters.histogram(prefix + "step_passes", registry).labels(base_model)
-        self._step_tenants = meters.histogram(prefix + "step_tenants", registry).labels(base_model)
-        self._efficiency = meters.histogram(prefix + "pack_efficiency", registry).labels(base_model)
-        self._running = meters.gauge(prefix + "samples_running", registry).labels(*seat)
+        self._step_tokens = metrics.histogram(prefix + "step_tokens", registry).labels(base_model)
+        self._step_passes = metrics.histogram(prefix + "step_passes", registry).labels(base_model)
+        self._step_tenants = metrics.histogram(prefix + "step_tenants", registry).labels(base_model)
+        self._efficiency = metrics.histogram(prefix + "pack_efficiency", registry).labels(base_model)
+        self._running = metrics.gauge(prefix + "samples_running", registry).labels(*seat)
         self._blocks = {state: blocks.labels(*seat, state) for state in ("live", "cached", "limit")}
-        held = meters.gauge(prefix + "memory_bytes", registry)
+        held = metrics.gauge(prefix + "memory_bytes", registry)
         self._held = cache(lambda holder: held.labels(*seat, holder))
-        self._kv_use = meters.gauge(prefix + "kv_use", registry).labels(*seat)
-        self._database = meters.histogram(prefix + "database_seconds", registry).labels(base_model)
+        self._kv_use = metrics.gauge(prefix + "kv_use", registry).labels(*seat)
+        self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
 
     def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
         """Passes shared a step; `others_wait` says that more of them were there."""

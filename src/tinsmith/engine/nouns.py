@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tinsmith.checkpoints import Checkpoints
-from tinsmith.custom_losses import CustomLosses
+from tinsmith.cluster.ownership import Ownership
 from tinsmith.engine.handing import Handing
-from tinsmith.engine.recording import Records
-from tinsmith.fleet.ownership import Ownership
-from tinsmith.futures import Futures
-from tinsmith.models import Models
-from tinsmith.observing.tracing import NoTracing, Tracing
-from tinsmith.sampling_sessions import SamplingSessions
-from tinsmith.storage import Directories
+from tinsmith.engine.telemetry import Records
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures
+from tinsmith.store.models import Models
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.telemetry.tracing import NoTracing, Tracing
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,26 +14,19 @@ from pathlib import Path
 import orjson
 import sqlalchemy as sa
 
-from tinsmith import encryption, sampling_sessions
 from tinsmith.backends import Backend
-from tinsmith.checkpoints import (
-    CheckpointRef,
-    Checkpoints,
-    NewCheckpoint,
-    completion,
-    failure,
-    parse_path,
-)
-from tinsmith.crashpoints import reach
-from tinsmith.engine.sending import Sending
+from tinsmith.engine.uploads import Sending
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import TinsmithError, UserError
-from tinsmith.futures import Settlement
-from tinsmith.models import Model, set_state
-from tinsmith.ops import Pending
-from tinsmith.records import usage
-from tinsmith.records.audit import entry
-from tinsmith.sampling_sessions import NewSamplingSession, inflight_version
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage import encryption
+from tinsmith.store import sampling_sessions, usage
+from tinsmith.store.audit import entry
+from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion, failure, parse_path
+from tinsmith.store.futures import Settlement
+from tinsmith.store.models import Model, set_state
+from tinsmith.store.sampling_sessions import NewSamplingSession, inflight_version
+from tinsmith.types import Pending
 from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
 
 CHECKPOINT_KINDS = {
@@ -78,13 +71,13 @@ class Operations:
 
     def unload(self, model_id: str) -> None:
         """Forget a model's weights and its ephemeral versions."""
-        reach("model.unloading")
+        hit("model.unloading")
         self._backend.unload_model(model_id)
         self._versions.forget(model_id)
 
     def _create_model(self, request: Pending, model: Model, body: bytes) -> Settlement:
         self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
-        reach("model.created")
+        hit("model.created")
         answer = {"model_id": model.model_id, "type": "create_model"}
         return _answer(request, answer, effects=[set_state(model.model_id, "ready"), _created(model)])
 
@@ -117,11 +110,11 @@ class Operations:
         if checkpoint.lora_rank != model.lora_rank:
             raise UserError(f"path {load.path!r} has LoRA rank {checkpoint.lora_rank}, the model has {model.lora_rank}")
         with self._checkpoints.reading(checkpoint) as directory:
-            reach("model.loading")
+            hit("model.loading")
             self._backend.load(
                 model.model_id, model.lora, directory, optimizer=load.optimizer, optimizer_type=model.optimizer_type
             )
-        reach("model.loaded")
+        hit("model.loaded")
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
         save = read_save(body)

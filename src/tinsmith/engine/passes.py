@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from tinsmith.custom_losses import CustomLosses
 from tinsmith.losses import loss_id_of
-from tinsmith.ops import CustomLoss, Pass, Pending
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.types import CustomLoss, Pass, Pending
 from tinsmith.wire.custom_loss import read_definition
 from tinsmith.wire.training import read_pass
 

@@ -9,9 +9,9 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from tinsmith.engine.gathering import LATE_S, Rhythm
-from tinsmith.ops import Pending
-from tinsmith.scheduler import PASS_KINDS, ModelQueue
+from tinsmith.engine.batching_window import LATE_S, Rhythm
+from tinsmith.engine.scheduler import PASS_KINDS, ModelQueue
+from tinsmith.types import Pending
 
 IDLE_LANE_S = 600.0
 """After so long the rhythm of a run says nothing any more."""

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterator
 import structlog
 
 from tinsmith.backends import Backend
-from tinsmith.crashpoints import reach
 from tinsmith.engine.operations import Operations
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.snapshots import Snapshots
 from tinsmith.errors import LostStateError, TinsmithError, UserError
-from tinsmith.futures import Futures
-from tinsmith.models import Model, Models
-from tinsmith.ops import Pending
-from tinsmith.storage import Directories, UnreachableError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage.directories import Directories, UnreachableError
+from tinsmith.store.futures import Futures
+from tinsmith.store.models import Model, Models
+from tinsmith.types import Pending
 from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
@@ -103,7 +103,7 @@ class Recovery:
         return len(replayed)
 
     def _replay(self, model: Model, request: Pending, body: bytes, between: Between | None) -> None:
-        reach("model.replaying")
+        hit("model.replaying")
         if request.kind == "forward_backward":
             self._replay_pass(request, body, between)
         elif request.kind == "optim_step":

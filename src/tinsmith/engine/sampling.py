@@ -21,24 +21,24 @@ from dataclasses import dataclass, replace
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import sequences
-from tinsmith.cancelling import cancelled_name, deletion
-from tinsmith.crashpoints import reach
+from tinsmith.cluster.engines import LeaseLostError
+from tinsmith.db.statements import Effect
 from tinsmith.engine.metering import DECODE, EngineMeters
 from tinsmith.engine.nouns import Nouns
+from tinsmith.engine.quarantine import Suspects
 from tinsmith.engine.queues import Queues
-from tinsmith.engine.recording import BegunSample, SampleKeeper
+from tinsmith.engine.request_timings import Worklog
+from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import Outbox, TurnFailedError
-from tinsmith.engine.suspects import Suspects
-from tinsmith.engine.worklog import Worklog
+from tinsmith.engine.telemetry import BegunSample, SampleKeeper
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
-from tinsmith.fleet.engines import LeaseLostError
-from tinsmith.futures import SampleCost, Settlement
-from tinsmith.ops import Partial, Pending, SampleResult
-from tinsmith.prepared import Effect
+from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
-from tinsmith.sampling_sessions import SamplingSession
-from tinsmith.scheduler import take_in_turns
+from tinsmith.store import recorded_sequences
+from tinsmith.store.cancellation import cancelled_name, deletion
+from tinsmith.store.futures import SampleCost, Settlement
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import Partial, Pending, SampleResult
 from tinsmith.wire.sampling import read_sample, write_sample_result
 
 MAX_IN_SAMPLER = 256
@@ -355,7 +355,7 @@ class Sampling:
                     request, len(sample.prompt_T), recorded_for, begun, sample.stream, sample.num_samples
                 )
                 self._backend.sampler.submit(sample)
-                reach("sample.admitted")
+                hit("sample.admitted")
         except TinsmithError as error:
             self._finish([Settlement(request.request_id, error=error)])
         except SQLAlchemyError:
@@ -380,7 +380,7 @@ class Sampling:
         cost = SampleCost(inside.prompt_tokens, outcome.prompt_cache_hit_tokens, sum(lengths))
         effects: list[Effect] = []
         if inside.recorded_for is not None:
-            effects.append(sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
+            effects.append(recorded_sequences.insertion(inside.recorded_for, request_id, inside.prompt_tokens, lengths))
         if inside.begun is not None:
             effects += self._keeper.kept(inside.begun, outcome)
         return Settlement(request_id, write_sample_result(outcome), "proto", cost=cost, effects=effects)

@@ -18,9 +18,9 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
-from tinsmith.crashpoints import reach
-from tinsmith.engine.worklog import Worklog
-from tinsmith.futures import Futures, Settlement
+from tinsmith.engine.request_timings import Worklog
+from tinsmith.runtime.failpoints import hit
+from tinsmith.store.futures import Futures, Settlement
 
 FIRST_PAUSE_S = 0.05
 """Before the second attempt; each later pause is twice as long."""
@@ -93,13 +93,13 @@ class Outbox:
 
         Raises TurnFailedError if that is impossible, or if the engine is to stop first.
         """
-        reach("engine.ran")
+        hit("engine.ran")
         batch = [*self._kept, *self._worklog.timed(settlements)]
         self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, applied or {})))
 
     def leave(self, settlements: Sequence[Settlement]) -> None:
         """Commit these now if the database permits it at once, else keep them. Raises TurnFailedError."""
-        reach("engine.ran")
+        hit("engine.ran")
         self._kept += self._worklog.timed(settlements)
         if time.monotonic() >= self._retry_at:
             self._guarded(self._try_once)
@@ -122,7 +122,7 @@ class Outbox:
 
     def _commit(self, batch: Sequence[Settlement], applied: Mapping[str, int]) -> None:
         self._futures.settle(batch, applied)
-        reach("settle.committed")
+        hit("settle.committed")
         self._kept.clear()
         self._retry_at, self._pause_s = 0.0, FIRST_PAUSE_S
         self._committed(batch)

@@ -25,11 +25,11 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Backend
-from tinsmith.crashpoints import reach
 from tinsmith.engine.versions import Versions
 from tinsmith.engine.writer import Job, Writer
-from tinsmith.models import Model, Models
-from tinsmith.storage import Directories
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage.directories import Directories
+from tinsmith.store.models import Model, Models
 
 SNAPSHOT_OPTIM_STEPS = 16
 """Fewest optimizer steps between snapshots."""
@@ -222,7 +222,7 @@ class Snapshots:
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
         replaced = self._models.covered(model_id, seq_id, directory)
-        reach("snapshots.recorded")
+        hit("snapshots.recorded")
         self._directories.discard(replaced)
 
     def collect(self) -> None:

@@ -19,12 +19,12 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Backend, Capture
-from tinsmith.checkpoints import Checkpoints, parse_path
-from tinsmith.crashpoints import reach
 from tinsmith.engine.handing import Handing
 from tinsmith.errors import LostStateError, TinsmithError
-from tinsmith.sampling_sessions import SamplingSession, SamplingSessions, inflight_version
-from tinsmith.storage import Directories
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoints, parse_path
+from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions, inflight_version
 
 VERSIONS_IN_MEMORY = 4
 """Ephemeral versions of one model that stay in memory; asynchronous RL uses the last two or three."""
@@ -85,7 +85,7 @@ class Versions:
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._backend.publish(model_id, version_id)
-        reach("model.published")
+        hit("model.published")
         if self._handing:
             self._handing.offer(version_id, self._backend.capture_version)
         self._loaded.pop(version_id, None)

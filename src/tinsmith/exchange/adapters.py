@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from tinsmith.errors import UserError
-from tinsmith.ops import LORA_ALPHA, LoraSpec
+from tinsmith.types import LORA_ALPHA, LoraSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -17,11 +17,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import IO
 
-from tinsmith.checkpoints import KINDS, CheckpointRef
 from tinsmith.errors import NotFoundError
 from tinsmith.exchange.adapters import OPTIMIZER_FILE
-from tinsmith.ops import ModelShape
-from tinsmith.storage import Directories
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import KINDS, CheckpointRef
+from tinsmith.types import ModelShape
 
 REVISION = "main"
 TEMPLATES = "additional_chat_templates"

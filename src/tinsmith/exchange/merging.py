@@ -24,8 +24,8 @@ from torch import Tensor
 from tinsmith.errors import UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFacts
-from tinsmith.ops import LORA_ALPHA
-from tinsmith.storage import appearing
+from tinsmith.storage.directories import appearing
+from tinsmith.types import LORA_ALPHA
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

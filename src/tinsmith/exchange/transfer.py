@@ -20,7 +20,7 @@ from tqdm.utils import CallbackIOWrapper
 
 from tinsmith.errors import NotFoundError, TinsmithError, UserError
 from tinsmith.exchange import adapters
-from tinsmith.storage import appearing
+from tinsmith.storage.directories import appearing
 from tinsmith.storage.stores import fsync
 
 TIMEOUT_S = 60.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tinsmith.errors import TinsmithError
-from tinsmith.ops import Partial, Sample, SampleResult
+from tinsmith.types import Partial, Sample, SampleResult
 
 
 @dataclass(frozen=True, slots=True)

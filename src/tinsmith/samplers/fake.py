@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.ops import (
+from tinsmith.samplers import CacheUse
+from tinsmith.types import (
     EMPTY_LOGPROB,
     F32,
     I64,
@@ -22,7 +23,6 @@ from tinsmith.ops import (
     SparseRows,
     TopK,
 )
-from tinsmith.samplers import CacheUse
 
 DEFAULT_MAX_TOKENS = 8
 

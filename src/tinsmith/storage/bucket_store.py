@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.storage import UnreachableError
+from tinsmith.storage.directories import UnreachableError
 from tinsmith.storage.stores import CHUNK_BYTES, PIECE_BYTES, Entry, ObjectInfo, Store, Writer
 
 if TYPE_CHECKING:

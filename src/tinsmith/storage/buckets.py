@@ -20,9 +20,11 @@ from typing import IO
 
 import structlog
 
-from tinsmith.crashpoints import reach
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage import (
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage.bucket_store import BucketStore
+from tinsmith.storage.cache import Cache
+from tinsmith.storage.directories import (
     MANIFEST,
     Directories,
     Facts,
@@ -33,8 +35,6 @@ from tinsmith.storage import (
     seal,
     write_manifest,
 )
-from tinsmith.storage.bucket_store import BucketStore
-from tinsmith.storage.cache import Cache
 from tinsmith.storage.stores import PIECE_BYTES, join, open_store
 
 KNOWN_MANIFESTS = 1024
@@ -67,13 +67,13 @@ class BucketDirectories(Directories):
             with self._cache.hold(hidden):
                 for path in paths:
                     self._store.upload(path, self._key(name, path.name))
-                reach(f"{self._root.name}.sealed")
+                hit(f"{self._root.name}.sealed")
                 self._store.put(self._key(name, MANIFEST), (hidden / MANIFEST).read_bytes())
         except BaseException:
             self.discard(name)  # what is left of it all the same is swept
             shutil.rmtree(hidden, ignore_errors=True)
             raise
-        reach(f"{self._root.name}.placed")
+        hit(f"{self._root.name}.placed")
         try:
             hidden.rename(self._root / name)
             self._cache.make_room(0)

@@ -14,7 +14,7 @@ from functools import lru_cache
 import orjson
 
 from tinsmith.errors import UserError
-from tinsmith.ops import CustomLoss, LossArgument, LossInput, LossNode, NodeRef, SliceArgument, TorchConstant
+from tinsmith.types import CustomLoss, LossArgument, LossInput, LossNode, NodeRef, SliceArgument, TorchConstant
 from tinsmith.wire.fields import Fields, read_object, show
 
 GRAPH_FORMAT = 1

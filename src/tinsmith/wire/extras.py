@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from tinsmith.errors import UserError
-from tinsmith.ops import Adjustments, Grammar, Sample, SamplingParams
+from tinsmith.types import Adjustments, Grammar, Sample, SamplingParams
 from tinsmith.wire.fields import Fields
 
 FIELD = "beyond"

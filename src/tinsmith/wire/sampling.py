@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from tinsmith.errors import UserError
-from tinsmith.ops import F32, I32, I64, Sample, SampledSequence, SampleResult, SamplingParams, SparseRows, TopK
+from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult, SamplingParams, SparseRows, TopK
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.extras import FIELD, with_extras
 from tinsmith.wire.fields import Fields, read_object, show

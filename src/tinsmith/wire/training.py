@@ -15,7 +15,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.ops import (
+from tinsmith.types import (
     F32,
     I32,
     I64,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.ops import LoraSpec
+from tinsmith.types import LoraSpec
 from tinsmith.wire.fields import Fields, read_object, show
 
 DEFAULT_RANK = 32  # the SDK's

@@ -18,7 +18,7 @@ from tinsmith.backends.full.weights import FullWeights
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import LoraSpec, ModelShape
+from tinsmith.types import LoraSpec, ModelShape
 
 
 class FullBackend(TorchBackend):

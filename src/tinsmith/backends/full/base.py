@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tinsmith.backends.full.weights import FullLayout, FullWeights
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
-from tinsmith.backends.torch.base import BaseModel
 from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 TOLERANCE = 1e-3
 """Between a gradient and the one of the model's own attention, relative to the largest."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.full.weights import FullLayout, FullWeights
-from tinsmith.backends.torch.base import BaseModel
-from tinsmith.backends.torch.files import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
-from tinsmith.backends.torch.optimizers import MOMENTS
+from tinsmith.backends.torch.checkpoint import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 

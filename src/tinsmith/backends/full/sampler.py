@@ -14,9 +14,9 @@ from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.full.weights import FullWeights
 from tinsmith.backends.torch.lora import Adapter
 from tinsmith.errors import UserError
-from tinsmith.ops import SampleResult
-from tinsmith.samplers.local import LocalSampler
-from tinsmith.samplers.sequences import Sequence as Running
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.request import Sequence as Running
+from tinsmith.types import SampleResult
 
 
 class FullSampler(LocalSampler):

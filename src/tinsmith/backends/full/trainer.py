@@ -16,12 +16,12 @@ from torch import Tensor
 
 from tinsmith.backends.full.base import FullBase
 from tinsmith.backends.full.weights import FullGradients, FullWeights
-from tinsmith.backends.torch.head import Head, Objective
+from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.lora import Adapter, Run
-from tinsmith.backends.torch.packing import Example, MicroBatch, pack
+from tinsmith.backends.torch.loss import Head, Objective
 from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.backends.torch.trainer import Trainer
-from tinsmith.ops import F32
+from tinsmith.types import F32
 
 
 class FullHead(Head):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora import ALIGN, Adapter
-from tinsmith.ops import LoraSpec
+from tinsmith.types import LoraSpec
 
 FULL = LoraSpec(rank=0)
 """What such a model is created with: no adapter has this rank."""

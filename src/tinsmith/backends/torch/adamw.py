@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
-from tinsmith.ops import AdamParams
+from tinsmith.types import AdamParams
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

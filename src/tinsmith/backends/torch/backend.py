@@ -15,21 +15,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tinsmith.backends import Capture
-from tinsmith.backends.torch import files, optimizers
-from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
 from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, MODELS, SAMPLING, VERSIONS, Giver, Ledger, in_words
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.memory import MODELS_SHARE, free_bytes, memory_errors
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.ops import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
 if TYPE_CHECKING:
-    from tinsmith.samplers.local import LocalSampler
+    from tinsmith.samplers.local.engine import LocalSampler
 
 MAX_RANK = 256
 
@@ -105,8 +105,8 @@ class TorchBackend:
         return (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
 
     def _make_sampler(self) -> LocalSampler:
-        from tinsmith.samplers.deterministic import DeterministicSampler
-        from tinsmith.samplers.local import LocalSampler, SamplerOptions
+        from tinsmith.samplers.local.deterministic import DeterministicSampler
+        from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 
         kind = DeterministicSampler if self._deterministic else LocalSampler
         options = SamplerOptions(graphs=self._graphs)
@@ -127,7 +127,7 @@ class TorchBackend:
 
     def _refuse_too_little(self, ledger: Ledger, memory: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
-        from tinsmith.samplers.kvcache import layer_shapes
+        from tinsmith.samplers.local.kv_cache import layer_shapes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
@@ -195,7 +195,7 @@ class TorchBackend:
         layout = self._layout(spec)
         seed = spec.seed if spec.seed is not None else _seed_of(model_id)
         adapter = self._adapter(spec, layout, initialise(layout, seed, self._base.device))
-        self._enter(model_id, Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type)))
+        self._enter(model_id, Trained(adapter, optimizer_type=optim.check_family(optimizer_type)))
 
     def unload_model(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -225,12 +225,12 @@ class TorchBackend:
         for index, step in enumerate(steps):
             try:
                 trained = self._model(step.model_id)
-                optimizers.check_params(trained.optimizer_type, step.params)
+                optim.check_params(trained.optimizer_type, step.params)
                 good.append((index, (trained, step.params)))
             except UserError as error:
                 results[index] = error
         with memory_errors(self._base.device):
-            outcomes = optimizers.step_together([request for _, request in good]) if good else []
+            outcomes = optim.step_together([request for _, request in good]) if good else []
         for (index, _), outcome in zip(good, outcomes, strict=True):
             results[index] = outcome
         return results
@@ -252,8 +252,8 @@ class TorchBackend:
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(trained.adapter, directory, stacked=stacked)
         if optimizer:
-            files.save_optimizer(trained, directory)
-        files.save_gradient(trained, directory)
+            checkpoint.save_optimizer(trained, directory)
+        checkpoint.save_gradient(trained, directory)
 
     def load(
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
@@ -281,11 +281,11 @@ class TorchBackend:
             seed = _seed_of(model_id) if spec.seed is None else spec.seed
             fresh = layout.views(initialise(layout, seed, self._base.device).cpu())
             pairs |= {name: fresh[name] for name in missing}
-        adapter = self._adapter(spec, layout, files.fill(layout, pairs, self._base.device))
-        trained = Trained(adapter, optimizer_type=optimizers.check_family(optimizer_type))
+        adapter = self._adapter(spec, layout, checkpoint.fill(layout, pairs, self._base.device))
+        trained = Trained(adapter, optimizer_type=optim.check_family(optimizer_type))
         if optimizer:
-            files.load_optimizer(trained, directory)
-            files.load_gradient(trained, directory)
+            checkpoint.load_optimizer(trained, directory)
+            checkpoint.load_gradient(trained, directory)
         self._enter(model_id, trained)
 
     def publish(self, model_id: str, version_id: str) -> None:
@@ -301,7 +301,9 @@ class TorchBackend:
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
         layout = Layout.of(saved.rank, targets)
         self._ledger.make_room(4 * layout.numel, VERSIONS)
-        self._versions[version_id] = self._adapter(spec, layout, files.fill(layout, saved.pairs, self._base.device))
+        self._versions[version_id] = self._adapter(
+            spec, layout, checkpoint.fill(layout, saved.pairs, self._base.device)
+        )
 
     def save_version(self, version_id: str, directory: Path) -> None:
         self.capture_version(version_id).write(directory)
@@ -334,14 +336,14 @@ class TorchBackend:
             raise UserError(f"{self._base.shape.name} has no linears of the groups that lora_config trains")
         return layout
 
-    def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: files.Tensor) -> Adapter:
+    def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: checkpoint.Tensor) -> Adapter:
         return Adapter(spec, layout, flat_P, self._base.dtype)
 
     def _save_adapter(self, adapter: Adapter, directory: Path, *, stacked: bool) -> None:
-        files.save_adapter(adapter, self._base.shape.name, self._module_names, directory, stacked=stacked)
+        checkpoint.save_adapter(adapter, self._base.shape.name, self._module_names, directory, stacked=stacked)
 
-    def _read_adapter(self, directory: Path) -> files.AdapterFile:
-        return files.load_adapter(directory, {target.name: target for target in self._base.adaptable()})
+    def _read_adapter(self, directory: Path) -> checkpoint.AdapterFile:
+        return checkpoint.load_adapter(directory, {target.name: target for target in self._base.adaptable()})
 
 
 def _seed_of(model_id: str) -> int:

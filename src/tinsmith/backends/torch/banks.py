@@ -25,7 +25,7 @@ from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.backends.torch.products import add_linear, add_product_, add_products_, linear_product, product
 
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.decoder import Fused, FusedLinear
+    from tinsmith.backends.torch.transformer import Fused, FusedLinear
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.errors import UserError
-from tinsmith.loss_graphs import (
+from tinsmith.losses.graphs import (
     ATTRIBUTES,
     CONSTANTS,
     FUNCTIONS,
@@ -34,7 +34,7 @@ from tinsmith.loss_graphs import (
     check_graph,
     output_of,
 )
-from tinsmith.ops import F32, CustomLoss, Datum, LossArgument, LossNode, NodeRef, SliceArgument, TorchConstant
+from tinsmith.types import F32, CustomLoss, Datum, LossArgument, LossNode, NodeRef, SliceArgument, TorchConstant
 
 MAX_INTEGER = 2**63
 MAX_EXPONENT = 64

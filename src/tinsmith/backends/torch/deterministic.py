@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.base import BaseModel
-from tinsmith.backends.torch.head import Head, Objective
-from tinsmith.backends.torch.packing import Example, MicroBatch
+from tinsmith.backends.torch.batch import Example, MicroBatch
+from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Job, Trainer
 from tinsmith.errors import SettingsError, UserError

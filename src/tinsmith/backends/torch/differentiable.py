@@ -23,11 +23,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, PackedCausal
-from tinsmith.backends.torch.decoder import DOWN, GATE_UP, OUT, QKV, are_known, asked_of_attention
 from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Target
+from tinsmith.backends.torch.lora_ops import Site
 from tinsmith.backends.torch.products import product
-from tinsmith.backends.torch.sites import Site
-from tinsmith.ops import LoraSpec
+from tinsmith.backends.torch.transformer import DOWN, GATE_UP, OUT, QKV, are_known, asked_of_attention
+from tinsmith.types import LoraSpec
 
 
 class JoinedLinears:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
-from tinsmith.ops import DimuonParams
+from tinsmith.types import DimuonParams
 
 MOMENTS = ("momentum",)
 

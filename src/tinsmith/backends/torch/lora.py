@@ -27,10 +27,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.gradients import Group, Place, groups_of, view_of
+from tinsmith.backends.torch.lora_ops import Shares, Site, Stacks
 from tinsmith.backends.torch.products import product
-from tinsmith.backends.torch.sites import Shares, Site, Stacks
 from tinsmith.backends.torch.stretches import Stretch, stretches_of
-from tinsmith.ops import LORA_ALPHA, LoraSpec
+from tinsmith.types import LORA_ALPHA, LoraSpec
 
 ALIGN = 16
 """Every matrix starts at a multiple of this many numbers: 64 bytes, which vector units and tensor cores

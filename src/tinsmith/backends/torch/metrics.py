@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from tinsmith.backends.torch.batch import COLUMNS, Example
 from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
-from tinsmith.backends.torch.packing import COLUMNS, Example
-from tinsmith.ops import F32
+from tinsmith.types import F32
 
 
 def measure(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tinsmith.backends.torch.experts import MultiLoRAExperts
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.errors import SettingsError
 
 RECOMPUTE_SHARE = 0.4

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from tinsmith.errors import SettingsError
-from tinsmith.ops import ModelShape
+from tinsmith.types import ModelShape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -27,7 +27,7 @@ from tinsmith.backends.torch.lora import Adapter, Routing
 from tinsmith.backends.torch.stretches import Stretch
 
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.decoder import Fused, FusedLinear
+    from tinsmith.backends.torch.transformer import Fused, FusedLinear
 
 LEAST_RANK = 8
 """Also what 16 bytes hold in bfloat16."""

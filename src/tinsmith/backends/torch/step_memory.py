@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.batch import MicroBatch
 from tinsmith.backends.torch.ledger import ACTIVATIONS, Ledger
 from tinsmith.backends.torch.memory import OverBudgetError
-from tinsmith.backends.torch.packing import MicroBatch
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import read_directory

@@ -21,7 +21,7 @@ from tinsmith.backends.torch.products import add_product_, column_product, produ
 
 if TYPE_CHECKING:
     from tinsmith.backends.torch.lora import Adapter, Segment
-    from tinsmith.backends.torch.sites import Block, Member, Site, Stacks
+    from tinsmith.backends.torch.lora_ops import Block, Member, Site, Stacks
 
 
 class Stretch:

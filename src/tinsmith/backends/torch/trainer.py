@@ -26,19 +26,19 @@ from torch import Tensor
 
 from tinsmith import losses
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.base import BaseModel
+from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.head import Head, Objective
 from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.loss import Head, Objective
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.metrics import measure
-from tinsmith.backends.torch.packing import Example, MicroBatch, examples_of, pack
+from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
-from tinsmith.loss_graphs import MAX_SECONDS
-from tinsmith.ops import F32, Pass, PassResult
+from tinsmith.losses.graphs import MAX_SECONDS
+from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
 """Steps without trouble after which the size of a micro-batch is doubled again."""

@@ -15,8 +15,9 @@ Where what runs:
 
 Invariants:
 - A question is named by (job, row, step, key, payload). Asked again, by another attempt or after a restart, it is the
-  same question: what was answered is not worked out again (`tinsmith.answers`). So an operation asks with a key of its
-  own for everything that it wants to have done twice, and makes its payload of the row and its own fields alone.
+  same question: what was answered is not worked out again (`tinsmith.batch.coordinator.model_gateway`). So an
+  operation asks with a key of its own for everything that it wants to have done twice, and makes its payload of the
+  row and its own fields alone.
 - What `answer` raises fails its row and no other one.
 - Randomness is a function of the operation's seed and the row's index (`seeds.py`): how rows were batched and which of
   them were tried twice is not seen in the results.
@@ -33,8 +34,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from tinsmith.batch.formats.registry import Registry
 from tinsmith.batch.operations.base import Operation
-from tinsmith.batch.registry import Registry
 from tinsmith.errors import UserError
 
 TYPE = "operations"

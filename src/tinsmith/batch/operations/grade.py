@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from json import JSONDecodeError
 from typing import Any, ClassVar
 
+from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY, graders
 from tinsmith.batch.operations.base import (
     Operation,
@@ -42,7 +43,6 @@ from tinsmith.batch.operations.patterns import check_pattern, check_schema, esca
 from tinsmith.batch.operations.sample import check_sampling, sampling_request
 from tinsmith.batch.operations.seeds import seed_for
 from tinsmith.batch.operations.templates import check_template, render
-from tinsmith.batch.protocols import Row
 from tinsmith.errors import UserError
 
 WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")

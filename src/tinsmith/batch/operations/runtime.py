@@ -13,14 +13,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tinsmith.batch.formats.protocols import Assignment, Row
 from tinsmith.batch.operations.base import Answer, Operation, RefusedError, Sampled
-from tinsmith.batch.protocols import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.batch.mapper_runtime import Feed
+    from tinsmith.batch.worker.runtime import Feed
     from tinsmith.chat.texts import Text
-    from tinsmith.ops import ModelShape, TopK
+    from tinsmith.types import ModelShape, TopK
 
 Message = dict[str, Any]
 
@@ -84,7 +84,7 @@ class Channel:
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
         """What a model's base is, asked once. Raises RefusedError."""
         if model not in self._shapes:
-            from tinsmith.ops import ModelShape
+            from tinsmith.types import ModelShape
 
             facts = await self.ask(assignment, {"verb": "model", "payload": {"model": model}})
             self._shapes[model] = ModelShape(**facts["shape"])
@@ -166,7 +166,7 @@ def sampled_of(body: bytes) -> Sampled:
 
 
 def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
-    from tinsmith.ops import EMPTY_LOGPROB
+    from tinsmith.types import EMPTY_LOGPROB
 
     if found is None:
         return None

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     Answer,
@@ -26,7 +27,6 @@ from tinsmith.batch.operations.base import (
     column_of,
 )
 from tinsmith.batch.operations.seeds import seed_for
-from tinsmith.batch.protocols import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:

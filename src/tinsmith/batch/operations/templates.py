@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 
+from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations.base import column_of
-from tinsmith.batch.protocols import Row
 from tinsmith.errors import UserError
 
 MAX_LENGTH = 100_000

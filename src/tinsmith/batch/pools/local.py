@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.batch.pools.specs import LOCAL, PoolSpec, WorkerStartError
-from tinsmith.batch.printed import JobLogs
+from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.settings import worker_environment
 
 START_S = 60.0
@@ -113,7 +113,7 @@ class LocalPool:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "tinsmith.batch.worker",
+                "tinsmith.batch.worker.worker",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

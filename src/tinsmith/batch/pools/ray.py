@@ -21,7 +21,7 @@ import orjson
 import structlog
 
 from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
-from tinsmith.batch.printed import JobLogs
+from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0

@@ -63,7 +63,7 @@ class WorkerHost:
         log_path = self._directory / "log"
         with log_path.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "tinsmith.batch.worker"],
+                [sys.executable, "-m", "tinsmith.batch.worker.worker"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True,
             )  # fmt: skip
         self._process = process

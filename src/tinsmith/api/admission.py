@@ -1,0 +1,227 @@
+"""What is checked before a request is stored: pure functions that raise UserError or return nothing.
+
+Every message names the field, its value and what would be right. A pass is checked by `losses.check_pass`,
+next to the table of losses; here is everything else. Nothing is guessed, clamped or corrected for the client.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tinsmith.errors import UserError
+from tinsmith.losses import check_csr
+from tinsmith.types import (
+    AdamParams,
+    DimuonParams,
+    LoraSpec,
+    ModelShape,
+    OptimParams,
+    Sample,
+    SamplingParams,
+    SparseRows,
+)
+
+MAX_NUM_SAMPLES = 1024
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 256
+MAX_TOP_LOGPROBS = 1024
+MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
+MAX_TEMPERATURE = 1e30  # the sampler computes in float32
+MIN_RANK, MAX_RANK = 1, 256
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
+
+
+def check_sample(sample: Sample, shape: ModelShape) -> None:
+    """Raise UserError unless `shape` can serve the sample."""
+    _check_integer("num_samples", sample.num_samples, 1, MAX_NUM_SAMPLES)
+    _check_prompt(sample, shape)
+    _check_params(sample.params, shape)
+    likeliest = min(MAX_TOP_LOGPROBS, shape.vocab_size)
+    _check_integer("topk_prompt_logprobs", sample.topk_prompt_logprobs, 0, likeliest)
+    _check_integer("topk_sample_logprobs", sample.topk_sample_logprobs, 0, likeliest)
+    _check_integer("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, 0, MAX_TOP_LOGPROBS)
+    _check_last_n(sample)
+    _check_targets(sample, shape)
+    _check_amounts(sample, shape)
+
+
+def most_tokens(sample: Sample, shape: ModelShape) -> int:
+    """What a sample may cost at most: the prompt once, and every answer at full length."""
+    prompt = len(sample.prompt_T)
+    answer_length = sample.params.max_tokens or shape.max_context_length - prompt
+    return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
+
+
+def _check_prompt(sample: Sample, shape: ModelShape) -> None:
+    prompt, context, max_tokens = len(sample.prompt_T), shape.max_context_length, sample.params.max_tokens
+    if prompt == 0:
+        raise UserError("prompt is empty; it must hold at least one token")
+    if sample.prompt_T.max() >= shape.vocab_size:
+        position = int(sample.prompt_T.argmax())
+        raise UserError(
+            f"prompt token {position} is {sample.prompt_T[position]}; token ids of {shape.name!r} lie "
+            f"between 0 and {shape.vocab_size - 1}"
+        )
+    if prompt + (max_tokens or 1) > context:
+        wanted = f"max_tokens {max_tokens}" if max_tokens else "one generated token"
+        raise UserError(
+            f"the prompt of {prompt} tokens and {wanted} exceed the context of {context} tokens; "
+            "shorten the prompt or lower max_tokens"
+        )
+
+
+def _check_params(params: SamplingParams, shape: ModelShape) -> None:
+    if params.max_tokens is not None:
+        _check_integer("sampling_params.max_tokens", params.max_tokens, 1, shape.max_context_length)
+    _check_number("sampling_params.temperature", params.temperature, low=0.0, high=MAX_TEMPERATURE)
+    if params.top_k != -1:
+        _check_integer("sampling_params.top_k", params.top_k, 1, 2**31 - 1, "; -1 turns it off")
+    if not 0.0 < params.top_p <= 1.0:
+        raise UserError(f"sampling_params.top_p is {params.top_p}; it must be above 0 and at most 1")
+    if len(params.stop_strings) > MAX_STOPS or len(params.stop_tokens) > MAX_STOPS:
+        count = max(len(params.stop_strings), len(params.stop_tokens))
+        raise UserError(f"sampling_params.stop has {count} entries; at most {MAX_STOPS} are allowed")
+    for text in params.stop_strings:
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            raise UserError(f"sampling_params.stop has a string of {len(text)} characters; use 1 to {MAX_STOP_LENGTH}")
+    for token in params.stop_tokens:
+        _check_integer("sampling_params.stop token", token, 0, shape.vocab_size - 1)
+
+
+def _check_last_n(sample: Sample) -> None:
+    last_n = sample.prompt_logprobs_last_n
+    if last_n is None:
+        return
+    if not sample.prompt_logprobs:
+        raise UserError(f"prompt_logprobs_last_n is {last_n}, but prompt_logprobs is not set; set it or leave both out")
+    if len(sample.prompt_T) == 1:
+        raise UserError(
+            f"prompt_logprobs_last_n is {last_n}, but the prompt's only token has no logprob; leave it out or "
+            "send a longer prompt"
+        )
+    _check_integer(
+        "prompt_logprobs_last_n", last_n, 1, len(sample.prompt_T) - 1, " (the prompt's tokens but the first)"
+    )
+
+
+def _check_targets(sample: Sample, shape: ModelShape) -> None:
+    targets, name = sample.target_prompt_logprobs, "target_prompt_logprobs"
+    if targets is None:
+        return
+    num_rows, width = targets.shape
+    if num_rows != len(sample.prompt_T) - 1:
+        raise UserError(
+            f"{name}.shape is {list(targets.shape)}; a prompt of {len(sample.prompt_T)} tokens needs "
+            f"{len(sample.prompt_T) - 1} rows: row i is for prompt token i + 1"
+        )
+    if num_rows * width > MAX_LOGPROBS:
+        raise UserError(
+            f"{name}.shape is {list(targets.shape)}; at most {MAX_LOGPROBS} cells are scored in one request: "
+            "ask for fewer ids per token"
+        )
+    if isinstance(targets, SparseRows):
+        check_csr(name, targets)
+    ids = targets.values if isinstance(targets, SparseRows) else targets
+    wrong = ids[(ids < -1) | (ids >= shape.vocab_size)]
+    if wrong.size:
+        raise UserError(
+            f"{name} holds the id {wrong[0]}; token ids of {shape.name!r} lie between 0 and {shape.vocab_size - 1}, "
+            "and -1 asks for nothing"
+        )
+    if not np.any(ids >= 0):
+        raise UserError(f"{name} names no token; name at least one or leave it out")
+
+
+def _check_amounts(sample: Sample, shape: ModelShape) -> None:
+    """Bounds on what is kept until a sample ends, and then sent at once."""
+    num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
+    max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
+    for name, k, rows, what in (
+        ("topk_prompt_logprobs", sample.topk_prompt_logprobs, num_prompt, f"{num_prompt} prompt tokens"),
+        ("prompt_alt_tokens_k", sample.prompt_alt_tokens_k, num_prompt, f"{num_prompt} prompt tokens"),
+        (
+            "topk_sample_logprobs",
+            sample.topk_sample_logprobs,
+            num_samples * max_tokens,
+            f"{num_samples} answers of up to {max_tokens} tokens",
+        ),
+    ):
+        if k * rows > MAX_LOGPROBS:
+            raise UserError(
+                f"{name} is {k}; for {what} that is more than {MAX_LOGPROBS} logprobs: "
+                f"use at most {MAX_LOGPROBS // rows}, or ask for fewer tokens"
+            )
+
+
+def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
+    """Raise UserError unless these are good parameters for a model of this optimizer family."""
+    if params.family != optimizer_type:
+        wanted = "adam_params" if optimizer_type == "adamw" else f"optimizer_params of type {optimizer_type!r}"
+        raise UserError(
+            f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
+            f"{params.family!r}; send {wanted}"
+        )
+    if isinstance(params, AdamParams):
+        _check_adam(params)
+    else:
+        _check_dimuon(params)
+
+
+def _check_dimuon(params: DimuonParams) -> None:
+    _check_number("optimizer_params.learning_rate", params.learning_rate, low=0.0)
+    if not math.isfinite(params.grad_clip_norm):
+        raise UserError(f"optimizer_params.grad_clip_norm is {params.grad_clip_norm}; it must be finite")
+    if not 0.0 <= params.beta1 < 1.0:
+        raise UserError(f"optimizer_params.beta1 is {params.beta1}; it must be at least 0 and below 1")
+
+
+def _check_adam(params: AdamParams) -> None:
+    _check_number("adam_params.learning_rate", params.learning_rate, low=0.0)
+    _check_number("adam_params.weight_decay", params.weight_decay, low=0.0)
+    _check_number("adam_params.grad_clip_norm", params.grad_clip_norm, low=0.0)
+    for name, beta in (("beta1", params.beta1), ("beta2", params.beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise UserError(f"adam_params.{name} is {beta}; it must be at least 0 and below 1")
+    if not (math.isfinite(params.eps) and params.eps > 0.0):
+        # A zero gradient would otherwise be divided by zero.
+        raise UserError(f"adam_params.eps is {params.eps}; it must be finite and above 0")
+
+
+def check_lora(lora: LoraSpec) -> None:
+    _check_integer("lora_config.rank", lora.rank, MIN_RANK, MAX_RANK)
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise UserError(
+            "lora_config trains nothing; at least one of train_attn, train_mlp and train_unembed must be true"
+        )
+
+
+def check_ttl(ttl_s: int | None) -> None:
+    """None keeps for ever."""
+    if ttl_s is not None:
+        _check_integer("ttl_seconds", ttl_s, MIN_TTL_S, MAX_TTL_S)
+
+
+def check_seq_id(seq_id: int, *, first: int) -> int:
+    """Training numbers start at 1, because 0 is the creation of the model; sampling numbers start at 0."""
+    _check_integer("seq_id", seq_id, first, 2**62)
+    return seq_id
+
+
+def check_position(name: str, value: int) -> int:
+    """A number that becomes part of an id."""
+    _check_integer(name, value, 0, 2**31 - 1)
+    return value
+
+
+def _check_integer(name: str, value: int, low: int, high: int, hint: str = "") -> None:
+    if not low <= value <= high:
+        raise UserError(f"{name} is {value}; it must lie between {low} and {high}{hint}")
+
+
+def _check_number(name: str, value: float, *, low: float, high: float = math.inf) -> None:
+    if not (math.isfinite(value) and value >= low):
+        raise UserError(f"{name} is {value}; it must be finite and at least {low:g}")
+    if value > high:
+        raise UserError(f"{name} is {value}; it must be at most {high:g}")

@@ -1,0 +1,162 @@
+"""The web application: the routes, wired to the services that they need.
+
+There are no globals: a route finds its `Services` in `request.app.state.services`, and two applications can
+live in one process. Background tasks belong to the caller's `lifespan`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import cast
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tinsmith.api import errors
+from tinsmith.api.dashboard import pages
+from tinsmith.api.openai.batches import answer_request
+from tinsmith.api.operation import Services, answer, run
+from tinsmith.api.routes import API, metrics
+from tinsmith.api.routes.service import healthz
+from tinsmith.batch.operations.openai_request import VERB
+from tinsmith.wire.fields import show
+
+__all__ = ["Services", "create_app", "create_probe_app"]
+
+HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
+
+
+class _OwnPages:
+    """Any key opens a server without keys, and bulk jobs run code there: so no web page may reach it, neither from its
+    own address nor by pointing its own name at this machine. A browser says where a page is from, and no page can
+    change that; other programs say nothing.
+    """
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._tenants, self._threads = services.tenants, services.threads
+        self._app = app
+        bound = services.settings.host.lower()
+        self._names = {"127.0.0.1", "localhost", "[::1]", f"[{bound}]" if ":" in bound else bound}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            anyone = self._tenants.known_to_accept_anyone()
+            if anyone is None:  # every other second, and never again once there is a key
+                anyone = await run(self._tenants.accepts_anyone, on=self._threads.quick)
+            detail = self._refused(Headers(scope=scope)) if anyone else ""
+        except Exception as error:
+            if (response := _told(Request(scope), error)) is None:
+                raise
+            await response(scope, receive, send)
+            return
+        if detail:
+            await answer({"detail": detail}, 403)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refused(self, headers: Headers) -> str:
+        """Why a request is not answered, in words; empty if it is."""
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        named = HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if named is None or named[1].lower() not in self._names:
+            return (
+                f"the header Host is {show(', '.join(hosts))}; a server without API keys answers to its own names only "
+                f"({', '.join(sorted(self._names))}). Use one, or make a key: tinsmith keys create TENANT"
+            )
+        if any(origin.lower().partition("://")[2] != hosts[0].lower() for origin in origins):
+            return (
+                f"the header Origin is {show(', '.join(origins))}, another place than {hosts[0]}; a server without API "
+                "keys answers no web page of elsewhere. With one, it does: tinsmith keys create TENANT"
+            )
+        return ""
+
+
+class _Straight:
+    """The way to a route that has no names in its path and takes POST alone, as those do that a client calls all the
+    time: looked up, where the router would compare one path after the other. Errors are answered as the router's are.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._endpoints = {
+            route.path: route.endpoint
+            for route in reversed(routes)  # the first of a path counts, as it does for the router
+            if route.methods == {"POST"} and not route.param_convertors and iscoroutinefunction(route.endpoint)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        scope["path_params"] = {}
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            if (response := _told(request, error)) is None:
+                raise
+        await response(scope, receive, send)
+
+
+def _told(request: Request, error: Exception) -> Response | None:
+    """As the router answers it; None for what nobody expected, which is answered and logged further out."""
+    for kind in type(error).__mro__:
+        if kind is not Exception and (handler := errors.HANDLERS.get(kind)):
+            return cast("Callable[[Request, Exception], Response]", handler)(request, error)
+    return None
+
+
+class _Answered:
+    """Counts answers by their status."""
+
+    def __init__(self, app: ASGIApp, services: Services) -> None:
+        self._app = app
+        self._answered = services.meters.answered
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answered(message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
+    middleware = [
+        Middleware(_Answered, services=services),
+        Middleware(_OwnPages, services=services),
+        Middleware(_Straight, routes=API),
+    ]
+    app = Starlette(
+        routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
+    )
+    # A path with a slash too many is not found. The router would send its client to whatever host it had named.
+    app.router.redirect_slashes = False
+    app.state.services = services
+    services.answers.register(VERB, partial(answer_request, services))
+    return app
+
+
+def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
+    """What a process that answers no clients shows to probes and to Prometheus."""
+    probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
+    routes = [*probes, *metrics.ROOT_ROUTES]
+    app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
+    app.state.services = services
+    services.answers.register(VERB, partial(answer_request, services))
+    return app

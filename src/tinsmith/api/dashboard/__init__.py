@@ -1,0 +1,1 @@
+"""The dashboard: its static files and the JSON that its pages read."""

@@ -1,0 +1,171 @@
+"""Errors -> HTTP answers: the one place where it is decided.
+
+The body is always `{"detail": TEXT}`, or `{"error": {...}}` on the paths of OpenAI and Anthropic, and never empty (the
+SDK takes an empty 400 for a proxy's noise and retries for minutes). What was raised on purpose says so itself; a
+database or an object store that does not answer is a 503; anything else is a 500 with an id under which the log has the
+rest. Nothing of a request's body or headers reaches the log.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Mapping
+from http import HTTPStatus
+
+import structlog
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, TimeoutError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import HTTPExceptionHandler
+
+from tinsmith.api.operation import JsonObject, answer, is_anthropic, is_hub, is_openai
+from tinsmith.chat.refusals import ContextLengthError, RequestError
+from tinsmith.db.database import DatabaseMovedError
+from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
+from tinsmith.exchange.hub import MissingEntryError, MissingError
+from tinsmith.storage.directories import UnreachableError
+
+log = structlog.get_logger()
+
+CLIENT_CLOSED_REQUEST = 499
+MAX_HEADER = 1000
+
+
+def told(
+    request: Request,
+    text: str,
+    status: int,
+    headers: Mapping[str, str] | None = None,
+    error: TinsmithError | None = None,
+) -> Response:
+    if is_hub(request):
+        return answer({"detail": text}, status, {**(headers or {}), **hub_headers(text, status, error)})
+    if not (is_openai(request) or is_anthropic(request)):
+        return answer({"detail": text}, status, headers)
+    if status == HTTPStatus.NOT_IMPLEMENTED:  # which these clients would send again
+        status = HTTPStatus.BAD_REQUEST
+    if is_anthropic(request):
+        return answer(anthropic_error(_in_anthropics_words(text, status, error), status), status, headers)
+    return answer({"error": openai_error(_in_openais_words(text, status, error), status, error)}, status, headers)
+
+
+def _in_openais_words(text: str, status: int, error: TinsmithError | None) -> str:
+    """Clients match on the first words of some errors."""
+    if isinstance(error, MissingKeyError):
+        return "You didn't provide an API key. Send it as Authorization: Bearer KEY; a key starts with 'tml-'"
+    return f"Incorrect API key provided: {text}" if status == HTTPStatus.UNAUTHORIZED else text
+
+
+def _in_anthropics_words(text: str, status: int, error: TinsmithError | None) -> str:
+    if isinstance(error, ContextLengthError):
+        return error.anthropic
+    if isinstance(error, MissingKeyError):
+        return "x-api-key header is required; a key starts with 'tml-'"
+    return f"invalid x-api-key: {text}" if status == HTTPStatus.UNAUTHORIZED else text
+
+
+def hub_headers(text: str, status: int, error: TinsmithError | None) -> dict[str, str]:
+    """An error as clients of the Hugging Face hub know it: in headers."""
+    headers = {"x-error-message": " ".join(text.encode("ascii", "backslashreplace").decode().split())[:MAX_HEADER]}
+    if status == HTTPStatus.NOT_FOUND:
+        headers["x-error-code"] = error.code if isinstance(error, MissingError) else MissingError.code
+    if isinstance(error, MissingEntryError):
+        headers["x-repo-commit"] = error.commit
+    return headers
+
+
+def openai_error(text: str, status: int, error: TinsmithError | None = None) -> JsonObject:
+    """An error as OpenAI's clients know it; `param` is the field that is to blame, where one is."""
+    kind = "server_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    if status == HTTPStatus.TOO_MANY_REQUESTS:
+        kind = "rate_limit_error"
+    param, code = (error.param, error.code) if isinstance(error, RequestError) else (None, None)
+    if status == HTTPStatus.UNAUTHORIZED:
+        code = "invalid_api_key"
+    return {"message": text, "type": kind, "param": param, "code": code}
+
+
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+def anthropic_error(text: str, status: int) -> JsonObject:
+    """An error as Anthropic's clients know it."""
+    usual = "api_error" if status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(status, usual), "message": text}}
+
+
+def on_tinsmith_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TinsmithError)
+    headers = {}
+    if isinstance(error, TooManyRequestsError):
+        wait_s = error.retry_after_s
+        headers = {"retry-after-ms": str(round(wait_s * 1000)), "retry-after": str(math.ceil(wait_s))}
+    elif isinstance(error, InvalidTokenError):
+        headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # so the SDK exchanges its key and tries again
+    return told(request, str(error), error.status, headers, error)
+
+
+def on_http_exception(request: Request, error: Exception) -> Response:
+    """What the router itself refuses."""
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/ or /v1/)"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        detail = f"{request.url.path[:200]!a} does not take {request.method}"
+    return told(request, detail, error.status_code, error.headers)
+
+
+def on_disconnect(request: Request, _error: Exception) -> Response:
+    return told(request, "the client went away before its body was complete", CLIENT_CLOSED_REQUEST)
+
+
+def on_unexpected(request: Request, error: Exception) -> Response:
+    error_id = uuid.uuid4().hex
+    log.error("unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error)
+    return told(request, f"the server failed on this request; its log has more under error_id={error_id}", 500)
+
+
+def on_silent_database(request: Request, error: Exception) -> Response:
+    log.error("the database does not answer", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's database does not answer; try again in a moment"
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
+def on_moved_database(request: Request, error: Exception) -> Response:
+    log.critical("the database is gone", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's database was moved or deleted; nothing was stored, and the server stops: tell its operator"
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
+def on_silent_store(request: Request, error: Exception) -> Response:
+    log.error("the object store does not answer", method=request.method, path=request.url.path, error=str(error))
+    detail = "the server's object store does not answer; try again in a moment"
+    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+
+
+def on_database_error(request: Request, error: Exception) -> Response:
+    """What the driver says when a connection breaks in the middle depends on the moment."""
+    assert isinstance(error, DBAPIError)
+    gone = error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
+    return on_silent_database(request, error) if gone else on_unexpected(request, error)
+
+
+HANDLERS: dict[type[Exception], HTTPExceptionHandler] = {
+    TinsmithError: on_tinsmith_error,
+    HTTPException: on_http_exception,
+    ClientDisconnect: on_disconnect,
+    DBAPIError: on_database_error,
+    DatabaseMovedError: on_moved_database,
+    UnreachableError: on_silent_store,
+    TimeoutError: on_silent_database,
+    Exception: on_unexpected,
+}

@@ -1,0 +1,216 @@
+"""Paths of an older dialect of this API, for clients that were written for it: the same nouns under other names.
+
+Nothing here does work of its own: a path asks the route of the noun that it stands for and words the answer as the
+dialect has it. Its requests carry no numbers, so one that is sent twice is two. Results are fetched by path and come
+as JSON: `{"status": "pending" | "completed" | "failed", "result"?, "error"?}`, always with 200.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.metadata import version
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, call_of, endpoint, read_json, run
+from tinsmith.api.routes import models, sampling, sessions
+from tinsmith.api.routes.futures import held, note_poll, outcome_of
+from tinsmith.api.submission import stored
+from tinsmith.base_models import tokenizer_facts
+from tinsmith.errors import UserError
+from tinsmith.store import usage
+from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.futures import Outcome
+from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import Fields
+from tinsmith.wire.legacy import pass_result, sample_body, sample_result
+from tinsmith.wire.times import iso
+
+HOLD_S = 2.0
+"""How long a fetch by path is held: these clients ask again by themselves, and some give up after five seconds."""
+
+MAX_PROMPTS = 1024
+HOUR_S = 3600
+VERSION = version("tinsmith")  # read from a file
+_FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
+
+
+async def health(request: Request) -> Response:
+    """Nothing of any tenant: no key is asked for."""
+    services: Services = request.app.state.services
+    facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
+    if why := services.failing():
+        return answer({"status": "failing", "reason": why, **facts}, 503)
+    return answer({"status": "healthy", **facts})
+
+
+def list_sessions(call: Call) -> JsonObject:
+    return sessions.list_sessions(call)
+
+
+# Models.
+
+
+async def delete_model(request: Request) -> Response:
+    """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
+    services, tenant_id = await authenticate(request)
+    fields = await read_json(request)
+    model_id = fields.text("model_id")
+    call = call_of(request, services, tenant_id, orjson.dumps(fields.values))
+    request_id = str((await run(models.unload_model, call))["request_id"])
+    outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
+    if outcome is not None and outcome.error is not None:
+        raise UserError(outcome.error)
+    deleted: JsonObject = {"model_id": model_id, "status": "deleted" if outcome else "deleting"}
+    kept = "the model is unloaded; its checkpoints are kept and can be resumed from"
+    return answer(deleted | {"message": kept, "resources_freed": ["adapter", "optimizer"] if outcome else []})
+
+
+def get_tokenizer(call: Call) -> JsonObject:
+    if "model_id" not in call.query:
+        raise UserError("the query's model_id is missing")
+    model = call.services.models.get(call.tenant_id, call.query["model_id"])
+    shape = call.services.bases.get(model.base_model)
+    facts: JsonObject = {"vocab_size": shape.vocab_size, "hf_checkpoint": shape.name}
+    return facts | tokenizer_facts(shape)
+
+
+# Sampling.
+
+
+def create_sampling_client(call: Call) -> JsonObject:
+    """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
+    fields = call.fields()
+    if fields.has("model_path"):
+        call.services.checkpoints.get(call.tenant_id, parse_path(fields.text("model_path"), "model_path"))
+    elif fields.has("base_model"):
+        call.services.bases.get(fields.text("base_model"))
+    else:
+        raise UserError("base_model and model_path are both missing; one of them is needed")
+    opened = sessions.create_session(replace(call, body=orjson.dumps({"display_name": "create_sampling_client"})))
+    named = {name: fields.text(name) for name in ("model_path", "base_model") if fields.has(name)}
+    wanted = named | {"session_id": opened["session_id"], "sampling_session_seq_id": 0}
+    made = sampling.create_sampling_session(replace(call, body=orjson.dumps(wanted)))
+    return {
+        "sampling_client_id": made["sampling_session_id"],
+        "session_id": opened["session_id"],
+        "model_path": named.get("model_path"),
+        "base_model": named.get("base_model"),
+        "status": "ready",
+    }
+
+
+def sample(call: Call) -> JsonObject:
+    """One asample per prompt; their one request_id names all of them."""
+    fields = call.fields()
+    prompts = fields.values.get("prompts")
+    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
+        raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
+    bodies = [sample_body(fields, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    sampling_session_id = _sampling_session(call, fields)
+    # Samples have no order, so any number will do that nobody else takes.
+    first = secrets.randbelow(2**61)
+    request_ids: list[object] = []
+    for seq_id, body in enumerate(bodies, first):
+        whose = {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
+        future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body | whose))))
+        request_ids.append(future["request_id"])
+    named = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
+    return {"request_id": named, "request_ids": request_ids, "sampling_client_id": sampling_session_id}
+
+
+def _sampling_session(call: Call, fields: Fields) -> str:
+    sampling_session_id = fields.text_or("sampling_client_id", None) or fields.text_or("sampling_session_id", None)
+    if sampling_session_id is None:
+        return str(create_sampling_client(call)["sampling_client_id"])
+    found = call.services.sampling_sessions.get(call.tenant_id, sampling_session_id)
+    call.services.sessions.heartbeat(call.tenant_id, found.session_id)
+    return sampling_session_id
+
+
+# Futures.
+
+
+async def retrieve_future(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    request_id = request.path_params["request_id"]
+    outcomes: list[tuple[str, Outcome]] = []
+    deadline = time.monotonic() + min(HOLD_S, services.settings.hold_s)
+    for one in _ids_of(request_id):
+        outcome = await _outcome(request, services, tenant_id, one, max(0.0, deadline - time.monotonic()))
+        if outcome is None:
+            return answer({"request_id": request_id, "status": "pending"})
+        if outcome.error is not None:
+            failed = {"status": "failed", "error": outcome.error, "category": outcome.category}
+            return answer({"request_id": request_id} | failed)
+        outcomes.append((one, outcome))
+    results = [await run(_result, services, tenant_id, one, outcome) for one, outcome in outcomes]
+    result = results[0] if len(results) == 1 else _together(results)
+    return answer({"request_id": request_id, "status": "completed", "result": result})
+
+
+def _ids_of(request_id: str) -> list[str]:
+    """The requests that one id names: `{sampling_session_id}:{first seq_id}+{how many}` is those of a `sample`."""
+    one, plus, count = request_id.rpartition("+")
+    owner, _, first = one.rpartition(":")
+    if not plus or not (count.isascii() and count.isdigit() and first.isascii() and first.isdigit()):
+        return [request_id]
+    if len(count) > 4 or len(first) > 19 or not 0 < int(count) <= MAX_PROMPTS:
+        return [request_id]
+    return [f"{owner}:{int(first) + index}" for index in range(int(count))]
+
+
+def _result(services: Services, tenant_id: str, request_id: str, outcome: Outcome) -> JsonObject:
+    assert outcome.body is not None
+    if outcome.result_type == "json":
+        return orjson.loads(outcome.body)
+    return _FROM_PROTO[services.futures.kind_of(tenant_id, request_id) or ""](outcome.body)
+
+
+def _together(results: Sequence[JsonObject]) -> JsonObject:
+    """The samples of several prompts, prompt by prompt."""
+    lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
+    return {"type": "sample", "sequences": [one for some in lists for one in some], "results": list(results)}
+
+
+async def _outcome(
+    request: Request, services: Services, tenant_id: str, request_id: str, hold_s: float
+) -> Outcome | None:
+    async def look() -> Outcome | None:
+        return await outcome_of(services, tenant_id, request_id)
+
+    await note_poll(services, tenant_id, request_id)
+    return await held(request, services.waiters.watch(request_id), look, hold_s)
+
+
+def cleanup_futures(call: Call) -> JsonObject:
+    """Forget the results of sessions that were closed for that long. Those of open sessions, and what is pending,
+    are what their models would be rebuilt from, and stay.
+    """
+    age_hours = call.fields().number_or("max_age_hours", 24.0)
+    if not 0 <= age_hours <= 24 * 3650:
+        raise UserError(f"max_age_hours is {age_hours}; it must lie between 0 and {24 * 3650}")
+    before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
+    while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
+        deleted += services.futures.delete_of_sessions(closed, usage.folded)
+    message = f"forgot {deleted} settled requests of sessions that were closed {age_hours:g} or more hours ago"
+    return {"futures_cleaned": deleted, "cleaned_count": deleted, "message": message}
+
+
+ROUTES = [
+    Route("/health", health, methods=["GET"]),
+    Route("/list_sessions", endpoint(list_sessions), methods=["GET", "POST"]),
+    Route("/delete_model", delete_model, methods=["POST"]),
+    Route("/get_tokenizer", endpoint(get_tokenizer), methods=["GET"]),
+    Route("/create_sampling_client", endpoint(create_sampling_client, JSON_TYPE), methods=["POST"]),
+    Route("/sample", endpoint(sample, JSON_TYPE), methods=["POST"]),
+    Route("/retrieve_future/{request_id}", retrieve_future, methods=["GET", "POST"]),
+    Route("/cleanup_futures", endpoint(cleanup_futures, JSON_TYPE), methods=["POST"]),
+]
+ROOT_ROUTES = [Route("/health", health, methods=["GET"])]  # load balancers ask there, without the prefix

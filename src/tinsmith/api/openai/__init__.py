@@ -1,0 +1,1 @@
+"""The endpoints of OpenAI's and Anthropic's clients."""

@@ -1,0 +1,175 @@
+"""Files as OpenAI's clients upload, list, read and delete them.
+
+An upload is a multipart form of one file and a few short fields. It is spooled to disk as it comes, and stored when it
+is whole and known to be allowed; nothing but a piece of it is in memory. `openai_batches` is what files are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, authenticate, call_of, endpoint, run
+from tinsmith.api.routes.forms import read_form
+from tinsmith.api.routes.stored import StoredFile, file_response
+from tinsmith.chat.refusals import RequestError
+from tinsmith.errors import NotFoundError, TooLargeError
+from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
+from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import show
+
+JSONL_TYPE = "application/jsonl"
+CHUNK_BYTES = 1 << 20
+MAX_NAME = 512
+MAX_LISTED = 10_000
+DAY_S = 86400
+KEPT_S = 30 * DAY_S
+MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * DAY_S
+ENDINGS = (".jsonl",)
+
+
+async def upload(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    form = await read_form(request, services.settings.max_file_bytes, _too_large)
+    try:
+        return Response(
+            await run(_store, services, tenant_id, form, on=services.threads.transfers), media_type=JSON_TYPE
+        )
+    finally:
+        await form.close()  # which deletes what was spooled
+
+
+def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
+    file, expires_after_s = _checked(form)
+    size_bytes = file.size or 0
+    if size_bytes > services.settings.max_file_bytes:
+        raise _too_large(services.settings.max_file_bytes)
+    services.quotas.admit_file(tenant_id, size_bytes)
+    stored = services.files.store(new_id(), _pieces(file))
+    return orjson.dumps(shown(services.files.add(tenant_id, stored, file.filename or "", BATCH, expires_after_s)))
+
+
+def _checked(form: FormData) -> tuple[UploadFile, int]:
+    known = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
+    if unknown := sorted(set(form) - known):
+        raise RequestError(show(unknown[0]), f"the form has a field {show(unknown[0])}; known are {sorted(known)}")
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise RequestError("file", "the form has no file; send it as the part 'file', with a filename")
+    name = file.filename or ""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise RequestError("file", f"the filename is {show(name)}; it must have 1 to {MAX_NAME} printable characters")
+    if form.get("purpose") != BATCH:
+        raise RequestError("purpose", f"purpose is {show(form.get('purpose'))}; this server has a use for 'batch' only")
+    if not name.lower().endswith(ENDINGS):
+        raise RequestError("file", f"the filename is {show(name)}; a batch's file is JSON Lines and ends with .jsonl")
+    return file, _kept_s(form)
+
+
+def _kept_s(form: FormData) -> int:
+    anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return KEPT_S
+    if anchor != "created_at":
+        raise RequestError("expires_after.anchor", f"expires_after.anchor is {show(anchor)}; it must be 'created_at'")
+    if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 10):
+        seconds = show(seconds)
+    elif MIN_KEPT_S <= int(seconds) <= MAX_KEPT_S:
+        return int(seconds)
+    raise RequestError(
+        "expires_after.seconds", f"expires_after.seconds is {seconds}; it must be {MIN_KEPT_S} to {MAX_KEPT_S}"
+    )
+
+
+def _pieces(file: UploadFile) -> Iterator[bytes]:
+    while piece := file.file.read(CHUNK_BYTES):
+        yield piece
+
+
+def _too_large(limit_bytes: int) -> TooLargeError:
+    return TooLargeError(
+        f"the file is larger than {limit_bytes} bytes; split it, or raise the server's setting max_file_bytes"
+    )
+
+
+def listing(call: Call) -> JsonObject:
+    limit = page_limit(call, 1, MAX_LISTED, MAX_LISTED)
+    order, purpose = call.query.get("order", "desc"), call.query.get("purpose")
+    if order not in ("asc", "desc"):
+        raise RequestError("order", f"order is {show(order)}; it must be 'asc' or 'desc'")
+    if purpose not in (None, BATCH, BATCH_OUTPUT):
+        raise RequestError("purpose", f"purpose is {show(purpose)}; it must be {BATCH!r} or {BATCH_OUTPUT!r}")
+    found, more = call.services.files.listing(
+        call.tenant_id, limit, after=call.query.get("after"), ascending=order == "asc", purpose=purpose
+    )
+    return page([shown(file) for file in found], more)
+
+
+def page_limit(call: Call, low: int, high: int, default: int) -> int:
+    text = call.query.get("limit", str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 9 and low <= int(text) <= high):
+        raise RequestError("limit", f"limit is {show(text)}; it must be {low} to {high}")
+    return int(text)
+
+
+def page(data: list[JsonObject], more: bool) -> JsonObject:
+    ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
+
+
+def file(call: Call) -> JsonObject:
+    return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
+
+
+def delete(call: Call) -> JsonObject:
+    file_id = call.path["file_id"]
+    call.services.files.delete(call.tenant_id, file_id)
+    return {"id": file_id, "object": "file", "deleted": True}
+
+
+async def content(request: Request) -> Response:
+    """The bytes, whole or in ranges."""
+    services, tenant_id = await authenticate(request)
+    call = call_of(request, services, tenant_id, b"")
+
+    def work() -> Response:
+        found = services.files.find(tenant_id, call.path["file_id"])
+        files, file_id = services.files, found.file_id
+        headers = {"etag": f'"{found.sha256}"'}  # the bytes never change
+        stored = StoredFile(files.path(file_id), found.size_bytes, lambda: files.open(file_id))
+        try:
+            return file_response(request, stored, JSONL_TYPE, headers, found.filename)
+        except FileNotFoundError:
+            raise NotFoundError(f"file {file_id!r} was deleted at this moment") from None
+
+    return await run(work, on=services.threads.transfers)
+
+
+def shown(file: File) -> JsonObject:
+    return {
+        "id": file.file_id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": int(file.created_at),
+        "expires_at": None if file.expires_at is None else int(file.expires_at),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }
+
+
+ROUTES = [
+    Route("/files", upload, methods=["POST"]),
+    Route("/files", endpoint(listing), methods=["GET"]),
+    Route("/files/{file_id}", endpoint(file), methods=["GET"]),
+    Route("/files/{file_id}", endpoint(delete), methods=["DELETE"]),
+    Route("/files/{file_id}/content", content, methods=["GET"]),
+]
+ROOT_ROUTES = [
+    Route(prefix + route.path, route.endpoint, methods=route.methods) for prefix in OPENAI for route in ROUTES
+]

@@ -1,0 +1,226 @@
+"""Sampling for clients that wait for the answer itself: a plan becomes futures, and their results an answer.
+
+The same way as an asample's: admission, quotas, durable futures, usage. The samples are cancelled as soon as nobody
+waits for them any more: whoever awaits something here may be cancelled at any point. `answer` is the whole of it for
+one request that is not a stream, and needs no HTTP; the routes use the same parts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from http import HTTPStatus
+
+from tinsmith.api.admission import check_sample
+from tinsmith.api.errors import openai_error
+from tinsmith.api.operation import JsonObject, Services, run
+from tinsmith.api.routes.futures import outcome_of
+from tinsmith.api.routes.sampling import most_tokens
+from tinsmith.chat.chats import read_chat
+from tinsmith.chat.completions import read_completion
+from tinsmith.chat.generation_request import Plan, Target, read_target
+from tinsmith.chat.refusals import ContextLengthError, RequestError, not_supported
+from tinsmith.chat.results import Head, whole
+from tinsmith.chat.texts import Text
+from tinsmith.errors import (
+    EngineFailedError,
+    NotFoundError,
+    NotSupportedError,
+    StoppingError,
+    TinsmithError,
+    UserError,
+)
+from tinsmith.store.checkpoints import parse_path
+from tinsmith.store.futures import NewFuture, Outcome
+from tinsmith.store.implicit_sessions import Seat
+from tinsmith.types import ModelShape, Sample, SampleResult
+from tinsmith.wire.extras import sample_body
+from tinsmith.wire.fields import Fields, json_bytes
+from tinsmith.wire.sampling import read_sample, read_sample_result
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+ReadPlan = Callable[[Fields, Text], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that was understood: whose weights, and what of them."""
+
+    shape: ModelShape
+    model_path: str | None
+    text: Text
+    plan: Plan
+
+
+async def answer(
+    services: Services, tenant_id: str, endpoint: str, body: Mapping[str, object]
+) -> tuple[int, JsonObject]:
+    """Answer one request as the route `endpoint` (CHAT or COMPLETIONS) would: its status and its JSON.
+
+    Never raises for what a request holds: an error has OpenAI's body, {"error": {message, type, param, code}}. 429
+    means that a quota is full, 5xx that it may be sent again. Cancelling the call cancels the samples. `stream` is
+    refused, since there is nobody to stream to.
+    """
+    try:
+        if endpoint not in (CHAT, COMPLETIONS):
+            raise NotFoundError(f"endpoint {endpoint!r} is none of {CHAT!r} and {COMPLETIONS!r}")
+        if body.get("stream"):
+            raise not_supported("stream", "here is nobody to stream to; leave it out")
+        prepared = await run(prepare, services, tenant_id, Fields(body), reader_of(endpoint == CHAT))
+        head = new_head(prepared.plan, chat=endpoint == CHAT)
+        results = await sampled(services, tenant_id, prepared)
+        return 200, await run(whole, prepared.plan, prepared.text, head, results)
+    except TinsmithError as error:
+        status = HTTPStatus.BAD_REQUEST if isinstance(error, NotSupportedError) else error.status
+        return status, {"error": openai_error(str(error), status, error)}
+
+
+def reader_of(chat: bool) -> ReadPlan:
+    return read_chat if chat else read_completion
+
+
+def new_head(plan: Plan, *, chat: bool) -> Head:
+    prefix = "chatcmpl-" if chat else "cmpl-"
+    return Head(prefix + secrets.token_hex(16), int(time.time()), plan.name, chat)
+
+
+def prepare(services: Services, tenant_id: str, fields: Fields, read_plan: ReadPlan) -> Prepared:
+    """On a worker thread: it reads the database and runs the tokenizer. Raises UserError."""
+    target = read_target(fields)
+    shape, model_path = weights_of(services, tenant_id, target)
+    text = services.texts.of(shape)
+    return Prepared(shape, model_path, text, read_plan(fields, text))
+
+
+def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[ModelShape, str | None]:
+    base_model = target.base_model
+    try:
+        if target.model_path is not None:
+            checkpoint = services.checkpoints.get(tenant_id, parse_path(target.model_path, "model"))
+            if base_model not in (None, checkpoint.base_model):
+                raise RequestError(
+                    "model", f"model names {base_model!r}, but its checkpoint was trained on {checkpoint.base_model!r}"
+                )
+            base_model = checkpoint.base_model
+        return services.bases.get(base_model or ""), target.model_path
+    except NotFoundError as error:
+        raise ModelNotFoundError("model", str(error), "model_not_found") from error
+
+
+class ModelNotFoundError(RequestError, NotFoundError):
+    """There is no such model."""
+
+
+# Samples.
+
+
+async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
+    """Sample for every prompt and wait for all of it."""
+    async with seated(services, tenant_id, prepared) as seats:
+        return [await settled(services, seat) for seat in seats]
+
+
+@asynccontextmanager
+async def seated(
+    services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
+) -> AsyncIterator[list[Seat]]:
+    """Submit a plan's samples; those that are left at the end of the block are cancelled."""
+    seats: list[Seat] = []
+    try:
+        # Shielded, since what was submitted must be known here in order to be cancelled.
+        await asyncio.shield(run(_submit_all, services, tenant_id, prepared, stream, seats))
+        yield seats
+    except BaseException:
+        await asyncio.shield(run(give_up, services, seats))
+        raise
+    finally:
+        for seat in seats:
+            services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
+
+
+def _submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[Seat]) -> None:
+    for prompt in prepared.plan.prompts:
+        _submit(services, tenant_id, prepared, prompt, stream, seats)
+
+
+def _submit(
+    services: Services, tenant_id: str, prepared: Prepared, prompt: Sequence[int], stream: bool, seats: list[Seat]
+) -> None:
+    plan, shape = prepared.plan, prepared.shape
+    params = plan.params
+    if params.seed is None:
+        # So that an engine that takes over draws the same tokens again.
+        params = replace(params, seed=secrets.randbits(62))
+    body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
+    sample = read_sample(json_bytes(body), "", prepared.model_path)
+    _check(sample, shape, plan)
+    seat = services.standing.seat(tenant_id, shape.name, prepared.model_path)
+    body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}
+    new = NewFuture(
+        request_id=seat.request_id,
+        tenant_id=tenant_id,
+        session_id=seat.session_id,
+        base_model=shape.name,
+        kind="sample",
+        body=json_bytes(body),
+        num_tokens=most_tokens(sample, shape),
+        sampling_session_id=seat.sampling_session_id,
+        seq_id=seat.seq_id,
+    )
+    services.quotas.admit(new)
+    seats.append(seat)
+    services.futures.submit(services.dispatch.assigned(new, sample))
+
+
+def _shown(plan: Plan) -> Mapping[str, object]:
+    """The logprobs that the answer shows."""
+    top = plan.top_logprobs
+    if top is None:
+        return {}
+    of_prompt = {"prompt_logprobs": True, "topk_prompt_logprobs": top} if plan.echo else {}
+    return {"topk_sample_logprobs": top} | of_prompt
+
+
+def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
+    prompt, max_tokens = len(sample.prompt_T), sample.params.max_tokens
+    if prompt + (max_tokens or 1) > shape.max_context_length:
+        raise ContextLengthError(plan.prompt_field, prompt, max_tokens, shape.max_context_length)
+    adjustments = sample.params.adjustments
+    for token_id, _ in adjustments.logit_bias if adjustments else ():
+        if token_id >= shape.vocab_size:
+            raise RequestError("logit_bias", f"logit_bias names token {token_id}; there are {shape.vocab_size}")
+    check_sample(sample, shape)
+
+
+def give_up(services: Services, seats: Sequence[Seat]) -> None:
+    """Cancel what is not settled of these."""
+    for seat in seats:
+        with contextlib.suppress(NotFoundError):
+            services.futures.cancel(seat.tenant_id, seat.request_id, "its client went away")
+
+
+async def settled(services: Services, seat: Seat) -> SampleResult:
+    """The result of a sample, however long it takes. Raises the error that it ended with."""
+    with services.waiters.watch(seat.request_id) as woken:
+        while (outcome := await _outcome(services, seat)) is None:
+            if services.waiters.closed:
+                raise StoppingError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(services.standing.heartbeat_s):
+                    await woken.wait()
+            woken.clear()
+            await run(services.standing.keep, seat.tenant_id, seat.session_id)
+    if outcome.error is not None:
+        raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
+    assert outcome.body is not None
+    return read_sample_result(outcome.body, seat.request_id)
+
+
+async def _outcome(services: Services, seat: Seat) -> Outcome | None:
+    return await outcome_of(services, seat.tenant_id, seat.request_id)

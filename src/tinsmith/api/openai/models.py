@@ -1,0 +1,130 @@
+"""What can be sampled, as OpenAI's clients and as Anthropic's list it: the base models, and the tenant's checkpoints.
+
+One path serves both at OpenAI's addresses; a client that names a version of Anthropic's API gets Anthropic's form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.api.openai.generation import weights_of
+from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Call, Endpoint, Handler, JsonObject, endpoint, is_anthropic
+from tinsmith.chat.generation_request import Target
+from tinsmith.chat.refusals import RequestError
+from tinsmith.wire.fields import show
+from tinsmith.wire.times import iso
+
+SINCE = 1_700_000_000
+"""When a base model was made is not known here; clients want a moment."""
+
+USUAL_PAGE = 20  # Anthropic's
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`owner` is the tenant of a checkpoint; `context` counts the tokens of prompt and answer together."""
+
+    name: str
+    owner: str
+    created_at: int
+    context: int
+
+
+def _all(call: Call) -> list[Served]:
+    """The base models, and the newest of the tenant's checkpoints that can be sampled."""
+    bases = {shape.name: shape.max_context_length for shape in call.services.bases}
+    found = [Served(name, "tinsmith", SINCE, context) for name, context in bases.items()]
+    checkpoints, _ = call.services.checkpoints.page(call.tenant_id, MAX_PAGE, 0)
+    for each in checkpoints:
+        if each.base_model in bases and each.ref.kind != "external_weights":
+            found.append(Served(each.ref.path, call.tenant_id, int(each.created_at), bases[each.base_model]))
+    return found
+
+
+def _one(call: Call) -> Served:
+    name = call.path["model"]
+    base, separator, path = name.partition(";")
+    target = Target(name, base, path) if separator else Target(name, name, None)
+    if name.startswith("tinker://"):
+        target = Target(name, None, name)
+    shape, _ = weights_of(call.services, call.tenant_id, target)
+    owner = "tinsmith" if target.model_path is None else call.tenant_id
+    return Served(name, owner, SINCE, shape.max_context_length)
+
+
+def models(call: Call) -> JsonObject:
+    return {"object": "list", "data": [_openai(each) for each in _all(call)]}
+
+
+def model(call: Call) -> JsonObject:
+    return _openai(_one(call))
+
+
+def _openai(served: Served) -> JsonObject:
+    return {"id": served.name, "object": "model", "created": served.created_at, "owned_by": served.owner}
+
+
+def anthropic_models(call: Call) -> JsonObject:
+    """A page of at most `limit`: from `after_id` on, or up to `before_id`."""
+    found = _all(call)
+    limit = call.page(USUAL_PAGE)[0]
+    if not limit:
+        raise RequestError("limit", f"limit is 0; it must lie between 1 and {MAX_PAGE}")
+    if "after_id" in call.query and "before_id" in call.query:
+        raise RequestError("after_id", "after_id and before_id are both there; send one of them")
+    if "before_id" in call.query:
+        end = _place(found, call, "before_id")
+        page, more = found[max(0, end - limit) : end], end > limit
+    else:
+        start = _place(found, call, "after_id") + 1 if "after_id" in call.query else 0
+        page, more = found[start : start + limit], start + limit < len(found)
+    ends = {"first_id": page[0].name, "last_id": page[-1].name} if page else {"first_id": None, "last_id": None}
+    return {"data": [_anthropic(each) for each in page], "has_more": more, **ends}
+
+
+def _place(found: Sequence[Served], call: Call, name: str) -> int:
+    wanted = call.query[name]
+    place = next((place for place, each in enumerate(found) if each.name == wanted), None)
+    if place is None:
+        raise RequestError(name, f"{name} is {show(wanted)}, which is no model of this list")
+    return place
+
+
+def anthropic_model(call: Call) -> JsonObject:
+    return _anthropic(_one(call))
+
+
+def _anthropic(served: Served) -> JsonObject:
+    return {
+        "type": "model",
+        "id": served.name,
+        "display_name": served.name,
+        "created_at": iso(served.created_at),
+        "lifecycle": "active",
+        "max_input_tokens": served.context,
+        "max_tokens": served.context,
+    }
+
+
+def _either(openais: Handler, anthropics: Handler) -> Endpoint:
+    of_openai, of_anthropic = endpoint(openais), endpoint(anthropics)
+
+    async def respond(request: Request) -> Response:
+        return await (of_anthropic if is_anthropic(request) else of_openai)(request)
+
+    return respond
+
+
+ROOT_ROUTES = [
+    Route(prefix + path, respond, methods=["GET"])
+    for prefix in ANTHROPIC
+    for path, respond in (
+        ("/models", _either(models, anthropic_models)),
+        ("/models/{model:path}", _either(model, anthropic_model)),
+    )
+]

@@ -1,0 +1,141 @@
+"""Answers in pieces: what an engine tells of running samples, and what their results say, as one stream of pieces.
+
+What is told is a hint; the stored result is the authority. It completes what is missing (all of it, where nothing is
+told), and if it contradicts what was sent already, the stream ends with an error. Each stream ends its samples when its
+client goes away, which is noticed at the next piece or sign of life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
+from typing import TypeVar
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tinsmith.api.openai.generation import Prepared, settled
+from tinsmith.api.operation import Services
+from tinsmith.chat.choices import Choice, Piece
+from tinsmith.chat.results import finish_reason, read_sequence
+from tinsmith.errors import EngineFailedError
+from tinsmith.store.implicit_sessions import Seat
+from tinsmith.types import Partial, SampledSequence, SampleResult
+
+T = TypeVar("T")
+
+KEEP_ALIVE_S = 15.0
+EVENT_STREAM = "text/event-stream"
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What is new of one choice; `reason` comes with its last piece. Neither: nothing happened for a while."""
+
+    choice: Choice | None = None
+    piece: Piece | None = None
+    reason: str | None = None
+
+
+async def follow(
+    services: Services, prepared: Prepared, seats: Sequence[Seat], results: list[SampleResult]
+) -> AsyncIterator[News]:
+    """The pieces of all choices as they come; at the end `results` holds the results, prompt by prompt."""
+    number = prepared.plan.num_choices
+    choices = [Choice(prepared.plan, prepared.text, index) for index in range(len(seats) * number)]
+    of_seat = {seat.request_id: choices[at * number : (at + 1) * number] for at, seat in enumerate(seats)}
+    found: dict[str, SampleResult] = {}
+    with services.partials.listen(list(of_seat)) as queue:
+        ends = {asyncio.create_task(settled(services, seat)) for seat in seats}
+        told: asyncio.Task[Partial] = asyncio.create_task(queue.get())
+        try:
+            while ends:
+                done, _ = await asyncio.wait({*ends, told}, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield News()
+                if told in done:
+                    partial = told.result()
+                    told = asyncio.create_task(queue.get())
+                    if partial.request_id not in found:
+                        news = _of_partial(of_seat[partial.request_id], partial)
+                        if news:
+                            yield news
+                for end in ends & done:
+                    result = end.result()
+                    found[result.request_id] = result
+                    for choice, sequence in zip(of_seat[result.request_id], result.sequences, strict=True):
+                        yield _of_end(prepared, choice, sequence)
+                ends -= done
+        finally:
+            for task in (*ends, told):
+                task.cancel()
+    results += [found[seat.request_id] for seat in seats]
+
+
+def _of_partial(choices: Sequence[Choice], partial: Partial) -> News | None:
+    choice = choices[partial.index]
+    if partial.start != len(choice.token_ids):
+        return None  # something was lost before it; the result has it
+    tops = partial.topk or [((), ())] * len(partial.tokens)
+    for token_id, logprob, top in zip(partial.tokens, partial.logprobs, tops, strict=True):
+        choice.push(token_id, logprob, top)
+    piece = choice.piece()
+    return News(choice, piece) if piece else None
+
+
+def _of_end(prepared: Prepared, choice: Choice, sequence: SampledSequence) -> News:
+    sent = len(choice.token_ids)
+    if sequence.tokens_T[:sent].tolist() != choice.token_ids:
+        raise EngineFailedError("the engine was replaced in the middle of this answer and drew another one; ask again")
+    read_sequence(choice, sequence, sent)
+    piece = choice.piece()
+    return News(choice, piece, finish_reason(prepared.plan, piece.calls, sequence.stop_reason))
+
+
+class Events(StreamingResponse):
+    """Server-sent events. Their source is closed when the client goes away, whatever it is waiting for."""
+
+    def __init__(self, source: AsyncGenerator[bytes, None], samples: AsyncExitStack) -> None:
+        """`samples` is closed at the end, with the reason if there is one."""
+        super().__init__(source, media_type=EVENT_STREAM, headers=HEADERS)
+        self._source = source
+        self._samples = samples
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            async with self._samples, aclosing(self._source):
+                await unless_gone(receive, self.stream_response(send))
+
+
+async def unless_gone(receive: Receive, work: Coroutine[object, object, T]) -> T:
+    """What `work` returns; it is cancelled when the client's connection ends. Raises ClientDisconnect then."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.wait({working, watching})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":  # the body has been read before
+        pass
+
+
+def event(content: dict[str, object], name: str | None = None) -> bytes:
+    head = f"event: {name}\n".encode() if name else b""
+    return head + b"data: " + orjson.dumps(content) + b"\n\n"
+
+
+STILL_THERE = b": still there\n\n"
+DONE = b"data: [DONE]\n\n"

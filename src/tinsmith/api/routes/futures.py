@@ -1,0 +1,290 @@
+"""Results: the long polls, for one future or for all samples of a sampling session.
+
+A poll is held until there is something to say, at most `hold_s`. A poll for one future is then answered 408, and one
+for a session 200 with nothing in it; the client asks again at once. A poll whose client went away ends, too. A failed
+future is a 200 with `error` and `category`: any other status would have the client retry or misread it. A result can
+be fetched any number of times, since an answer may be lost on its way, until the client acknowledges it; a large one
+is announced first to a client that asks for that, so that it can make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tinsmith.api.admission import check_position
+from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run, traced
+from tinsmith.errors import UserError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.store.futures import UNBOUNDED, Outcome
+from tinsmith.store.sampling_sessions import Completion
+from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
+from tinsmith.wire.fields import Fields, show
+
+T = TypeVar("T")
+
+RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
+
+INLINE_BYTES = 256 * 1024
+"""Results up to this size come at once even if the client would have them announced: a second request costs more."""
+
+UNWATCHED_S = 0.5
+"""How long a poll is held before its server looks whether the client is still there, which costs 0.1 ms."""
+
+MAX_ACKNOWLEDGED = 1_000_000
+
+ON_LOOP_BYTES = 1 << 20
+"""Larger results are read by a thread: 60 MB take 0.1 s, in which the event loop would answer no other request."""
+
+PIECE_BYTES = 1 << 18
+"""What is sent of such a result at once; other connections have their turn after each piece."""
+
+SLOW_S = 10.0
+"""A client that takes longer to read a large result no longer counts among those."""
+
+
+async def retrieve_future(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    fields = await read_json(request)
+    request_id = fields.text("request_id")
+    inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
+    await note_poll(services, tenant_id, request_id)
+    with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
+        outcome = await held(
+            request,
+            services.waiters.watch(request_id),
+            lambda: outcome_of(services, tenant_id, request_id, min(inline_bytes, ON_LOOP_BYTES)),
+            services.settings.hold_s,
+        )
+    if outcome is None:
+        return await _try_again(services, request_id)
+    hit("poll.answering")
+    if outcome.error is not None:
+        return answer({"error": outcome.error, "category": outcome.category})
+    assert outcome.result_type is not None and outcome.body_bytes is not None
+    if outcome.body is not None:
+        return Response(outcome.body, media_type=RESULT_TYPES[outcome.result_type])
+    if outcome.body_bytes > inline_bytes:
+        return answer({"status": "complete_metadata", "response_payload_size": outcome.body_bytes})
+    return await _large(services, tenant_id, request_id, RESULT_TYPES[outcome.result_type])
+
+
+async def outcome_of(
+    services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
+) -> Outcome | None:
+    """As `Futures.outcome`; a large body is read by a thread."""
+    small_bytes = min(inline_bytes, ON_LOOP_BYTES)
+    found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
+    if found is None or found.error is not None or found.body is not None or inline_bytes <= small_bytes:
+        return found
+    lane = services.threads.results
+    return await run(services.futures.outcome, tenant_id, request_id, inline_bytes, on=lane)
+
+
+async def _large(services: Services, tenant_id: str, request_id: str, media_type: str) -> Response:
+    slot = _Slot(services.large_results)
+    await slot.take()
+    try:
+        outcome = await outcome_of(services, tenant_id, request_id)
+        assert outcome is not None and outcome.body is not None
+    except BaseException:
+        slot.give_back()
+        raise
+    return _LargeResult(outcome.body, media_type, slot)
+
+
+class _Slot:
+    """One of the large results that may be in memory at once. It is given back once, and after `SLOW_S` by itself."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots = slots
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def take(self) -> None:
+        await self._slots.acquire()
+        self._timer = asyncio.get_running_loop().call_later(SLOW_S, self.give_back)
+
+    def give_back(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._slots.release()
+
+
+class _LargeResult(Response):
+    """A body that is sent in pieces, each when the one before has left."""
+
+    def __init__(self, content: bytes, media_type: str, slot: _Slot) -> None:
+        super().__init__(content, media_type=media_type)
+        self._slot = slot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            body = memoryview(self.body)
+            for start in range(0, len(body), PIECE_BYTES):
+                piece = bytes(body[start : start + PIECE_BYTES])
+                more = start + PIECE_BYTES < len(body)
+                await send({"type": "http.response.body", "body": piece, "more_body": more})
+                await asyncio.sleep(0)  # a buffer that is not full would let the next piece follow at once
+        finally:
+            self._slot.give_back()
+
+
+async def retrieve_futures(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    poll = _session_poll(await read_json(request))
+    samplers = services.sampling_sessions
+    await read(services, samplers.get, tenant_id, poll.sampling_session_id)
+    samplers.acknowledge(poll.sampling_session_id, poll.acknowledged)
+    await note_poll(services, tenant_id, poll.sampling_session_id)
+
+    async def look() -> list[Completion] | None:
+        return await read(services, samplers.completions, poll.sampling_session_id, poll.clone, poll.cursor) or None
+
+    hold_s = services.settings.hold_s if poll.timeout_s is None else min(poll.timeout_s, services.settings.hold_s)
+    found = await held(request, services.waiters.watch_session(poll.sampling_session_id), look, hold_s) or []
+    cursor = found[-1].settle_order if found else poll.cursor
+    return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+
+
+def cancel_future(call: Call) -> JsonObject:
+    """Only samples can be cancelled; for everything else this is an answer without an effect."""
+    call.services.futures.cancel(call.tenant_id, call.fields().text("request_id"), "cancelled by the client")
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _SessionPoll:
+    sampling_session_id: str
+    clone: int
+    cursor: int
+    timeout_s: float | None
+    acknowledged: list[str]
+
+
+def _session_poll(fields: Fields) -> _SessionPoll:
+    target = fields.fields("target")
+    kind = target.text_or("type", "sampling_session")
+    if kind != "sampling_session":
+        raise UserError(f"target.type is {show(kind)}; it must be 'sampling_session'")
+    clone = check_position("target.cloned_sampler_id", target.integer_or("cloned_sampler_id", 0))
+    timeout_s = fields.number_or("timeout", None)
+    if timeout_s is not None and not timeout_s >= 0:
+        raise UserError(
+            f"timeout is {timeout_s}; it must be 0 or more seconds, or null for as long as the server likes"
+        )
+    return _SessionPoll(
+        sampling_session_id=target.text("sampling_session_id"),
+        clone=clone,
+        cursor=_cursor(fields.integer_or("prev_cursor", 0)),
+        timeout_s=timeout_s,
+        acknowledged=fields.texts_or_empty("retrieved_request_ids", max_items=MAX_ACKNOWLEDGED),
+    )
+
+
+def _cursor(value: int) -> int:
+    if value < 0:
+        raise UserError(f"prev_cursor is {value}; it must be 0, or the cursor of an earlier answer")
+    return value
+
+
+def _completion(completion: Completion) -> JsonObject:
+    if completion.state != "done":
+        return {"state": "failed", "request_id": completion.request_id}
+    return {
+        "state": "finished",
+        "request_id": completion.request_id,
+        "response_payload_uncompressed_size": completion.body_bytes,
+    }
+
+
+async def held(
+    request: Request,
+    watch: AbstractContextManager[asyncio.Event],
+    look: Callable[[], Awaitable[T | None]],
+    hold_s: float,
+) -> T | None:
+    """What `look` finds, or None if it finds nothing within `hold_s`. A wake-up is only a hint to look again.
+
+    Raises ClientDisconnect as soon as the client is known to have gone: nobody is left to answer.
+    """
+    services: Services = request.app.state.services
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + hold_s
+    with watch as woken:
+        found = await look()
+        if found is not None or services.waiters.closed or hold_s <= 0:
+            return found
+        with _end_of_client(request, woken) as client_is_gone:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    while True:
+                        await woken.wait()
+                        woken.clear()
+                        if client_is_gone():
+                            raise ClientDisconnect
+                        found = await look()
+                        if found is not None or services.waiters.closed:
+                            return found
+            except TimeoutError:
+                return None
+
+
+@contextmanager
+def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[[], bool]]:
+    """Whether the connection has ended, which also sets `woken`. Looks only after a moment: most polls end sooner."""
+    watching: list[asyncio.Task[None]] = []
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":  # the body has been read before
+            pass
+
+    def watch() -> None:
+        watching.append(asyncio.create_task(wait()))
+        watching[0].add_done_callback(lambda _: woken.set())
+
+    timer = asyncio.get_running_loop().call_later(UNWATCHED_S, watch)
+    try:
+        yield lambda: any(task.done() for task in watching)
+    finally:
+        timer.cancel()
+        for task in watching:
+            task.cancel()
+
+
+async def note_poll(services: Services, tenant_id: str, name: str) -> None:
+    """A poll is a sign of life of the session whose id `name` begins with."""
+    session_id = name.partition(":")[0]
+    if services.sessions.is_sign_due(session_id):
+        await run(services.sessions.polled, tenant_id, session_id)
+
+
+async def read(services: Services, read: Callable[..., T], *args: object) -> T:
+    """A read of SQLite in WAL mode waits for nobody and takes 0.1 ms, less than the way to a worker thread."""
+    if services.reads_wait:
+        return await run(read, *args, on=services.threads.quick)
+    return read(*args)
+
+
+async def _try_again(services: Services, request_id: str) -> Response:
+    quick = services.threads.quick
+    base_model = await run(services.futures.base_model_of, request_id, on=quick)
+    state, reason = await run(services.queue_state, base_model or "", on=quick)
+    pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
+    return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
+
+
+ROUTES = [
+    Route("/retrieve_future", retrieve_future, methods=["POST"]),
+    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
+    Route("/cancel_future", endpoint(cancel_future, JSON_TYPE), methods=["POST"]),
+]

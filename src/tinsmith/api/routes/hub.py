@@ -1,0 +1,147 @@
+"""A mirror of the Hugging Face hub for clients without internet: `HF_ENDPOINT=http://SERVER/hub`.
+
+What `huggingface_hub` asks when it reads a model: facts, the listing of its files, and the files, whole or by `Range`.
+The key is a token's, `Authorization: Bearer`; a server without keys needs none. Nothing can be written.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.api.operation import HUB, Call, JsonObject, authenticate, call_of, endpoint, run
+from tinsmith.api.routes.stored import StoredFile, file_response
+from tinsmith.errors import ForbiddenError, NotFoundError
+from tinsmith.exchange.hub import (
+    HubFile,
+    MissingEntryError,
+    MissingError,
+    Repository,
+    base_repository,
+    checkpoint_of,
+    checkpoint_repository,
+)
+from tinsmith.wire.fields import show
+
+MODELS = HUB + "/api/models/{repo:path}"
+FILE = HUB + "/{repo:path}/resolve/{revision}/{file:path}"
+FILE_TYPE = "application/octet-stream"
+
+
+def whoami(call: Call) -> JsonObject:
+    return {
+        "type": "user",
+        "id": call.tenant_id,
+        "name": call.tenant_id,
+        "fullname": call.tenant_id,
+        "orgs": [],
+        "auth": {"type": "access_token", "accessToken": {"displayName": "tinsmith", "role": "read"}},
+    }
+
+
+def model(call: Call) -> JsonObject:
+    """Facts of a repository; with the query `blobs`, its files' sizes and digests."""
+    found = _repository(call)
+    if "revision" in call.path:
+        found.check_revision(call.path["revision"])
+    blobs = call.query.get("blobs", "").lower() in ("true", "1")
+    return {
+        "_id": found.commit[:24],
+        "id": found.repo_id,
+        "modelId": found.repo_id,
+        "author": found.repo_id.rpartition("/")[0],
+        "sha": found.commit,
+        "lastModified": _iso(found.modified_at),
+        "private": False,
+        "gated": False,
+        "disabled": False,
+        "tags": [found.library],
+        "library_name": found.library,
+        "siblings": [
+            {"rfilename": name, **({"size": file.size_bytes, "blobId": file.etag[:40]} if blobs else {})}
+            for name, file in found.files.items()
+        ],
+    }
+
+
+def tree(call: Call) -> list[JsonObject]:
+    """The files of a repository, or of one of its directories."""
+    found = _repository(call)
+    found.check_revision(call.path["revision"])
+    inside = call.path.get("directory", "").strip("/")
+    within = {name: file for name, file in found.files.items() if not inside or name.startswith(f"{inside}/")}
+    if inside and not within:
+        raise MissingEntryError(f"{found.repo_id!r} has no directory {show(inside)}", found.commit)
+    skipped = len(inside) + 1 if inside else 0
+    deep = call.query.get("recursive", "").lower() in ("true", "1")
+    listed = [_listed(name, file) for name, file in within.items() if deep or "/" not in name[skipped:]]
+    if deep:
+        return listed
+    directories = {name[:skipped] + name[skipped:].partition("/")[0] for name in within if "/" in name[skipped:]}
+    return [
+        {"type": "directory", "path": name, "size": 0, "oid": found.commit} for name in sorted(directories)
+    ] + listed
+
+
+def _listed(name: str, file: HubFile) -> JsonObject:
+    facts: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
+    if file.whole:
+        facts["lfs"] = {"oid": file.etag, "size": file.size_bytes, "pointerSize": 0}
+    return facts
+
+
+async def resolve(request: Request) -> Response:
+    """A file, whole or by `Range`."""
+    services, tenant_id = await authenticate(request)
+    call = call_of(request, services, tenant_id, b"")
+
+    def work() -> Response:
+        found, name = _repository(call), call.path["file"]
+        found.check_revision(call.path["revision"])
+        if name in found.hidden:
+            raise ForbiddenError(
+                f"{show(name)} of {found.repo_id!r} is not given away: this server keeps the weights of base models to "
+                "itself unless its setting hub_base_weights is on"
+            )
+        file = found.file(name)
+        headers = {"etag": f'"{file.etag}"', "x-repo-commit": found.commit}
+        return file_response(request, StoredFile(file.path, file.size_bytes, file.opened), FILE_TYPE, headers)
+
+    return await run(work, on=services.threads.transfers)
+
+
+def _repository(call: Call) -> Repository:
+    """A base model, or a checkpoint that the caller may read. Raises MissingError."""
+    services, repo_id = call.services, call.path["repo"]
+    for shape in services.bases:
+        if shape.name == repo_id:
+            return base_repository(shape, weights=services.settings.hub_base_weights)
+    ref = checkpoint_of(repo_id)
+    try:
+        if ref is not None:
+            checkpoint = services.checkpoints.get(call.tenant_id, ref)
+            files, directory = services.checkpoints.files, checkpoint.directory or ""
+            return checkpoint_repository(repo_id, files, directory, checkpoint.created_at)
+    except NotFoundError:
+        pass
+    raise MissingError(
+        f"there is no repository {show(repo_id)}: base models have the names under which they are served, the "
+        "checkpoint tinker://SESSION:train:N/KIND/NAME is SESSION/N.KIND.NAME"
+    )
+
+
+def _iso(moment_s: float) -> str:
+    return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+ROOT_ROUTES = [
+    Route(HUB + "/api/whoami-v2", endpoint(whoami), methods=["GET"]),
+    Route(MODELS + "/revision/{revision}", endpoint(model), methods=["GET"]),
+    Route(MODELS + "/tree/{revision}", endpoint(tree), methods=["GET"]),
+    Route(MODELS + "/tree/{revision}/{directory:path}", endpoint(tree), methods=["GET"]),
+    Route(MODELS, endpoint(model), methods=["GET"]),
+    Route(FILE, resolve, methods=["GET"]),
+]

@@ -1,0 +1,81 @@
+"""Links that a client follows later, without its key: signed, and good for an hour.
+
+What is signed is the purpose, the path and the time of expiry, so that a link opens one thing, until then. The
+address in front is the one that the client used, or the configured `public_url`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from urllib.parse import quote
+
+from starlette.requests import Request
+
+from tinsmith.api.operation import PREFIX, Call, Services
+from tinsmith.errors import ForbiddenError, GoneError, UserError
+from tinsmith.settings import Settings
+from tinsmith.wire.fields import show
+
+LINK_S = 3600
+"""The SDK asks for new links once fewer than 5 minutes are left."""
+
+HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
+PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    url: str
+    expires: datetime
+
+
+def sign_link(call: Call, purpose: str, path: str) -> Link:
+    """A link to `path`, one of the API's."""
+    expires_s = int(time.time()) + LINK_S
+    signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
+    base = base_url(call.services.settings, call.scheme, call.headers)
+    url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires_s}&signature={signature}"
+    return Link(url, datetime.fromtimestamp(expires_s, UTC))
+
+
+def follow_link(request: Request, purpose: str) -> Services:
+    """What a request without a key may use, because its link says so. Raises ForbiddenError unless this server signed
+    it, GoneError if that was too long ago.
+    """
+    services: Services = request.app.state.services
+    expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
+    if not services.signer.verify(purpose, _message(request.scope["path"], expires), signature):
+        raise ForbiddenError("this link was not made by this server, or was changed; ask for a new one")
+    if time.time() >= int(expires):
+        raise GoneError("this link has expired; ask for a new one")
+    return services
+
+
+def _message(path: str, expires: str) -> bytes:
+    return f"{expires} {path}".encode(errors="replace")
+
+
+def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str:
+    """Where the client found this server, without a slash at the end."""
+    if settings.public_url:
+        return settings.public_url.rstrip("/")
+    host, prefix = headers.get("host", ""), ""
+    if settings.trust_forwarded_headers:
+        host = _nearest(headers, "x-forwarded-host") or host
+        scheme = _nearest(headers, "x-forwarded-proto") or scheme
+        prefix = _nearest(headers, "x-forwarded-prefix").rstrip("/")
+    if scheme not in ("http", "https") or not HOST.fullmatch(host) or not PATH_PREFIX.fullmatch(prefix):
+        raise UserError(
+            f"the request came by {show(scheme)} for host {show(host)} and prefix {show(prefix)}, which make no "
+            "address; set the server's public_url"
+        )
+    return f"{scheme}://{host}{prefix}"
+
+
+def _nearest(headers: Mapping[str, str], name: str) -> str:
+    """What the proxy next to us wrote: each appends to the list of those before it."""
+    return headers.get(name, "").rpartition(",")[2].strip()

@@ -1,0 +1,168 @@
+"""Uploading an adapter as a training checkpoint.
+
+A multipart form of PEFT's two files (and optimizer state, if there is some) with a few short fields. It is spooled to
+disk as it comes; what it says of itself is checked before it is a checkpoint, the rest by the engine that loads it. The
+checkpoint belongs to a training run that is made for it and cannot be trained, as a copy does. The run's id follows
+from `X-Idempotency-Key`, so that a request which is sent again finds what it made before.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from starlette.datastructures import FormData, UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tinsmith.api.admission import check_ttl
+from tinsmith.api.operation import Call, authenticate, call_of, run
+from tinsmith.api.routes.copies import MAX_PROJECT_LENGTH, idempotent_session, made_before
+from tinsmith.api.routes.forms import read_form
+from tinsmith.errors import TooLargeError, UserError
+from tinsmith.exchange import adapters
+from tinsmith.exchange.adapters import AdapterFacts
+from tinsmith.store.audit import entry
+from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, check_name
+from tinsmith.store.models import NewModel, copied_run
+from tinsmith.store.usage import added
+from tinsmith.types import ModelShape
+from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import MAX_METADATA_BYTES, Fields, read_object, show
+
+PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
+TEXTS = ("base_model", "name", "project_id", "ttl_seconds", "user_metadata")
+CHUNK_BYTES = 1 << 20
+UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the name space of the ids of uploads
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    base_model: str
+    name: str
+    project_id: str | None
+    ttl_s: int | None
+    user_metadata: Mapping[str, str] | None
+    files: Mapping[str, UploadFile]
+
+
+async def upload(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    limit_bytes = services.settings.max_upload_bytes
+    form = await read_form(request, limit_bytes, _too_large, max_files=len(PARTS), max_field_bytes=MAX_METADATA_BYTES)
+    try:
+        call = call_of(request, services, tenant_id, b"")
+        return Response(await run(_stored, call, form, on=services.threads.transfers), media_type=JSON_TYPE)
+    finally:
+        await form.close()  # which deletes what was spooled
+
+
+def _stored(call: Call, form: FormData) -> bytes:
+    services, asked = call.services, _read(form)
+    shape = services.bases.get(asked.base_model)
+    session_id = idempotent_session(call, UPLOAD_IDS)
+    ref = CheckpointRef(f"{session_id}:train:0", "weights", asked.name)
+    reason = f"uploaded as {asked.name}"
+    if not made_before(services.models.find(ref.training_run_id), reason):
+        services.quotas.admit_checkpoint(call.tenant_id)
+        directory, size_bytes, facts, optimizer_type = _written(call, asked, shape)
+        new = NewCheckpoint(
+            ref, call.tenant_id, shape.name, facts.spec, optimizer_type or "adamw", asked.user_metadata, asked.ttl_s
+        )
+        of_run = NewModel(
+            ref.training_run_id,
+            session_id,
+            call.tenant_id,
+            shape.name,
+            facts.spec,
+            new.optimizer_type,
+            asked.user_metadata,
+        )
+        effects = [
+            *added(call.tenant_id, session_id, shape.name, "checkpoint", 1),
+            entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
+        ]
+        added_run = copied_run(of_run, asked.project_id, reason)
+        if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
+            made_before(services.models.find(ref.training_run_id), reason)
+    stored = services.checkpoints.get(call.tenant_id, ref)
+    return orjson.dumps(
+        {
+            "tinker_path": ref.path,
+            "base_model": stored.base_model,
+            "lora_rank": stored.lora_rank,
+            "size_bytes": stored.size_bytes,
+        }
+    )
+
+
+def _written(call: Call, asked: Asked, shape: ModelShape) -> tuple[str, int, AdapterFacts, str | None]:
+    """The files in a directory of the checkpoints, once they are found to be an adapter. Raises UserError."""
+    found: list[tuple[AdapterFacts, str | None]] = []
+
+    def fill(directory: Path) -> None:
+        for name, file in asked.files.items():
+            with (directory / name).open("xb") as target:
+                shutil.copyfileobj(file.file, target, CHUNK_BYTES)
+        facts = adapters.read(directory, plain=True)
+        adapters.check_fits(facts, Path(shape.path))
+        found.append((facts, adapters.optimizer_type(directory)))
+
+    directory, size_bytes = call.services.checkpoints.files.write(fill)
+    return directory, size_bytes, *found[0]
+
+
+def _read(form: FormData) -> Asked:
+    """Raises UserError for what does not belong, by name."""
+    known = {*PARTS, *TEXTS}
+    if unknown := sorted(set(form) - known):
+        raise UserError(f"the form has a field {show(unknown[0])}; known are {', '.join(sorted(known))}")
+    texts: dict[str, object] = {}
+    files: dict[str, UploadFile] = {}
+    for name, value in form.multi_items():
+        if name in texts or name in files:
+            raise UserError(f"the form has {name} twice")
+        if isinstance(value, UploadFile) != (name in PARTS):
+            raise UserError(f"{name} must be {'a file' if name in PARTS else 'a text'} of the form")
+        if isinstance(value, UploadFile):
+            files[name] = value
+        else:
+            texts[name] = value
+    for name in PARTS[:2]:
+        if name not in files:
+            raise UserError(f"the form has no file {name!r}; an adapter in PEFT's format has {PARTS[0]} and {PARTS[1]}")
+    if (seconds := texts.get("ttl_seconds")) is not None:
+        if not (isinstance(seconds, str) and seconds.isascii() and seconds.isdigit() and len(seconds) < 12):
+            raise UserError(f"ttl_seconds is {show(seconds)}; it must be a number of seconds")
+        texts["ttl_seconds"] = int(seconds)
+    if (metadata := texts.get("user_metadata")) is not None:
+        try:
+            texts["user_metadata"] = dict(read_object(str(metadata).encode(errors="replace")).values)
+        except UserError as error:
+            raise UserError(f"user_metadata: {error}") from None
+    fields = Fields(texts)
+    ttl_s = fields.integer_or("ttl_seconds", None)
+    check_ttl(ttl_s)
+    return Asked(
+        base_model=fields.text("base_model"),
+        name=check_name(fields.text("name")),
+        project_id=fields.text_or("project_id", None, max_length=MAX_PROJECT_LENGTH),
+        ttl_s=ttl_s,
+        user_metadata=fields.text_metadata_or_none("user_metadata"),
+        files=files,
+    )
+
+
+def _too_large(limit_bytes: int) -> TooLargeError:
+    return TooLargeError(
+        f"the adapter is larger than {limit_bytes} bytes; leave the optimizer's state out, or raise the server's "
+        "setting max_upload_bytes"
+    )
+
+
+ROUTES = [Route("/upload_weights", upload, methods=["POST"])]

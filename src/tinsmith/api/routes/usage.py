@@ -1,0 +1,107 @@
+"""Usage by the hour, and what is stored now. There are no prices: the cost fields of the wire are left out."""
+
+from __future__ import annotations
+
+import time
+
+from starlette.routing import Route
+
+from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.auth import user_email, user_urn
+from tinsmith.errors import UserError
+from tinsmith.store.sessions import Session
+from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
+from tinsmith.wire.fields import text_values
+from tinsmith.wire.times import iso, moment_of
+
+MAX_WINDOW_S = 14 * 24 * HOUR_S
+GIGABYTE = 10**9
+
+
+def usage_events(call: Call) -> JsonObject:
+    start, end = _window(call)
+    rows = call.services.usage.rows(call.tenant_id, start, end)
+    sessions = call.services.sessions.of_ids(sorted({row.session_id for row in rows}))
+    events = [_event(call, row, sessions.get(row.session_id)) for row in rows]
+    events += [_storage_event(call, row) for row in call.services.usage.storage_rows(call.tenant_id, start, end)]
+    return {
+        "data": sorted(events, key=lambda event: str(event["bucket_start"])),  # stable: tokens first, as they come
+        "sessions": {
+            session_id: {"user_metadata": text_values(session.user_metadata)}
+            for session_id, session in sessions.items()
+        },
+    }
+
+
+def _window(call: Call) -> tuple[float, float]:
+    moments: list[float] = []
+    for name in ("starting_on", "ending_before"):
+        if name not in call.query:
+            raise UserError(f"the query's {name} is missing; give the hour, like 2026-07-13T00:00:00Z")
+        moment = moment_of(f"the query's {name}", call.query[name])
+        if moment % HOUR_S:
+            raise UserError(f"the query's {name} is {call.query[name][:40]!a}; it must be a full hour")
+        moments.append(moment)
+    start, end = moments
+    if start > time.time():
+        raise UserError("the query's starting_on lies in the future")
+    if not 0 < end - start <= MAX_WINDOW_S:
+        raise UserError("the query's ending_before must lie after starting_on, by at most 14 days")
+    return start, end
+
+
+def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
+    """A copy into a project has no session: its run was made for it."""
+    info: JsonObject
+    if row.type == "checkpoint":
+        info = {"type": "checkpoint", "count": row.quantity}
+    elif row.type == "sampling_cached":
+        info = {"type": "sampling_prefill", "cached": True, "token_count": row.quantity}
+    elif row.type == "sampling_prefill":
+        info = {"type": "sampling_prefill", "cached": False, "token_count": row.quantity}
+    else:
+        info = {"type": row.type, "token_count": row.quantity}
+    of_session = {} if session is None else {"session_id": session.session_id, "project_id": session.project_id}
+    whose = {"base_model": row.base_model} | _user(call) | of_session
+    return _bucket(row.bucket_start) | whose | {"event_info": info}
+
+
+def _storage_event(call: Call, row: StorageRow) -> JsonObject:
+    info = {"type": "storage", "free": False, "gigabyte_hours": row.byte_seconds / HOUR_S / GIGABYTE}
+    whose = _user(call) | {"project_id": row.project_id}
+    return _bucket(row.bucket_start) | {"base_model": row.base_model} | whose | {"event_info": info}
+
+
+def _user(call: Call) -> JsonObject:
+    return {"user_id": user_urn(call.tenant_id), "user_name": call.tenant_id}
+
+
+def _bucket(start: float) -> JsonObject:
+    return {"bucket_start": iso(start), "bucket_end": iso(start + HOUR_S)}
+
+
+def stored_checkpoints(call: Call) -> JsonObject:
+    totals: dict[str | None, tuple[int, int]] = {}
+    for one in call.services.usage.stored(call.tenant_id, call.query.get("project_id")):
+        count, size_bytes = totals.get(one.project_id, (0, 0))
+        totals[one.project_id] = (count + 1, size_bytes + one.size_bytes)
+    return {
+        "data": [
+            {
+                "project_id": project_id,
+                "org_user_urn": user_urn(call.tenant_id),
+                "user_email": user_email(call.tenant_id),
+                "user_name": call.tenant_id,
+                "checkpoint_count": count,
+                "size_bytes": size_bytes,
+                "size_gigabytes": size_bytes / GIGABYTE,
+            }
+            for project_id, (count, size_bytes) in sorted(totals.items(), key=lambda item: item[0] or "")
+        ]
+    }
+
+
+ROUTES = [
+    Route("/billing/usage/events", endpoint(usage_events), methods=["GET"]),
+    Route("/billing/usage/checkpoints/current", endpoint(stored_checkpoints), methods=["GET"]),
+]

@@ -1,0 +1,123 @@
+"""API keys as rows: made, listed, revoked, found by digest. The key itself is seen once, by whoever makes it.
+
+A key is never deleted, only revoked: a server that had keys once never opens to everyone again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.auth import KEY_PREFIX
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import KEYS, TENANTS
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.store.audit import entry
+
+KEY_BYTES = 32
+MAX_NAME_LENGTH = 128
+TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What is known of a key, which is not the key."""
+
+    key_id: int
+    tenant_id: str
+    name: str
+    created_at: float
+    revoked_at: float | None
+
+
+_COLUMNS = [KEYS.c[name] for name in Key.__dataclass_fields__]
+_BY_DIGEST = sa.select(*_COLUMNS, KEYS.c.digest).where(KEYS.c.digest == sa.bindparam("digest"))
+_BY_ID = sa.select(*_COLUMNS).where(KEYS.c.key_id == sa.bindparam("key_id"))
+
+
+class Keys:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def create(self, tenant_id: str, name: str = "", quotas: Mapping[str, int] | None = None) -> tuple[Key, str]:
+        """A new key of a tenant, which comes to be with its first one; `quotas` are added to the tenant's own."""
+        check_tenant_id(tenant_id)
+        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise UserError(f"the name {name!r} must have at most {MAX_NAME_LENGTH} characters, all printable")
+        secret = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+        created_at = now()
+        row = {"tenant_id": tenant_id, "name": name, "digest": digest_of(secret), "created_at": created_at}
+        mine = TENANTS.c.tenant_id == tenant_id
+        with self._db.write() as connection:
+            known = connection.execute(sa.select(TENANTS.c.quotas).where(mine)).one_or_none()
+            if known is None:
+                values = {"tenant_id": tenant_id, "quotas": dict(quotas or {}), "created_at": created_at}
+                connection.execute(TENANTS.insert(), values)
+            elif quotas:
+                connection.execute(TENANTS.update().where(mine).values(quotas={**known.quotas, **quotas}))
+            key_id = connection.execute(KEYS.insert().returning(KEYS.c.key_id), row).scalar_one()
+            connection.execute(entry(tenant_id, "key_created", {"key_id": key_id, "name": name}))
+        return Key(key_id, tenant_id, name, created_at, None), secret
+
+    def list_all(self) -> list[Key]:
+        """Every key that ever was, oldest first."""
+        with self._db.read() as connection:
+            return [Key(**row._mapping) for row in connection.execute(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
+
+    def of_tenant(self, tenant_id: str) -> list[Key]:
+        query = sa.select(*_COLUMNS).where(KEYS.c.tenant_id == tenant_id).order_by(KEYS.c.key_id)
+        with self._db.read() as connection:
+            return [Key(**row._mapping) for row in connection.execute(query)]
+
+    def revoke(self, key_id: int) -> Key:
+        """Idempotent; the first revocation counts. Raises NotFoundError."""
+        mine = KEYS.c.key_id == key_id
+        with self._db.write() as connection:
+            active = KEYS.update().where(mine, KEYS.c.revoked_at.is_(None))
+            changed = connection.execute(active.values(revoked_at=now())).rowcount
+            row = connection.execute(_BY_ID, {"key_id": key_id}).one_or_none()
+            if row is None:
+                raise NotFoundError(f"key {key_id} does not exist; `tinsmith keys list` shows those that do")
+            if changed:
+                connection.execute(entry(row.tenant_id, "key_revoked", {"key_id": key_id, "name": row.name}))
+        return Key(**row._mapping)
+
+    def find(self, secret: str) -> Key | None:
+        """The key with this secret, revoked or not."""
+        digest = digest_of(secret)
+        with self._db.read() as connection:
+            row = connection.execute(_BY_DIGEST, {"digest": digest}).one_or_none()
+        # The look-up's own time tells at most of digests, which nobody can choose; this makes sure of the rest.
+        if row is None or not hmac.compare_digest(row.digest, digest):
+            return None
+        return Key(row.key_id, row.tenant_id, row.name, row.created_at, row.revoked_at)
+
+    def get(self, key_id: int) -> Key | None:
+        with self._db.read() as connection:
+            row = connection.execute(_BY_ID, {"key_id": key_id}).one_or_none()
+        return None if row is None else Key(**row._mapping)
+
+    def any(self) -> bool:
+        """Whether a key was ever made."""
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(KEYS.c.key_id).limit(1)) is not None
+
+
+def digest_of(secret: str) -> str:
+    """Keys hold 256 random bits, so one round of SHA-256 is all that hiding them takes."""
+    return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
+
+
+def check_tenant_id(tenant_id: str) -> str:
+    if not TENANT_ID.fullmatch(tenant_id):
+        raise UserError(
+            f"tenant {tenant_id!r} is not allowed; use 1 to 64 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return tenant_id

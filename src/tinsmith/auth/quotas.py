@@ -1,0 +1,255 @@
+"""Quotas: what one tenant may have waiting, loaded and stored, and how fast it may add to it.
+
+A request over a quota is refused with 429 before anything of it is stored, and the client sends it again. What is
+stored already is never refused. Limits come from the settings, and from the tenant's own row where it has one there; 0
+is no limit. Counts come from the database at most once a second for each tenant; in between, what this server admitted
+is added. They are therefore exact for one server, but for requests that are just being stored; of several servers,
+each knows of the others' a second late. Models are counted in the transaction that creates one, and so are never too
+many, however many servers there are. The tokens of the last minute are counted in memory, by each server for itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database
+from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, TENANTS, UPLOADS
+from tinsmith.errors import TooManyRequestsError, UserError
+from tinsmith.store.futures import NewFuture
+
+COUNTED_EVERY_S = 1.0
+COUNTED_WHEN_FULL_EVERY_S = 0.2
+LIMITS_READ_EVERY_S = 5.0
+LONGEST_WAIT_S = 30.0  # the SDK ignores one above 60
+MOST_TENANTS = 10_000
+"""Remembered at one time; more while so many are not idle."""
+
+IDLE_S = 60.0
+"""No request of a tenant is under way for as long as this without another look at it."""
+
+LOOKED_AT = 16
+"""Tenants that are looked at for idle ones, whenever there are too many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The quotas by name; 0 is none."""
+
+    queued_requests: int = 0
+    queued_bytes: int = 0
+    models: int = 0
+    checkpoint_bytes: int = 0
+    file_bytes: int = 0
+    tokens_per_minute: int = 0
+
+
+NAMES = tuple(field.name for field in fields(Limits))
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """What is known of one tenant. `level` is how many tokens it may still add; an admitted request may overdraw it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    limits: Limits = field(default_factory=Limits)
+    limits_read_at: float = -LIMITS_READ_EVERY_S
+    requests: int = 0
+    bytes: int = 0
+    counted_at: float = -COUNTED_EVERY_S
+    level: float | None = None
+    filled_at: float = 0.0
+    used_at: float = 0.0
+
+    def is_idle(self, moment: float) -> bool:
+        """Whether nothing is lost if this is forgotten: it is not in use, and all its tokens have come back."""
+        if moment - self.used_at < IDLE_S:
+            return False
+        per_s = self.limits.tokens_per_minute / 60
+        return self.level is None or self.level + per_s * (moment - self.filled_at) >= self.limits.tokens_per_minute
+
+
+_COUNT = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(FUTURES.c.body_bytes), 0)).where(
+    FUTURES.c.tenant_id == sa.bindparam("tenant_id"), FUTURES.c.state == "pending"
+)
+_IS_STORED = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
+# A model's unfinished operations; those up to applied_seq_id have taken effect, and there may be many of them.
+_FIRST_WAITING = (
+    sa.select(sa.func.min(FUTURES.c.seq_id))
+    .join(MODELS, MODELS.c.model_id == FUTURES.c.model_id)
+    .where(FUTURES.c.model_id == sa.bindparam("model_id"), FUTURES.c.state == "pending")
+    .where(FUTURES.c.seq_id > MODELS.c.applied_seq_id)
+)
+
+
+class Quotas:
+    def __init__(self, db: Database, defaults: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._db = db
+        self._defaults = defaults
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
+
+    def admit(self, new: NewFuture) -> None:
+        """Count a request that is about to be stored. Raises TooManyRequestsError."""
+        tenant = self._tenant(new.tenant_id)
+        with tenant.lock:
+            limits = self._limits(tenant, new.tenant_id)
+            if limits.tokens_per_minute and new.num_tokens and self._is_stored(new.request_id):
+                return  # its tokens were counted when it came first
+            refusal = self._queue_refusal(tenant, limits, new)
+            if refusal and (self._is_stored(new.request_id) or self._is_awaited(new)):
+                refusal = None
+            refusal = refusal or self._token_refusal(tenant, limits, new.num_tokens)
+            if refusal:
+                raise refusal
+            tenant.requests += 1
+            tenant.bytes += len(new.body)
+            if tenant.level is not None:
+                tenant.level -= new.num_tokens
+
+    def admission_of_models(self, tenant_id: str) -> Callable[[int], None] | None:
+        """What the transaction that creates a model calls with the number of those that are loaded; None without a
+        limit. It raises TooManyRequestsError.
+        """
+        limit = self.limits(tenant_id).models
+
+        def admit(loaded: int) -> None:
+            if loaded >= limit:
+                raise _exceeded("models", f"{loaded} models are loaded", limit, "unload one, or end its session", 5.0)
+
+        return admit if limit else None
+
+    def admit_checkpoint(self, tenant_id: str, request_id: str | None = None) -> None:
+        """Raises TooManyRequestsError if the tenant's checkpoints fill its space already. `request_id` is that of the
+        save, where it is a future.
+        """
+        limit = self.limits(tenant_id).checkpoint_bytes
+        if not limit:
+            return
+        with self._db.read() as connection:
+            stored = connection.scalar(
+                sa.select(sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0)).where(
+                    CHECKPOINTS.c.tenant_id == tenant_id
+                )
+            )
+        if stored is not None and stored >= limit and not (request_id and self._is_stored(request_id)):
+            used = f"the checkpoints take {stored} bytes"
+            raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
+
+    def admit_file(self, tenant_id: str, size_bytes: int) -> None:
+        """Raises TooManyRequestsError if the tenant's files, and one more of this size, take more than its space."""
+        limit = self.limits(tenant_id).file_bytes
+        if not limit:
+            return
+        total = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.size_bytes), 0))
+        with self._db.read() as connection:
+            stored = connection.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0
+        if stored + size_bytes > limit:
+            used = f"the files take {stored} bytes and this one has {size_bytes}"
+            raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
+
+    def limits(self, tenant_id: str) -> Limits:
+        tenant = self._tenant(tenant_id)
+        with tenant.lock:
+            return self._limits(tenant, tenant_id)
+
+    def _tenant(self, tenant_id: str) -> _Tenant:
+        with self._lock:
+            tenant = self._tenants.get(tenant_id)
+            if tenant is None:
+                tenant = self._tenants[tenant_id] = _Tenant()
+            self._tenants.move_to_end(tenant_id)
+            tenant.used_at = self._clock()
+            for name in list(islice(self._tenants, LOOKED_AT)):
+                if len(self._tenants) <= MOST_TENANTS:
+                    break
+                if self._tenants[name].is_idle(tenant.used_at):
+                    del self._tenants[name]
+            return tenant
+
+    def _limits(self, tenant: _Tenant, tenant_id: str) -> Limits:
+        if self._clock() - tenant.limits_read_at >= LIMITS_READ_EVERY_S:
+            with self._db.read() as connection:
+                own = connection.scalar(sa.select(TENANTS.c.quotas).where(TENANTS.c.tenant_id == tenant_id))
+            tenant.limits = replace(self._defaults, **{name: own[name] for name in NAMES if own and name in own})
+            tenant.limits_read_at = self._clock()
+        return tenant.limits
+
+    def _queue_refusal(self, tenant: _Tenant, limits: Limits, new: NewFuture) -> TooManyRequestsError | None:
+        if not (limits.queued_requests or limits.queued_bytes):
+            return None
+        self._count(tenant, new.tenant_id, COUNTED_EVERY_S)
+        if _is_full(tenant, limits, new):
+            self._count(tenant, new.tenant_id, COUNTED_WHEN_FULL_EVERY_S)
+        if not _is_full(tenant, limits, new):
+            return None
+        if limits.queued_requests and tenant.requests >= limits.queued_requests:
+            used = f"{tenant.requests} requests are queued"
+            return _exceeded("queued_requests", used, limits.queued_requests, "wait for some to finish", 1.0)
+        used = f"{tenant.bytes} bytes are queued and this request has {len(new.body)}"
+        return _exceeded("queued_bytes", used, limits.queued_bytes, "wait for some to finish", 1.0)
+
+    def _count(self, tenant: _Tenant, tenant_id: str, every_s: float) -> None:
+        if self._clock() - tenant.counted_at >= every_s:
+            with self._db.read() as connection:
+                tenant.requests, tenant.bytes = connection.execute(_COUNT, {"tenant_id": tenant_id}).one()
+            tenant.counted_at = self._clock()
+
+    def _token_refusal(self, tenant: _Tenant, limits: Limits, num_tokens: int) -> TooManyRequestsError | None:
+        limit = limits.tokens_per_minute
+        if not limit:
+            tenant.level = None
+            return None
+        per_s = limit / 60
+        moment = self._clock()
+        level = limit if tenant.level is None else tenant.level + per_s * (moment - tenant.filled_at)
+        tenant.level, tenant.filled_at = min(level, limit), moment
+        if num_tokens == 0 or tenant.level > 0:
+            return None
+        # Whatever its size, a request is admitted as soon as the debt is paid: small ones cannot starve a large one.
+        wait_s = min(max(-tenant.level / per_s, 0.1), LONGEST_WAIT_S)
+        used = f"{round(limit - tenant.level)} tokens were admitted within a minute"
+        return _exceeded("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
+
+    def _is_stored(self, request_id: str) -> bool:
+        with self._db.read() as connection:
+            return connection.scalar(_IS_STORED, {"request_id": request_id}) is not None
+
+    def _is_awaited(self, new: NewFuture) -> bool:
+        """Whether a model's waiting operations wait for this one: refused, it would stand in its own way."""
+        if new.model_id is None or new.seq_id is None:
+            return False
+        with self._db.read() as connection:
+            first = connection.scalar(_FIRST_WAITING, {"model_id": new.model_id})
+        return first is not None and new.seq_id < first
+
+
+def _is_full(tenant: _Tenant, limits: Limits, new: NewFuture) -> bool:
+    if limits.queued_requests and tenant.requests >= limits.queued_requests:
+        return True
+    # A body that is larger than the limit itself is taken when nothing else waits, or it could never be.
+    return bool(limits.queued_bytes) and tenant.bytes > 0 and tenant.bytes + len(new.body) > limits.queued_bytes
+
+
+def _exceeded(name: str, used: str, limit: int, way_out: str, retry_after_s: float) -> TooManyRequestsError:
+    return TooManyRequestsError(f"quota {name}: {used}, the limit is {limit}; {way_out}", retry_after_s)
+
+
+def read_quotas(texts: Iterable[str]) -> Mapping[str, int]:
+    """`NAME=VALUE` texts as a tenant's own limits. Raises UserError."""
+    found: dict[str, int] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in NAMES:
+            raise UserError(f"{name!r} is no quota; known: {', '.join(NAMES)}")
+        if not (value.isascii() and value.isdigit()) or int(value) >= 2**63:
+            raise UserError(f"quota {name} is {value!r}; it must be an integer of 0 (no limit) or more")
+        found[name] = int(value)
+    return found

@@ -1,0 +1,104 @@
+"""Tenants from the database: keys and the tokens made of them.
+
+What a credential was found to mean is remembered for `REMEMBERED_S`, so that the usual request asks no database; a
+revocation therefore takes effect everywhere within that time. As long as no key was ever made, any well-formed
+credential is the tenant `local`; that ends within `REMEMBERED_S` of the first key, and never returns. Memory is keyed
+by digests and holds no credential.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from tinsmith.auth import LOCAL_TENANT, TOKEN_PREFIX, Caller, check_form
+from tinsmith.auth.keys import Key, Keys, digest_of
+from tinsmith.auth.tokens import Tokens
+from tinsmith.errors import InvalidTokenError, NotAuthenticatedError, UserError
+
+REMEMBERED_S = 2.0
+MOST_REMEMBERED = 10_000
+
+
+class StoredTenants:
+    def __init__(self, keys: Keys, tokens: Tokens, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
+        self._tokens = tokens
+        self._clock = clock
+        self._remembered: dict[str, tuple[float, Caller]] = {}
+        self._open_until = 0.0
+        self._has_keys = False
+
+    def known(self, credential: str | None) -> Caller | None:
+        """The caller, if memory knows; asks no database. Raises NotAuthenticatedError."""
+        digest = digest_of(check_form(credential))
+        until, caller = self._remembered.get(digest, (0.0, None))
+        return caller if caller is not None and self._clock() < until else None
+
+    def authenticate(self, credential: str | None) -> Caller:
+        """The caller. Raises NotAuthenticatedError."""
+        text = check_form(credential)
+        if self.accepts_anyone():
+            caller = Caller(LOCAL_TENANT)
+        elif text.startswith(TOKEN_PREFIX):
+            caller = self._caller_of_token(text)
+        else:
+            caller = self._caller_of_key(text)
+        self._remember(digest_of(text), caller)
+        return caller
+
+    def known_to_accept_anyone(self) -> bool | None:
+        """What memory knows of it; None if the database must be asked."""
+        return not self._has_keys if self._has_keys or self._clock() < self._open_until else None
+
+    def accepts_anyone(self) -> bool:
+        """Whether every well-formed credential is taken, so that the server must stay on this machine."""
+        if (known := self.known_to_accept_anyone()) is not None:
+            return known
+        self._has_keys = self._keys.any()
+        self._open_until = self._clock() + REMEMBERED_S
+        return not self._has_keys
+
+    def keys_of(self, tenant_id: str) -> list[Key]:
+        """The tenant's keys, the revoked ones too, oldest first."""
+        return self._keys.of_tenant(tenant_id)
+
+    def issue_token(self, caller: Caller) -> str:
+        """A token that names the same caller, for a while."""
+        return self._tokens.issue(caller)
+
+    def revoke(self, caller: Caller) -> None:
+        """End the caller's key. Raises UserError where there is none."""
+        if caller.key_id == 0:
+            raise UserError("this server has no keys and takes any; `tinsmith keys create TENANT` makes the first one")
+        self._keys.revoke(caller.key_id)
+        self._remembered = {}  # at once, at least here
+
+    def _caller_of_key(self, secret: str) -> Caller:
+        key = self._keys.find(secret)
+        if key is None:
+            raise NotAuthenticatedError("the API key is no key of this server; `tinsmith keys create TENANT` makes one")
+        if key.revoked_at is not None:
+            raise NotAuthenticatedError(f"key {key.key_id} of tenant {key.tenant_id!r} has been revoked")
+        return Caller(key.tenant_id, key.key_id, key.name)
+
+    def _caller_of_token(self, token: str) -> Caller:
+        caller = self._tokens.read(token)
+        key = self._keys.get(caller.key_id)
+        if key is None:
+            raise InvalidTokenError("the token was issued before this server had keys; exchange a key")
+        if key.revoked_at is not None:
+            raise InvalidTokenError(f"key {key.key_id}, which the token was made for, has been revoked")
+        return caller
+
+    def _remember(self, digest: str, caller: Caller) -> None:
+        moment = self._clock()
+        if len(self._remembered) >= MOST_REMEMBERED:
+            # Without keys everyone may invent credentials, so this must not grow for ever.
+            self._remembered = {key: kept for key, kept in self._remembered.copy().items() if kept[0] > moment}
+            if len(self._remembered) >= MOST_REMEMBERED:
+                self._remembered = {}
+        until = moment + REMEMBERED_S
+        if caller.key_id == 0:
+            until = min(until, self._open_until)
+        self._remembered[digest] = (until, caller)

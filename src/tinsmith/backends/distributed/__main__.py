@@ -1,0 +1,49 @@
+"""A rank but the first: `python -m tinsmith.backends.distributed FD`, started by rank 0, whose other end of FD is.
+
+Its work comes on that stream, and it ends with it. Whatever goes wrong in common work ends it, too: rank 0 notices.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import cast
+
+import structlog
+
+from tinsmith.backends.distributed.codec import decode
+from tinsmith.backends.distributed.processes import Link, end_with
+from tinsmith.backends.distributed.rank import Rank
+from tinsmith.backends.distributed.ranks import meet
+from tinsmith.backends.distributed.serving import serve
+from tinsmith.errors import RanksLostError
+
+log = structlog.get_logger()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 is told, and ends us
+    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    end_with(link)
+    spec = cast("dict[str, object]", decode(link.receive()))
+    number, world, device, threads = spec["rank"], spec["world"], spec["device"], spec["threads"]
+    timeout_s, meeting = spec["timeout_s"], spec["meeting"]
+    assert isinstance(number, int) and isinstance(world, int) and isinstance(threads, int)
+    assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(meeting, str)
+    structlog.contextvars.bind_contextvars(rank=number)
+    meet(number, world, Path(meeting), device=device)
+    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads, serve=lambda: serve(rank, link))
+    try:
+        serve(rank, link)
+    except EOFError:
+        return 0
+    except RanksLostError as error:
+        log.error("the other ranks are lost", error=str(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

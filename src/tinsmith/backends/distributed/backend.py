@@ -1,0 +1,213 @@
+"""`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine drives.
+
+What changes a rank's state is a command that every rank carries out in the same order; what only reads it (a capture,
+a checkpoint) is rank 0's own affair, since adapters and optimizer states are whole on every rank. Each command is
+answered, and answers are compared: ranks that disagree, one that has ended, or one that says nothing for
+`timeout_s`, end the engine (`on_lost`), and its successor goes on from the log. Called from one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from tinsmith.backends import Capture
+from tinsmith.backends.distributed.codec import encode
+from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends.distributed.processes import Company
+from tinsmith.backends.distributed.rank import Rank
+from tinsmith.backends.distributed.ranks import meet
+from tinsmith.backends.distributed.sampler import GroupSampler
+from tinsmith.backends.distributed.serving import ABANDON, RESUME, AbandonedError, Outcome, carry_out
+from tinsmith.errors import RanksLostError, SettingsError, UserError
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+
+UNHURRIED = frozenset({"load"})
+"""Commands that take as long as they take: reading a model from a slow disk. A rank that ends is noticed all the same.
+"""
+
+log = structlog.get_logger()
+
+
+def end_engine(reason: str) -> None:
+    """What is lost cannot be gone on with: the supervisor starts another engine, which replays."""
+    log.error("the ranks that hold the base model are no longer whole; this engine ends", reason=reason)
+    os._exit(1)
+
+
+class Group:
+    """This process as rank 0, and the others. Lasts longer than a backend: another may follow on the same ranks."""
+
+    def __init__(
+        self, world: int, *, device: str, timeout_s: float, on_lost: Callable[[str], None] = end_engine
+    ) -> None:
+        self.world = world
+        self._on_lost = on_lost
+        self._timeout_s = timeout_s
+        device = _device(device, world)
+        threads = max(1, torch.get_num_threads() // world)
+        self._company = Company.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
+        meet(0, world, self._company.meeting, device=device)
+        self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        return self._company.pids
+
+    def call(
+        self, name: str, *args: object, ranks: Sequence[int] | None = None, own_args: Sequence[object] | None = None
+    ) -> dict[int, object]:
+        """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise.
+
+        `own_args` are rank 0's, where these are no plain data.
+        """
+        chosen = range(self.world) if ranks is None else ranks
+        try:
+            others = [rank for rank in chosen if rank]
+            self._company.send(others, encode([name, args]))
+            outcomes: dict[int, Outcome] = {}
+            if 0 in chosen:
+                outcomes[0] = carry_out(self.own, name, args if own_args is None else own_args)
+            patience = None if name in UNHURRIED else self._timeout_s
+            for rank in others:
+                outcomes[rank] = Outcome.read(self._company.receive(rank, patience))
+            return _judged(name, outcomes)
+        except RanksLostError as error:
+            self._on_lost(str(error))
+            raise
+
+    def release(self, message: bytes) -> None:
+        """The other ranks go on with the command that they are in, or abandon it."""
+        self._company.send(range(1, self.world), message)
+
+    def close(self) -> None:
+        self._company.close()
+        dist.destroy_process_group()
+
+
+class ShardedBackend:
+    """Options are those of the torch backend; `group` has as many ranks as the degrees ask for. `own` is rank 0's."""
+
+    def __init__(self, shape: ModelShape, degrees: Degrees, group: Group, **options: str) -> None:
+        assert group.world == degrees.world
+        self._group = group
+        self._call = group.call
+        self._call("join", degrees)
+        for rank in range(degrees.world):
+            self._call("load", shape, options, ranks=[rank])
+        self._call("assemble")
+        self.own = group.own.backend
+        self._sampler = GroupSampler(degrees, self._call)
+
+    @property
+    def sampler(self) -> GroupSampler:
+        return self._sampler
+
+    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str = "adamw") -> None:
+        self._call("create_model", model_id, spec, optimizer_type)
+
+    def unload_model(self, model_id: str) -> None:
+        self._call("unload_model", model_id)
+
+    def has_model(self, model_id: str) -> bool:
+        return self.own.has_model(model_id)
+
+    @property
+    def room_bytes(self) -> int:
+        return self.own.room_bytes
+
+    def model_bytes(self, model_id: str) -> int:
+        return self.own.model_bytes(model_id)
+
+    def memory_use(self) -> Mapping[str, int]:
+        """Of the first rank."""
+        return self.own.memory_use()
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        meanwhile = between and self._meanwhile(between)
+        answers = self._call("run_passes", list(passes), between is not None, own_args=(passes, meanwhile))
+        return cast("list[PassResult | UserError]", answers[0])
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        answers = self._call("optim_step", list(steps))
+        return cast("list[dict[str, float] | UserError]", answers[0])
+
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        return self.own.capture(model_id, optimizer=optimizer, gradient=gradient)
+
+    def capture_version(self, version_id: str) -> Capture:
+        return self.own.capture_version(version_id)
+
+    def save(self, model_id: str, directory: Path, *, optimizer: bool, stacked: bool = False) -> None:
+        self.own.save(model_id, directory, optimizer=optimizer, stacked=stacked)
+
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
+        self._call("load_model", model_id, spec, str(directory), optimizer, optimizer_type)
+        self._call("digest", model_id)
+
+    def publish(self, model_id: str, version_id: str) -> None:
+        self._call("publish", model_id, version_id)
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        self._call("load_version", version_id, str(directory))
+
+    def save_version(self, version_id: str, directory: Path) -> None:
+        self.own.save_version(version_id, directory)
+
+    def has_version(self, version_id: str) -> bool:
+        return self.own.has_version(version_id)
+
+    def drop_version(self, version_id: str) -> None:
+        self._call("drop_version", version_id)
+
+    def _meanwhile(self, between: Callable[[], None]) -> Callable[[], None]:
+        """Between micro-batches the other ranks wait for commands, until they are told to go on."""
+
+        def run() -> None:
+            try:
+                between()
+            except BaseException:
+                self._group.release(ABANDON)
+                raise
+            self._group.release(RESUME)
+
+        return run
+
+
+def _judged(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
+    # Whoever abandoned a step did so because rank 0 did: what it raised is the answer.
+    outcomes = {rank: each for rank, each in outcomes.items() if each.kind != AbandonedError.__name__}
+    kinds = {outcome.kind for outcome in outcomes.values()}
+    if len(kinds) > 1:
+        told = "; ".join(f"rank {rank}: {outcome.told}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks differ over {name}: {told}")
+    first = outcomes[min(outcomes)]
+    if first.error is not None:
+        raise first.error
+    if len({outcome.digest for outcome in outcomes.values()}) > 1:
+        told = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks have come to different results of {name}: {told}")
+    return {rank: outcome.value for rank, outcome in outcomes.items()}
+
+
+def _device(device: str, world: int) -> str:
+    """'cpu' or 'cuda'. Raises SettingsError if there are too few."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise SettingsError(f"device is {device!r}, and the base model is to be on {world}; choose 'cuda' or 'cpu'")
+    if device == "cuda" and torch.cuda.device_count() < world:
+        raise SettingsError(
+            f"data_parallel times tensor_parallel is {world}, and there are {torch.cuda.device_count()} CUDA devices"
+        )
+    return device

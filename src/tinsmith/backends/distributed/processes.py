@@ -1,0 +1,160 @@
+"""The processes of the other ranks, and the streams on which rank 0 tells them what to do.
+
+Rank 0 owns a `Company`: a child process for each other rank, with a socket to it whose other end nobody else has. When
+a child dies, whatever the parent is doing, `on_lost` is called with the reason, in a thread of its own; when the
+parent dies, the children end. Messages are bytes with their length before them. Knows no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tinsmith.backends.distributed.codec import encode
+from tinsmith.errors import RanksLostError
+
+LENGTH = struct.Struct("<Q")
+
+END_S = 10.0
+"""How long a rank that was told to end may take."""
+
+
+class Link:
+    """One end of a stream of messages."""
+
+    def __init__(self, stream: socket.socket) -> None:
+        self._stream = stream
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def send(self, message: bytes) -> None:
+        self._stream.sendall(LENGTH.pack(len(message)))
+        self._stream.sendall(message)
+
+    def receive(self, timeout_s: float | None = None) -> bytes:
+        """Raises EOFError when the other end is gone, TimeoutError when nothing came."""
+        self._stream.settimeout(timeout_s)
+        try:
+            (length,) = LENGTH.unpack(self._exactly(LENGTH.size))
+            return bytes(self._exactly(length))
+        finally:
+            self._stream.settimeout(None)
+
+    def _exactly(self, length: int) -> bytearray:
+        found = bytearray(length)
+        view = memoryview(found)
+        while view:
+            got = self._stream.recv_into(view)
+            if not got:
+                raise EOFError("the other end is gone")
+            view = view[got:]
+        return found
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Company:
+    """The ranks 1.. as processes. Use `start`, and `close` at the end."""
+
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        self._on_lost = on_lost
+        self._links: dict[int, Link] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._closing = False
+        self._waker, self._woken = socket.socketpair()
+        # What ranks need to find each other, readable by this user alone.
+        self.meeting = Path(tempfile.mkdtemp(prefix="tinsmith-ranks-"))
+
+    @classmethod
+    def start(
+        cls, world: int, *, device: str, timeout_s: float, threads: int, on_lost: Callable[[str], None]
+    ) -> Company:
+        company = cls(on_lost)
+        for rank in range(1, world):
+            spec = {"rank": rank, "world": world, "device": device, "timeout_s": timeout_s, "threads": threads}
+            company._add(rank, {**spec, "meeting": str(company.meeting)})
+        threading.Thread(target=company._watch, name="ranks", daemon=True).start()
+        return company
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def send(self, ranks: Sequence[int], message: bytes) -> None:
+        for rank in ranks:
+            try:
+                self._links[rank].send(message)
+            except OSError as error:
+                raise RanksLostError(f"rank {rank} takes no commands: {error}") from error
+
+    def receive(self, rank: int, timeout_s: float | None) -> bytes:
+        try:
+            return self._links[rank].receive(timeout_s)
+        except TimeoutError:
+            raise RanksLostError(f"rank {rank} has not answered for {timeout_s:g} s (rank_timeout_s)") from None
+        except (EOFError, OSError) as error:
+            raise RanksLostError(self._end_of(rank)) from error
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._closing = True
+        self._waker.send(b"x")
+        for link in self._links.values():
+            link.close()
+        for process in self._processes.values():
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.meeting, ignore_errors=True)
+
+    def _add(self, rank: int, spec: Mapping[str, object]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "tinsmith.backends.distributed", str(theirs.fileno())]
+            self._processes[rank] = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._links[rank] = Link(ours)
+        self._links[rank].send(encode(spec))
+
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._woken, select.POLLIN)
+        ranks = {link.fileno(): rank for rank, link in self._links.items()}
+        for number in ranks:
+            poll.register(number, select.POLLRDHUP)
+        events = poll.poll()
+        if not self._closing:
+            self._on_lost(self._end_of(next(ranks[number] for number, _ in events if number in ranks)))
+
+    def _end_of(self, rank: int) -> str:
+        process = self._processes[rank]
+        try:
+            status = process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {rank} (process {process.pid}) has closed its stream"
+        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        return f"rank {rank} (process {process.pid}) {how}"
+
+
+def end_with(link: Link) -> None:
+    """End this process when the other end of the link is gone, whatever it is doing then."""
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(link.fileno(), select.POLLRDHUP)
+        poll.poll()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

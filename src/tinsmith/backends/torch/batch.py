@@ -1,0 +1,161 @@
+"""Passes of many tenants to packed batches: which sequences run together, and every array they need.
+
+An `Example` is one datum with its adapter. `pack` sorts sequences by adapter and pass, so that each adapter's
+rows are one segment and each pass's pairs one run, and cuts the list into micro-batches of a token budget; a
+sequence is never cut and nothing is padded. numpy only up to the tensors that a device needs; knows no model
+and no formula.
+
+Shapes: T rows (tokens) of a micro-batch, P pairs of (row, target): one per row, or K where a datum has K
+targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith import losses
+from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.types import F32, I32, I64, Datum, Pass
+
+Columns32 = Mapping[str, F32]
+
+COLUMNS = ("weight", "old_logprob", "low", "high", "ratio_mask")
+"""What a loss may read of a pair, one float32 each; a loss that does not know one never looks at it."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One datum on its way to the device. `columns` hold one number per pair."""
+
+    pass_index: int
+    datum_index: int
+    adapter: Adapter
+    tokens_N: I32
+    target_shape: tuple[int, ...]
+    targets_P: I64
+    columns: Columns32
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_N)
+
+    @cached_property
+    def has_weight(self) -> bool:
+        return bool(self.columns["weight"].any())
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one packed forward needs. Rows of one adapter, and pairs of one pass, lie side by side."""
+
+    examples: tuple[Example, ...]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        return [example.num_tokens for example in self.examples]
+
+    @cached_property
+    def tokens_T(self) -> I64:
+        return np.concatenate([example.tokens_N for example in self.examples]).astype(np.int64)
+
+    @cached_property
+    def positions_T(self) -> I64:
+        return np.concatenate([np.arange(length) for length in self.lengths])
+
+    @cached_property
+    def routing(self) -> Routing:
+        return Routing.of([example.adapter for example in self.examples], self.lengths)
+
+    @cached_property
+    def targets_P(self) -> I64:
+        return np.concatenate([example.targets_P for example in self.examples])
+
+    @cached_property
+    def example_starts(self) -> I64:
+        """First pair of each example, and the number of pairs."""
+        return np.cumsum([0, *(len(example.targets_P) for example in self.examples)])
+
+    @cached_property
+    def row_P(self) -> I64:
+        """The row of each pair, rising."""
+        counts = [len(example.targets_P) // example.num_tokens for example in self.examples]
+        return np.repeat(np.arange(len(self.tokens_T)), np.repeat(counts, self.lengths))
+
+    @cached_property
+    def example_P(self) -> I64:
+        return np.repeat(np.arange(len(self.examples)), np.diff(self.example_starts))
+
+    @cached_property
+    def pass_P(self) -> I64:
+        return np.array([example.pass_index for example in self.examples])[self.example_P]
+
+    def column_P(self, name: str) -> F32:
+        return np.concatenate([example.columns[name] for example in self.examples])
+
+    def rows_with(self, chosen_P: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """[T] Whether a row has a chosen pair."""
+        rows_T = np.zeros(len(self.tokens_T), np.bool_)
+        rows_T[self.row_P[chosen_P]] = True
+        return rows_T
+
+
+def examples_of(pass_: Pass, pass_index: int, adapter: Adapter) -> list[Example]:
+    """A checked pass's data. Raises what `losses.check_pass` would have raised earlier."""
+    config = losses.resolve_config(pass_)
+    examples = []
+    for datum_index, datum in enumerate(pass_.data):
+        targets = losses.dense(datum.inputs["target_tokens"])
+        examples.append(
+            Example(
+                pass_index,
+                datum_index,
+                adapter,
+                datum.tokens_N,
+                targets.shape,
+                np.asarray(targets, np.int64).reshape(-1),
+                _columns(pass_, datum, config, targets.size),
+            )
+        )
+    return examples
+
+
+def _columns(pass_: Pass, datum: Datum, config: Mapping[str, float], num_pairs: int) -> Columns32:
+    loss = losses.LOSSES[pass_.loss_fn]
+    sources = {
+        # 1 where cross_entropy has no weights. A custom loss's are only known once its log probabilities are: until
+        # then every position may count.
+        "weight": ("weights" if "weights" in loss.optional else "advantages", 1.0),
+        "old_logprob": ("logprobs", 0.0),
+        "low": (losses.CLIP_LOW, config.get(losses.CLIP_LOW, 0.0)),
+        "high": (losses.CLIP_HIGH, config.get(losses.CLIP_HIGH, 0.0)),
+        "ratio_mask": ("sequence_ratio_mask", 1.0),
+    }
+    columns = {}
+    for column, (name, default) in sources.items():
+        if name in datum.inputs and name in (*loss.required, *loss.optional):
+            columns[column] = losses.floats(datum.inputs[name]).reshape(-1)
+        else:
+            columns[column] = np.full(num_pairs, default, np.float32)
+    return columns
+
+
+def pack(examples: Sequence[Example], max_tokens: int) -> list[MicroBatch]:
+    """Micro-batches of at most `max_tokens`; an example longer than that goes alone."""
+    order: dict[int, int] = {}
+    for example in examples:
+        order.setdefault(id(example.adapter), len(order))
+    ranked = sorted(examples, key=lambda e: (order[id(e.adapter)], e.pass_index, -e.num_tokens, e.datum_index))
+    batches: list[list[Example]] = []
+    filled = 0
+    for example in ranked:
+        if not batches or filled + example.num_tokens > max_tokens:
+            batches.append([])
+            filled = 0
+        batches[-1].append(example)
+        filled += example.num_tokens
+    return [MicroBatch(tuple(batch)) for batch in batches]

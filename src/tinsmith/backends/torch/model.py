@@ -1,0 +1,342 @@
+"""One frozen base model, shared by training and sampling, with every adaptable linear swapped for a
+MultiLoRALinear, and every module of experts for a MultiLoRAExperts.
+
+Owns: loading, the choice of device and dtype, which linears may carry adapters, and the proof that the model
+can be served from packed rows: at load a few tokens go through it under its own attention and under ours,
+alone and beside other rows, and any difference refuses the model. Every later call runs packed rows [1, T]
+without a cache; what a row may see is the plan's affair. Weights never ask for gradients. Knows no loss,
+optimizer, tenant or request.
+
+Shapes: T rows, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import structlog
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from tinsmith.backends.torch import quantization
+from tinsmith.backends.torch.attention import (
+    ATTENTION_NAME,
+    PLAN_KEY,
+    AttentionPlan,
+    NotingPlan,
+    PackedCausal,
+    register,
+)
+from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
+from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
+from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
+from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
+from tinsmith.backends.torch.recompute import Recompute
+from tinsmith.backends.torch.servable import check_config, check_layers, check_parameters, refusing
+from tinsmith.backends.torch.threads import Threads
+from tinsmith.backends.torch.transformer import Decoder
+from tinsmith.errors import SettingsError
+from tinsmith.types import ModelShape
+
+log = structlog.get_logger()
+
+NOT_ADAPTED = frozenset({"gate", "router", "shared_expert_gate", "wg"})
+"""Last names of linears that choose experts: training them on part of the batch would move everyone's
+routing.
+"""
+
+
+class BaseModel:
+    """Use `load`. `targets` maps a module's path to the linear that stands there."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        shape: ModelShape,
+        recompute: str = "auto",
+        quantize: str = "off",
+    ) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.shape = shape
+        self.device = model.device
+        self.dtype = model.dtype
+        self._switchboard = Switchboard()
+        self._decoder = model.get_decoder()
+        num_parameters = model.num_parameters()
+        quantization.refuse_experts(quantize, model)
+        self.targets = _swap_linears(model, self._decoder, self._switchboard, quantization.maker(quantize))
+        self.experts = _swap_experts(model, self._switchboard)
+        self.recompute = Recompute(recompute, self._switchboard)
+        self.recompute.wrap(self._decoder)
+        self._differentiable = DifferentiableDecoder.of(self._decoder)
+        self._threads = Threads(num_parameters, model.device)
+        self.unembedding = next(t for t in self.targets.values() if t.group == "unembed")
+        self._written_out = Decoder.of(self._decoder, self.unembedding, self._threads)
+        self.vocab_size = self.unembedding.out_features
+        self.max_context_length = shape.max_context_length
+        self.eos_token_ids = _eos_token_ids(model, tokenizer)
+        text_config = model.config.get_text_config()
+        self._softcap: float | None = getattr(text_config, "final_logit_softcapping", None)
+        self._multiplier: float = getattr(text_config, "logit_scale", None) or 1.0
+        self._multiplier /= getattr(text_config, "logits_scaling", None) or 1.0
+
+    @classmethod
+    def load(
+        cls,
+        shape: ModelShape,
+        *,
+        device: str = "auto",
+        dtype: str = "auto",
+        recompute: str = "auto",
+        quantize: str = "off",
+    ) -> BaseModel:
+        """Raises SettingsError if the model cannot be served exactly."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise SettingsError(f"device {device!r} is not there for torch {torch.__version__}; use 'auto' or 'cpu'")
+        if dtype == "auto":
+            dtype = "bfloat16" if device.startswith("cuda") else "float32"
+        if dtype not in ("float32", "bfloat16"):
+            raise SettingsError(f"dtype {dtype!r} is not supported; choose 'auto', 'float32' or 'bfloat16'")
+        register()
+        if not any(Path(shape.path).glob("*.safetensors")):
+            raise SettingsError(f"{shape.name}: {shape.path} has no .safetensors file; no other format is loaded")
+        # Neither code nor pickles, whatever the directory holds.
+        safe = {"trust_remote_code": False, "local_files_only": True}
+        with refusing(shape):
+            model = _loaded(shape, getattr(torch, dtype), safe)
+            tokenizer = AutoTokenizer.from_pretrained(shape.path, **safe)
+            base = cls(cast(PreTrainedModel, cast(nn.Module, model).to(device)), tokenizer, shape, recompute, quantize)
+            if shape.vocab_size > base.vocab_size:
+                raise SettingsError(
+                    f"{shape.name} has {base.vocab_size} logits, fewer than vocab_size {shape.vocab_size}"
+                )
+            base.check_servable()
+        base._compare_gradients()
+        return base
+
+    def pin(self) -> None:
+        """Compute the same way whatever the number of rows and the memory that is free."""
+        self._written_out = self._differentiable = None
+        self.pin_threads()
+
+    def pin_threads(self) -> None:
+        """As many threads whatever the number of rows: the sums of different ranks must come out alike."""
+        self._threads.pin()
+
+    @property
+    def trains_written_out(self) -> bool:
+        """Whether training goes through layers that are written out, rather than through the modules."""
+        return self._differentiable is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """What the frozen weights take, with the copy that is laid out for decoding, if there is to be one."""
+        stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                  for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
+        codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
+        packed = 0
+        if self._written_out is not None and self._written_out.packs:
+            packed = sum(linear.weight.nbytes for linear in self.targets.values())
+        return sum(stores.values()) + codes + packed
+
+    @property
+    def written_out(self) -> Decoder | None:
+        """The layers that are written out for rows without gradients, once such rows have gone through them."""
+        return self._written_out if self._written_out is not None and self._written_out.ready else None
+
+    def adaptable(self) -> list[Target]:
+        experts = [target for module in self.experts for target in module.targets]
+        return [*(linear.target for linear in self.targets.values()), *experts]
+
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan,
+        routing: Routing,
+        wanted: Sequence[int] | None = None,
+    ) -> Tensor:
+        """[T, D]: hidden states after the final norm; without gradients, of the `wanted` rows alone if some are given,
+        which ascend.
+        """
+        self._threads.fit(len(tokens_T), len(routing.segments))
+        if (trained := self._differentiable) is not None and torch.is_grad_enabled() and trained.trains(routing):
+            return trained.hidden(tokens_T, positions_T, plan, routing, recompute=self.recompute.active)
+        if self._written_out is not None and not torch.is_grad_enabled():
+            if not self._written_out.ready:
+                self._written_out = self._compared(self._written_out)
+            if self._written_out is not None:
+                return self._written_out.hidden(tokens_T, positions_T, plan, routing, wanted)
+        hidden_TD = self._through_modules(tokens_T, positions_T, plan, routing)
+        return hidden_TD if wanted is None else hidden_TD[torch.tensor(wanted, device=hidden_TD.device)]
+
+    def _through_modules(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, routing: Routing) -> Tensor:
+        with self._routed(routing, len(tokens_T)):
+            output = self._decoder(
+                input_ids=tokens_T[None], position_ids=positions_T[None], use_cache=False, **{PLAN_KEY: plan}
+            )
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        """[T, V] float32, not to be differentiated. The routing covers exactly these rows."""
+        assert routing.num_rows == len(hidden_TD)
+        work = self.unembedding.work(routing)
+        return self.finish_logits_(self.unembedding.forward_rows(hidden_TD, work, torch.float32)[0])
+
+    def next_logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor:
+        """The same for rows whose next tokens are drawn: over weights that are laid out for few different numbers of
+        rows.
+        """
+        raw_TV = None if self._written_out is None else self._written_out.logits(hidden_TD, routing)
+        return self.logits(hidden_TD, routing) if raw_TV is None else self.finish_logits_(raw_TV)
+
+    def finish_logits_(self, raw_TV: Tensor) -> Tensor:
+        """What some families do to the unembedding's output, in place: scale it, then cap it."""
+        if self._multiplier != 1.0:
+            raw_TV.mul_(self._multiplier)
+        if self._softcap is not None:
+            raw_TV.div_(self._softcap).tanh_().mul_(self._softcap)
+        return raw_TV
+
+    def unfinish_gradient_(self, grad_TV: Tensor, logits_TV: Tensor) -> Tensor:
+        """The gradient of the unembedding's output from that of the finished logits, in place."""
+        if self._softcap is not None:
+            grad_TV.mul_(1.0 - (logits_TV / self._softcap).square_())
+        return grad_TV if self._multiplier == 1.0 else grad_TV.mul_(self._multiplier)
+
+    @contextmanager
+    def _routed(self, routing: Routing, num_rows: int) -> Iterator[None]:
+        assert routing.num_rows == num_rows
+        self._switchboard.routing = routing
+        try:
+            yield
+        finally:
+            self._switchboard.routing = None
+
+    def _compared(self, decoder: Decoder) -> Decoder | None:
+        """The decoder, ready for use, if it has room and does what the modules do."""
+        if not decoder.prepare():
+            return None
+        tokens_T = torch.arange(12, device=self.device) * 7 % self.shape.vocab_size
+        positions_T = torch.cat([torch.arange(n, device=self.device) for n in (7, 5)])
+        given = (tokens_T, positions_T, PackedCausal([7, 5], self.device), Routing([Segment(0, 12, None)]))
+        expected, found = self._through_modules(*given), decoder.hidden(*given)
+        error = float((found - expected).norm() / expected.norm().clamp_min(1e-6))
+        if error < (1e-4 if self.dtype == torch.float32 else 0.05):
+            return decoder
+        log.warning("layers that are written out differ from the model's own and are not used", error=error)
+        return None
+
+    def _compare_gradients(self) -> None:
+        """Layers that are written out for training are used if they do what the modules do."""
+        if (decoder := self._differentiable) is None:
+            return
+        decoder.prepare()
+        error = largest_error(decoder, self._through_modules, [linear.target for linear in self.targets.values()])
+        if not error < (1e-4 if self.dtype == torch.float32 else 0.1):
+            log.warning("layers that are written out train differently from the modules and are not used", error=error)
+            self._differentiable = None
+
+    def _check_layers(self) -> None:
+        seen, token_T = NotingPlan(), torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._through_modules(token_T, token_T, seen, Routing([Segment(0, 1, None)]))
+        check_layers(type(self.model).__name__, self.model.config.get_text_config(), seen.windows)
+        check_parameters(type(self.model).__name__, self._decoder, self.experts)
+
+    @torch.no_grad()
+    def check_servable(self) -> None:
+        """Compare packed rows under our attention with the model's own forward; refuse it if they differ."""
+        self._check_layers()
+        first, second = (torch.arange(n, device=self.device) * 7 % self.shape.vocab_size for n in (7, 5))
+        ours = []
+        for tokens in ([first, second], [second]):
+            lengths = [len(t) for t in tokens]
+            plan = PackedCausal(lengths, self.device)
+            routing = Routing([Segment(0, sum(lengths), None)])
+            positions_T = torch.cat([torch.arange(n, device=self.device) for n in lengths])
+            hidden_TD = self._through_modules(torch.cat(tokens), positions_T, plan, routing)
+            ours.append(self.logits(hidden_TD, routing))
+        self.model.set_attn_implementation("eager")
+        reference = self.model(input_ids=second[None], use_cache=False).logits[0].float()
+        self.model.set_attn_implementation(ATTENTION_NAME)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        for logits, how in (
+            (ours[1], "under packed attention"),
+            (ours[0][len(first) :], "beside another sequence"),
+        ):
+            error = float((logits - reference).norm() / reference.norm().clamp_min(1e-6))
+            if not error < tolerance:
+                raise SettingsError(
+                    f"{type(self.model).__name__} cannot be served: its logits {how} differ from its own "
+                    f"by {error:.2g} (relative)"
+                )
+
+
+def _loaded(shape: ModelShape, dtype: torch.dtype, safe: dict[str, bool]) -> nn.Module:
+    check_config(AutoConfig.from_pretrained(shape.path, **safe))
+    return AutoModelForCausalLM.from_pretrained(
+        shape.path,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        experts_implementation="eager",
+        use_safetensors=True,
+        **safe,
+    )
+
+
+def _swap_linears(
+    model: PreTrainedModel, decoder: nn.Module, switchboard: Switchboard, make: MakeLinear
+) -> dict[str, MultiLoRALinear]:
+    """`make` makes all but the unembedding, which is never quantised."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise SettingsError(f"{type(model).__name__} has no linear unembedding")
+    inside = set(decoder.modules())
+    targets = {}
+    for name, module in list(model.named_modules()):
+        if type(module) is not nn.Linear or (module is not head and module not in inside):
+            continue
+        parent_name, _, last = name.rpartition(".")
+        if not NOT_ADAPTED.isdisjoint(name.split(".")):
+            continue
+        if ".experts." in name:
+            # It would see rows in an order of its own, for which segments do not hold.
+            raise SettingsError(f"{type(model).__name__} keeps experts as linears, which cannot carry adapters here")
+        group = "unembed" if module is head else "attn" if "attn" in name or "attention" in name else "mlp"
+        targets[name] = (MultiLoRALinear if module is head else make)(name, group, module, switchboard)
+        setattr(model.get_submodule(parent_name), last, targets[name])
+    if not any(target.group == "attn" for target in targets.values()):
+        raise SettingsError(f"{type(model).__name__} has no linear attention projections to adapt")
+    return targets
+
+
+def _swap_experts(model: PreTrainedModel, switchboard: Switchboard) -> list[MultiLoRAExperts]:
+    swapped = []
+    for name, module in list(model.named_modules()):
+        if is_experts(module):
+            swapped.append(MultiLoRAExperts(name, module, switchboard))
+            parent_name, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent_name), last, swapped[-1])
+    return swapped
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> frozenset[int]:
+    ids: set[int] = set()
+    configs = (model.generation_config, model.config.get_text_config(), tokenizer)
+    for found in (getattr(config, "eos_token_id", None) for config in configs):
+        ids.update([found] if isinstance(found, int) else found or [])
+    return frozenset(ids)

@@ -1,0 +1,149 @@
+"""The base models that this server offers: names, directories and the limits that requests are checked against.
+
+Reads only its JSON files, so that the server can know a model without loading it. A hub id is resolved to a local
+directory (downloading it, if the machine may) before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from tinsmith.base_models import nano
+from tinsmith.errors import NotFoundError, SettingsError
+from tinsmith.types import ModelShape
+
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class Bases:
+    """The served base models, by name."""
+
+    shapes: tuple[ModelShape, ...]
+
+    def __iter__(self) -> Iterator[ModelShape]:
+        return iter(self.shapes)
+
+    def get(self, name: str) -> ModelShape:
+        """Raise NotFoundError that lists what is served."""
+        for shape in self.shapes:
+            if shape.name == name:
+                return shape
+        served = ", ".join(repr(shape.name) for shape in self.shapes)
+        raise NotFoundError(f"base_model {name!r} is not served here; served: {served}")
+
+
+def resolve(models: Iterable[str]) -> Bases:
+    """Turn `NAME=DIRECTORY_OR_HUB_ID` entries into shapes; no entry at all means the embedded model."""
+    entries = list(models) or [f"{nano.MODEL_NAME}={nano.path()}"]
+    shapes = [_resolve_one(entry) for entry in entries]
+    names = [shape.name for shape in shapes]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise SettingsError(f"--model names {sorted(twice)} more than once; give each its own NAME=...")
+    return Bases(tuple(shapes))
+
+
+def read_shape(name: str, directory: Path) -> ModelShape:
+    """Read what the server needs of a model's config.json."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"model {name!r}: {directory} has no config.json") from None
+    except ValueError as error:
+        raise SettingsError(f"model {name!r}: {directory / 'config.json'} is not JSON: {error}") from None
+    text = config.get("text_config", config)
+    try:
+        return ModelShape(
+            name=name,
+            path=str(directory),
+            vocab_size=int(text["vocab_size"]),
+            max_context_length=int(text["max_position_embeddings"]),
+            arch=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
+        )
+    except KeyError as error:
+        raise SettingsError(f"model {name!r}: config.json has no {error}; is it a causal language model?") from None
+
+
+NAMED_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+
+
+def named_tokens(shape: ModelShape) -> dict[str, str]:
+    """The special tokens that the tokenizer's configuration names: bos_token, eos_token and so on."""
+    config = json_object(Path(shape.path) / "tokenizer_config.json")
+    found = {f"{kind}_token": config.get(f"{kind}_token") for kind in NAMED_TOKENS}
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    return {name: token for name, token in contents.items() if isinstance(token, str)}
+
+
+def tokenizer_facts(shape: ModelShape) -> dict[str, object]:
+    """What the model's directory says of its tokenizer; null where it says nothing."""
+    config = json_object(Path(shape.path) / "tokenizer_config.json")
+    added = cast("list[dict[str, object]]", json_object(Path(shape.path) / "tokenizer.json").get("added_tokens") or [])
+    ids = {token["content"]: token["id"] for token in added}
+    named = {
+        kind: token.get("content") if isinstance(token, dict) else token
+        for kind in ("pad", "eos", "bos", "unk")
+        if (token := config.get(f"{kind}_token"))
+    }
+    return {
+        "tokenizer_type": config.get("tokenizer_class"),
+        "model_max_length": shape.max_context_length,
+        **{f"{kind}_token_id": ids.get(named.get(kind)) for kind in ("pad", "eos", "bos")},
+        "special_tokens": {f"{kind}_token": token for kind, token in named.items()},
+    }
+
+
+def eos_token_ids(shape: ModelShape) -> frozenset[int]:
+    """The tokens that end an answer, by every file of the model that says so."""
+    directory = Path(shape.path)
+    config = json_object(directory / "config.json")
+    sources = (json_object(directory / "generation_config.json"), config.get("text_config", config))
+    named = [source.get("eos_token_id") for source in sources if isinstance(source, dict)]
+    ids: set[int] = set()
+    for found in (*named, tokenizer_facts(shape)["eos_token_id"]):
+        ids.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+    return frozenset(ids)
+
+
+def json_object(path: Path) -> dict[str, object]:
+    """A file's JSON object; an empty one if it holds none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _resolve_one(entry: str) -> ModelShape:
+    name, equals, target = entry.partition("=")
+    if not equals:
+        target = name
+    if name == target == nano.MODEL_NAME:
+        target = str(nano.path())
+    if not name or not target:
+        raise SettingsError(f"--model {entry!r} is not NAME=DIRECTORY_OR_HUB_ID")
+    directory = Path(target).expanduser()
+    if not directory.is_dir():
+        if target.startswith(("/", ".", "~")):
+            raise SettingsError(f"--model {entry!r}: there is no directory {directory}")
+        directory = _download(target)
+    return read_shape(name, directory.resolve())
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(HUB_FILES)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise SettingsError(
+            f"--model {hub_id!r} is neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what "
+            f"is on this disk. The hub's client says: {reason}"
+        ) from error

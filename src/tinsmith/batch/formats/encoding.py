@@ -1,0 +1,76 @@
+"""Rows as JSON, with the values that real rows have: numpy, dates, bytes, very large integers.
+
+Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths, UUIDs and decimals text; NaN and
+infinities, which JSON does not have, null. Anything else is an error that names the column.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from decimal import Decimal
+from pathlib import PurePath
+
+import orjson
+
+from tinsmith.batch.formats.protocols import Row
+
+OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def encode(row: object) -> bytes:
+    """One line of JSON, without its newline. Raises TypeError for what cannot be said in JSON."""
+    try:
+        return orjson.dumps(row, default=_plain, option=OPTIONS)
+    except TypeError as error:
+        if "64-bit" in str(error):  # Python's own encoder takes integers of any size
+            return json.dumps(row, default=_plain, ensure_ascii=False, separators=(",", ":")).encode()
+        raise TypeError(_which(row, error)) from None
+
+
+def selected(row: Row, columns: str | Sequence[str] | None) -> Row:
+    """The row with only these columns. Raises KeyError naming one that it lacks."""
+    if columns is None:
+        return row
+    wanted = [columns] if isinstance(columns, str) else columns
+    for column in wanted:
+        if column not in row:
+            raise KeyError(f"the row has no column {column!r}; it has {sorted(map(str, row))}")
+    return {column: row[column] for column in wanted}
+
+
+def plain(row: object) -> object:
+    """The row as JSON would give it back; what cannot be said in JSON as its repr."""
+    try:
+        return json.loads(encode(row))
+    except TypeError:
+        return {str(name): _or_repr(value) for name, value in row.items()} if isinstance(row, dict) else repr(row)
+
+
+def _or_repr(value: object) -> object:
+    try:
+        return json.loads(encode(value))
+    except TypeError:
+        return repr(value)[:200]
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return base64.b64encode(value).decode()
+    if isinstance(value, PurePath | Decimal):
+        return str(value)
+    if hasattr(value, "tolist"):  # numpy values that orjson does not know, and torch tensors
+        return value.tolist()  # type: ignore[attr-defined]
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is no JSON")
+
+
+def _which(row: object, error: TypeError) -> str:
+    if isinstance(row, dict):
+        for name, value in row.items():
+            try:
+                orjson.dumps(value, default=_plain, option=OPTIONS)
+            except TypeError as found:
+                cause = found.__cause__ or found
+                return f"column {name!r}: {cause}"
+    return str(error.__cause__ or error)

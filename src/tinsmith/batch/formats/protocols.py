@@ -1,0 +1,510 @@
+"""What the parts of a bulk job tell each other: rows, spans, parts, the interfaces of readers and writers, the job.
+
+Invariants:
+- Indices count input rows from 0; a span's ends are both inclusive, in the database, in file names and in readers.
+- A part is immutable: its path holds the attempt that wrote it, and only parts whose attempt won are ever published.
+- `publish` is a pure function of the list of winners: running it again after any crash leaves the same bytes.
+- Nothing here runs a user's code. Classes that are not ours travel as source and are made in workers only
+  (`registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
+
+What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reducing.py`):
+- `planning.plan(spec) -> Iterable[Span]`: counts the input and splits it;
+- `mapper_runtime.run(spec, assignments, report)`: reads `Assignment`s, reports one `Outcome` for each;
+- `reducing.publish_output(spec, output_idx, job_id, parts) -> OutputInfo`.
+
+The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
+- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
+  batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
+  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as /errors has it, or
+  null};
+- GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
+  {job_id} of the new job;
+- GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
+- GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
+- GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
+  text}], after}: what the job's workers on this server have, and the lines of one of them;
+- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, function, input: {format,
+  path}, rows, batches: [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a
+  digest of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Self
+
+from tinsmith.batch.formats.input_versions import InputChangedError, Version
+from tinsmith.batch.formats.schemas import Schema
+from tinsmith.errors import UserError
+
+Row = dict[str, Any]
+
+TEMPORARY_DIRECTORY = ".tinsmith_batch_tmp"
+IF_EXISTS = ("error", "overwrite")
+ROWS = ("one", "any")
+DEFAULT_POOL = "local"
+MAX_RETRIES = 3
+
+
+class Span(NamedTuple):
+    """Rows `start_idx` to `end_idx`, both included."""
+
+    start_idx: int
+    end_idx: int
+
+    @property
+    def rows(self) -> int:
+        return self.end_idx - self.start_idx + 1
+
+
+@dataclass(frozen=True)
+class WrittenInfo:
+    """Rows that were written to a place."""
+
+    path: str
+    rows: int
+    bytes: int
+    sha256: str
+    etag: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class PartInfo(WrittenInfo):
+    """What one attempt wrote of one batch for one output, and, where all rows of the output must be of the same types,
+    of which these are."""
+
+    schema: Schema | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        told = super().to_dict()
+        if self.schema is None:
+            del told["schema"]
+        return told
+
+
+class OutputInfo(WrittenInfo):
+    """What was published. Of a directory, `bytes` is the sum of its files, `sha256` and `etag` are its manifest's."""
+
+
+@dataclass
+class InputReader(ABC):
+    """Numbered rows. A subclass is a dataclass whose fields are JSON; `path` says where the rows are."""
+
+    path: str
+
+    in_store: ClassVar[bool] = False
+    """Whether `path` names files of a store: then one of this machine is sent as an absolute path."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
+        """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
+
+    def of_job(self, output_paths: Sequence[str]) -> InputReader:
+        """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
+        return self
+
+    def version(self) -> Version | None:
+        """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
+        knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
+        from tinsmith.batch.formats import input_versions
+        from tinsmith.storage.stores import locations
+
+        if not self.in_store and not os.path.isfile(self.path):
+            return None
+        return input_versions.of_files(locations(self.path))
+
+    def row_sizes(self) -> Iterator[int] | None:
+        """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        from tinsmith.batch.formats import registry
+
+        return registry.to_dict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> InputReader:
+        """A reader from its dictionary; for one of a user's class, runs that class's source. In workers only."""
+        from tinsmith.batch.formats import registry
+
+        return registry.reader_from_dict(data)
+
+
+@dataclass
+class OutputWriter:
+    """Where rows go. A subclass is a dataclass whose fields are JSON, and either writes parts (`write_part`,
+    `publish`), or has the three older methods, which are then only ever called on a staging path."""
+
+    path: str
+
+    extension: ClassVar[str] = "part"
+    in_store: ClassVar[bool] = True
+    """Whether `path` names a file or a directory of a store, as it does unless the output is, say, a table."""
+
+    @property
+    def is_directory(self) -> bool:
+        return self.path.endswith("/")
+
+    def check_output(self, if_exists: str) -> None:
+        """Raises FileExistsError if publishing would, before any work is done."""
+        from tinsmith.batch.formats.publishing import check_output
+
+        check_output(self.path, if_exists)
+
+    def delete_staging(self, staging: str) -> None:
+        """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
+
+    def schema(self, row: Row) -> Schema | None:
+        """The types of a row's columns (`schemas.py`), where the output takes only rows whose types go together."""
+        return None
+
+    def check(self, row: Row) -> None:
+        """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
+
+    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+        """Writes an immutable part below `part_base`, a directory of this attempt alone.
+
+        `rows` has one entry for each index of the span, None where a row failed or was dropped. (Where the job
+        says `rows="any"`, it may have more or fewer.) The same rows written again are the same part.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither write_part nor upload_batch")
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        """Makes the parts, in the order given, the output; anything of it that is visible is whole.
+
+        Reads no more than a few MiB at a time, and raises CorruptFilesError if a part is not as it was written.
+        `staging` is a directory of this output alone. With `if_exists="error"`, an existing output that is not
+        already this one raises FileExistsError.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results")
+
+    def read_part(self, part: PartInfo) -> Iterator[Row]:
+        """The rows of a part as they would be read from the output; for following a job that still runs."""
+        raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
+
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        """The rows of the published output, in order: what `read_part` gives of all its parts."""
+        from tinsmith.batch.formats.publishing import published_files
+
+        for file in published_files(output, self.is_directory):
+            yield from self.read_part(file)
+
+    def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
+        """Older form: writes one batch somewhere below `path`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part")
+
+    def reduce_results(self, job_id: str) -> None:
+        """Older form: makes the output of what `upload_batch` wrote."""
+
+    def cleanup(self, job_id: str) -> None:
+        """Older form: deletes what the output does not need."""
+
+    def to_dict(self) -> dict[str, Any]:
+        from tinsmith.batch.formats import registry
+
+        return registry.to_dict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> OutputWriter:
+        """A writer with `write_part` and `publish`, whatever its class has. As for readers: in workers only."""
+        from tinsmith.batch.formats import registry
+
+        return registry.writer_from_dict(data)
+
+
+def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
+    """The writer that wrote a part, if it is not that of the output."""
+    for prefix, data in part_formats.items():
+        if part.path.startswith(f"{prefix}/"):
+            return OutputWriter.from_dict(data)
+    return None
+
+
+def part_name(span: Span, extension: str) -> str:
+    """`batch_00000000-00000031.jsonl`; wider than eight digits beyond 10^8 rows."""
+    return f"batch_{span.start_idx:08d}-{span.end_idx:08d}.{extension}"
+
+
+def staging_of(output_path: str, job_id: str | int, output_idx: int) -> str:
+    """The directory that holds the parts of one output of one job: beside a file, inside a directory."""
+    if output_path.endswith("/"):
+        base = output_path.rstrip("/")
+    else:
+        base, slash, _ = output_path.rpartition("/")
+        base = base if slash else "."
+    return f"{base}/{TEMPORARY_DIRECTORY}/{job_id}/out-{output_idx}"
+
+
+def part_base(output_path: str, job_id: str | int, output_idx: int, attempt_id: int) -> str:
+    return f"{staging_of(output_path, job_id, output_idx)}/attempt-{attempt_id}"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One attempt at one batch. `part_bases` has a directory for each output of the job, in their order.
+
+    `attempt_id` is unique among all attempts at rows of this span, or the caller keeps `part_bases` apart."""
+
+    batch_idx: int
+    start_idx: int
+    end_idx: int
+    attempt_id: int
+    part_bases: tuple[str, ...]
+    schemas: tuple[Schema | None, ...] = ()
+    """What is committed of each output has these types; empty where none has any yet."""
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start_idx, self.end_idx)
+
+
+@dataclass(frozen=True)
+class RowFailure:
+    """A row that has no result, and why; the caller adds what only it knows (attempts, worker)."""
+
+    idx: int
+    error_type: str
+    message: str
+    traceback: str = ""
+    row: Row | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an assignment: parts and counts, or `error`, the traceback of why the whole batch failed."""
+
+    batch_idx: int
+    attempt_id: int
+    parts: tuple[PartInfo, ...] = ()
+    rows_ok: int = 0
+    rows_failed: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+    row_failures: tuple[RowFailure, ...] = ()
+    error_type: str = ""
+    error: str = ""
+    final: bool = False
+    """Whether no other attempt can succeed, so that the job fails now."""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
+        made = {
+            "parts": tuple(PartInfo.from_dict(part) for part in data["parts"]),
+            "row_failures": tuple(RowFailure(**failure) for failure in data["row_failures"]),
+        }
+        return cls(**{**data, **made})
+
+
+DEATHS = ("MapperKilled", "MapperDied")
+"""Error classes of a batch on which the mapper's process ended: by SIGKILL, or in any other way."""
+
+
+class ProgramError(RuntimeError):
+    """The function breaks a rule that holds for every batch. The same batch again, or half of it, cannot succeed, or
+    succeeds with wrong rows: the job fails at once."""
+
+
+FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
+"""What no retry can help against. The message of an ImportError names the module that the interpreter lacks."""
+
+
+class MapperStartError(Exception):
+    """The mapper failed before it took its first batch: loading it, or its own setup. No batch is to blame. `final`
+    says that it will fail in the same way on every worker."""
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take, in seconds, and how often they are tried."""
+
+    max_retries: int = MAX_RETRIES
+    batch_timeout_s: float = 3600.0
+    startup_timeout_s: float = 600.0
+    discovery_timeout_s: float = 300.0
+    lease_s: float = 60.0
+    backoff_s: float = 1.0
+    """Retry n waits for 2**n times this."""
+    grace_s: float = 5.0
+    """What a mapper gets to end by itself when its job is cancelled."""
+    heartbeat_timeout_s: float = 30.0
+    """A worker of which nothing was heard for this long is given up."""
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A bulk job as it is submitted, stored and handed to workers; `to_dict` is its JSON.
+
+    `batch_error_format` is the writer that takes the failed rows. `max_failed_rows` is a count, or below 1 a share
+    of all rows. `rows="any"` lets a mapper drop rows and make several of one. `python` is the interpreter of the
+    mapper's process, `batch_activate_env` a virtual environment's directory to take it from.
+    """
+
+    batch_serialized_fn: str
+    batch_input_format: dict[str, Any]
+    batch_output_formats: list[dict[str, Any]]
+    batch_size: int
+    name: str = ""
+    batch_pool_name: str = DEFAULT_POOL
+    batch_error_format: dict[str, Any] | None = None
+    batch_tokens: int | None = None
+    batch_activate_env: str | None = None
+    python: str | None = None
+    max_failed_rows: float = 0
+    rows: str = "one"
+    if_exists: str = "error"
+    weight: float = 1.0
+    priority: int = 0
+    resume_from: int | None = None
+    directory: str = ""
+    """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
+    roots: list[str] | None = None
+    """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
+    input_version: Version | None = None
+    """What the input was when its rows were counted. The server's knowledge, not the client's."""
+    part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a job that resumes another into other outputs: the writers of the parts that were written before, by what the
+    paths of these begin with. The server's knowledge, not the client's."""
+    purge: bool = False
+    """Whether the parts may be deleted before the retention ends. Set by the server, at its user's request."""
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def batch_dataset_path(self) -> str:
+        return str(self.batch_input_format.get("path", ""))
+
+    @property
+    def batch_output_path(self) -> list[str]:
+        return [str(output["path"]) for output in self.batch_output_formats]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "batch_coordinator": True,
+            "batch_dataset_path": self.batch_dataset_path,
+            "batch_output_path": self.batch_output_path,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> JobSpec:
+        """The specification in a JSON object. Raises UserError naming the field, what it is and what it may be."""
+        derived = {"batch_coordinator", "batch_dataset_path", "batch_output_path"}
+        given = {name: value for name, value in data.items() if name not in derived}
+        known = {each.name for each in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise UserError(f"a bulk job has no field {unknown}; it has {sorted(known)}")
+        for name in ("batch_serialized_fn", "batch_input_format", "batch_output_formats", "batch_size"):
+            if name not in given:
+                raise UserError(f"the bulk job lacks {name!r}")
+        limits = given.get("limits") or {}
+        if not isinstance(limits, Mapping):
+            raise UserError(f"limits is {limits!r}; it must be an object")
+        known_limits = {each.name for each in fields(Limits)}
+        if unknown := sorted(set(limits) - known_limits):
+            raise UserError(f"limits has no field {unknown}; it has {sorted(known_limits)}")
+        for name, value in limits.items():
+            _check_number(f"limits.{name}", value, minimum=0, whole=name == "max_retries")
+        spec = cls(**{**given, "limits": Limits(**limits)})
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raises UserError for the first field that is not what it must be."""
+        _check_kind("batch_serialized_fn", self.batch_serialized_fn, str)
+        _check_kind("name", self.name, str)
+        _check_kind("directory", self.directory, str)
+        _check_kind("batch_pool_name", self.batch_pool_name, str)
+        _check_kind("batch_output_formats", self.batch_output_formats, list)
+        if not self.batch_output_formats:
+            raise UserError("batch_output_formats is empty; a bulk job writes to one output or more")
+        _check_format("batch_input_format", self.batch_input_format)
+        for index, output in enumerate(self.batch_output_formats):
+            _check_format(f"batch_output_formats[{index}]", output)
+        if self.batch_error_format is not None:
+            _check_format("batch_error_format", self.batch_error_format)
+        paths = [*self.batch_output_path, *([self.batch_error_format["path"]] if self.batch_error_format else [])]
+        for path in paths:
+            if paths.count(path) > 1:
+                raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")
+        for name in ("batch_activate_env", "python"):
+            if getattr(self, name) is not None:
+                _check_kind(name, getattr(self, name), str)
+        _check_number("batch_size", self.batch_size, minimum=1, whole=True)
+        if self.input_version is not None:
+            _check_kind("input_version", self.input_version, dict)
+        _check_kind("part_formats", self.part_formats, dict)
+        _check_kind("purge", self.purge, bool)
+        if self.batch_tokens is not None:
+            _check_number("batch_tokens", self.batch_tokens, minimum=1, whole=True)
+        if self.resume_from is not None:
+            _check_number("resume_from", self.resume_from, minimum=0, whole=True)
+        _check_number("max_failed_rows", self.max_failed_rows, minimum=0)
+        _check_number("weight", self.weight, minimum=0)
+        if self.weight == 0:
+            raise UserError("weight is 0; a bulk job's share of its pool must be more than nothing")
+        _check_number("priority", self.priority, minimum=-(2**31), whole=True)
+        if self.if_exists not in IF_EXISTS:
+            raise UserError(f"if_exists is {self.if_exists!r}; it must be one of {list(IF_EXISTS)}")
+        if self.rows not in ROWS:
+            raise UserError(f"rows is {self.rows!r}; it must be one of {list(ROWS)}")
+
+
+def identity_of(payload: str) -> str:
+    """The same for two payloads exactly if they do the same: a sha256 of the source, its parameters and how it is
+    called, or of the operations. Runs nothing of it, and needs nothing that could. What is no payload, which no worker
+    runs, is the same as itself.
+    """
+    try:
+        data = json.loads(base64.b64decode(payload))
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict):
+        return hashlib.sha256(payload.encode()).hexdigest()
+    names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
+    said = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _check_kind(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is {value!r}; it must be a {kind.__name__}")
+
+
+def _check_number(name: str, value: object, minimum: float, whole: bool = False) -> None:
+    kind = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kind) or not minimum <= value < 2**53:
+        raise UserError(f"{name} is {value!r}; it must be a {'whole ' * whole}number of at least {minimum}")
+
+
+def _check_format(name: str, value: object) -> None:
+    if not isinstance(value, dict) or not isinstance(value.get("format"), str):
+        raise UserError(f"{name} is {value!r}; it must be an object with a 'format'")
+    if not isinstance(value.get("path"), str) or not value["path"]:
+        raise UserError(f"{name} has the path {value.get('path')!r}; it must be a text that is not empty")

@@ -1,0 +1,198 @@
+"""Parts made into outputs: one file of all of them, or a directory with a manifest.
+
+Publishing is a pure function of the list of parts and may be cut short anywhere and run again: the bytes are the same.
+An output that exists is replaced only on request, unless it is this very one. A file appears whole, in one step. The
+files of a directory appear one by one and count from the moment that its `_manifest.json` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+import orjson
+
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
+from tinsmith.storage.stores import Source, Store, join, open_store, verified
+
+MANIFEST = "_manifest.json"
+SUCCESS = "_SUCCESS"
+
+
+class PublishedFile(NamedTuple):
+    """One file of a directory: its name there, and what it is made of."""
+
+    name: str
+    location: str
+    bytes: int
+    sha256: str
+
+
+def store_part(location: str, data: bytes, rows: int) -> PartInfo:
+    """Stores the bytes of a part. The same bytes again are no error; other bytes are (FileExistsError)."""
+    store, key = open_store(location)
+    etag = store.put_create(key, data)
+    return PartInfo(location, rows, len(data), hashlib.sha256(data).hexdigest(), etag)
+
+
+def source_of(part: PartInfo, skip: int = 0) -> Source:
+    store, key = open_store(part.path)
+    return Source(store, key, part.sha256, skip)
+
+
+def read_verified(part: PartInfo) -> bytes:
+    return b"".join(verified(source_of(part)))
+
+
+def publish_file(
+    path: str,
+    parts: Sequence[PartInfo],
+    staging: str,
+    if_exists: str,
+    *,
+    head: bytes = b"",
+    skips: Sequence[int] | None = None,
+) -> OutputInfo:
+    """The parts one after the other, each without its first `skip` bytes, after `head`."""
+    store, key = open_store(path)
+
+    def sources() -> Iterator[Source]:
+        return (source_of(part, skip) for part, skip in zip(parts, skips or repeat(0, len(parts)), strict=True))
+
+    rows = sum(part.rows for part in parts)
+    try:
+        size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
+    except FileExistsError:
+        size, digest = _measure(head, sources())
+        if digest_of(store, key) != digest:
+            raise FileExistsError(exists_already(path)) from None
+    return OutputInfo(path, rows, size, digest, store.head(key).etag)
+
+
+def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
+    """An output that is made anew from the parts, rather than of their bytes. `pieces` must be the same every time."""
+    staged = join(staging, "published")
+    staging_store, staged_key = open_store(staged)
+    digest, size = hashlib.sha256(), 0
+    with staging_store.open_writer(staged_key) as writer:
+        for piece in pieces:
+            digest.update(piece)
+            size += len(piece)
+            writer.write(piece)
+    return publish_file(path, [PartInfo(staged, rows, size, digest.hexdigest())], staging, if_exists)
+
+
+def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, staging: str, if_exists: str) -> OutputInfo:
+    """The files under their names, then the manifest. `files` is gone through twice, so not an iterator."""
+    store, root = open_store(path)
+    root = root.rstrip("/")
+    manifest_key = join(root, MANIFEST)
+    _, wanted = _measure(b"", [], _manifest(files, rows))
+    if store.exists(manifest_key) and digest_of(store, manifest_key) == wanted:
+        store.put(join(root, SUCCESS), b"")
+        return OutputInfo(path, rows, sum(file.bytes for file in files), wanted, store.head(manifest_key).etag)
+    if if_exists == "error":
+        _check_only(store, root, path, files)
+    else:
+        store.delete_many([manifest_key, join(root, SUCCESS)])
+    total = 0
+    for file in files:
+        source_store, source_key = open_store(file.location)
+        target = join(root, file.name)
+        try:
+            store.concat(
+                [Source(source_store, source_key, file.sha256)],
+                target,
+                staging=_local(staging),
+                exclusive=if_exists == "error",
+            )
+        except FileExistsError:
+            if digest_of(store, target) != file.sha256:
+                raise FileExistsError(exists_already(path)) from None
+        total += file.bytes
+    if if_exists == "overwrite":
+        store.delete_many(_others(store, root, files))
+    with store.open_writer(manifest_key, staging=_local(staging)) as writer:
+        for line in _manifest(files, rows):
+            writer.write(line)
+    store.put(join(root, SUCCESS), b"")
+    return OutputInfo(path, rows, total, wanted, store.head(manifest_key).etag)
+
+
+def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:
+    """The files of an output in the order of their rows, as parts whose rows are not counted."""
+    if not is_directory:
+        yield PartInfo(output.path, output.rows, output.bytes, output.sha256, output.etag)
+        return
+    store, key = open_store(join(output.path, MANIFEST))
+    for file in orjson.loads(store.get(key))["files"]:
+        yield PartInfo(join(output.path, file["name"]), 0, file["bytes"], file["sha256"])
+
+
+def check_output(path: str, if_exists: str) -> None:
+    """Raises FileExistsError if publishing would. For saying so before any work is done."""
+    if if_exists != "error":
+        return
+    store, key = open_store(path)
+    if path.endswith("/"):
+        found = next((name for name in store.list(key) if TEMPORARY_DIRECTORY not in name), None)
+    else:
+        found = key if store.exists(key) else None
+    if found is not None:
+        raise FileExistsError(exists_already(path))
+
+
+def exists_already(path: str) -> str:
+    return (
+        f"the output {path} exists already; pass if_exists='overwrite' (in the shell: --if-exists overwrite), or "
+        "choose another path"
+    )
+
+
+def digest_of(store: Store, key: str) -> str:
+    digest = hashlib.sha256()
+    for chunk in store.chunks(key):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _measure(head: bytes, sources: Iterable[Source], pieces: Iterable[bytes] = ()) -> tuple[int, str]:
+    digest, size = hashlib.sha256(head), len(head)
+    for source in sources:
+        for piece in verified(source):
+            digest.update(piece)
+            size += len(piece)
+    for piece in pieces:
+        digest.update(piece)
+        size += len(piece)
+    return size, digest.hexdigest()
+
+
+def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
+    """A JSON document, one line for each file, made as it is written."""
+    yield b'{"rows":%d,"files":[' % rows
+    comma = b"\n"
+    for file in files:
+        yield comma + orjson.dumps({"name": file.name, "bytes": file.bytes, "sha256": file.sha256})
+        comma = b",\n"
+    yield b"\n]}\n"
+
+
+def _check_only(store: Store, root: str, path: str, files: Iterable[PublishedFile]) -> None:
+    """Whatever is in the directory is ours, left by a publication that was cut short."""
+    if _others(store, root, files):
+        raise FileExistsError(exists_already(path))
+
+
+def _others(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
+    """The keys below a directory that are none of these files, nor parts of a job. Usually few, if any."""
+    found = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
+    for file in files if found else ():
+        found.discard(join(root, file.name))
+    return found
+
+
+def _local(staging: str) -> str:
+    return open_store(staging)[1]

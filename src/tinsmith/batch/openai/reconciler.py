@@ -1,0 +1,310 @@
+"""Leads every OpenAI batch from one status to the next: the one place where batches, files and bulk jobs meet.
+
+A task on the server's event loop looks at all batches that have not ended, once a second or when it is woken, and takes
+one step with each on a worker thread; tenants take turns. Servers that share a database take turns, too. It runs none
+of the work itself, and what it was doing when it died is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from pathlib import Path
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.batch.coordinator.state import ACTIVE, BatchJobs, Job
+from tinsmith.batch.formats.protocols import JobSpec, Limits
+from tinsmith.batch.formats.readers.openai import OpenAIBatchReader
+from tinsmith.batch.formats.writers.openai import OpenAIBatchWriter
+from tinsmith.batch.openai import MAX_REQUESTS
+from tinsmith.batch.openai.checking import check
+from tinsmith.batch.openai.results import Tally, counted, error_lines, results_of, success_lines
+from tinsmith.batch.openai.rows import Batch, Made, OpenAIBatches
+from tinsmith.batch.operations import payload_of
+from tinsmith.batch.operations.openai_request import OpenAIRequest
+from tinsmith.db.database import now
+from tinsmith.errors import CorruptFilesError, NotFoundError
+from tinsmith.runtime.background import Background
+from tinsmith.runtime.failpoints import hit
+from tinsmith.settings import Settings
+from tinsmith.storage.directories import make_private
+from tinsmith.storage.stores import LocalStore, join, open_store
+from tinsmith.store.files import Files, Stored, derived_id
+
+POLL_S = 1.0
+SWEEP_S = 3600.0
+KEPT_S = 30 * 86400
+MAX_TOGETHER = 32
+"""Requests of one batch of the bulk job: what is done again if its worker dies."""
+GRACE_S = 0.5
+"""What a worker of a cancelled job gets to end by itself: an operation has nothing to tidy up."""
+MIN_BATCHES = 8
+"""So many at least, where there are enough requests, that all workers have some."""
+
+WHY = {
+    "expired": {"code": "batch_expired", "message": "the batch's window ended before this request was done"},
+    "cancelled": {"code": "batch_cancelled", "message": "the batch was cancelled before this request was done"},
+    "failed": {"code": "batch_failed", "message": "the batch failed before this request was done"},
+    "completed": {"code": "request_failed", "message": "this request has no result"},
+}
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a keeper works with. `wake_job` tells the coordinator of bulk jobs of a new or cancelled one."""
+
+    batches: OpenAIBatches
+    files: Files
+    jobs: BatchJobs
+    wake_job: Callable[[int | None], None]
+    alone: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)
+
+
+class Keeper:
+    def __init__(self, settings: Settings, parts: Parts) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._root = settings.storage_location("openai_batches")
+        self._due = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._threads: Executor | None = None
+        self._stopping = threading.Event()
+        self._next_sweep = 0.0
+
+    def start(self, background: Background, threads: Executor | None = None) -> None:
+        """Call on the running event loop; steps are taken on one of `threads`."""
+        self._threads = threads
+        self._loop = asyncio.get_running_loop()
+        self._task = background.start("openai_batches", self._run)
+
+    async def stop(self) -> None:
+        """Ends after the step that is being taken."""
+        self._stopping.set()
+        self._due.set()
+        if self._task is not None:
+            await self._task
+
+    def wake(self) -> None:
+        """There is a new batch, or one was cancelled. On any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._due.set)
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._due.clear()
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._threads, self.look)
+            except SQLAlchemyError as error:
+                log.error("OpenAI batches cannot be looked for; the next look may", error=repr(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self._due.wait()
+
+    def look(self) -> None:
+        """One step with every batch."""
+        active = self._parts.batches.active()
+        if not active and time.monotonic() < self._next_sweep:
+            return
+        with self._parts.alone() as alone:
+            if not alone:
+                return
+            for batch in in_turns(active):
+                if self._stopping.is_set():
+                    return
+                try:
+                    self._step(batch)
+                except Exception as error:
+                    log.error("a step of an OpenAI batch failed", batch_id=batch.batch_id, exc_info=error)
+            if time.monotonic() >= self._next_sweep:
+                self._next_sweep = time.monotonic() + SWEEP_S
+                self._sweep()
+
+    def _step(self, batch: Batch) -> None:
+        if batch.status == "validating":
+            self._validate(batch)
+            return
+        # A crash may lie between the bulk job and the note of it.
+        job_id = batch.job_id if batch.job_id is not None else self._parts.batches.job_of(batch)
+        job = None if job_id is None else self._parts.jobs.find(batch.tenant_id, job_id)
+        if job is None or job.status not in ACTIVE:
+            self._end(batch, job)
+        else:
+            self._follow(batch, job)
+
+    # The beginning.
+
+    def _validate(self, batch: Batch) -> None:
+        if now() >= batch.expires_at:
+            self._parts.batches.move(batch, ("validating",), status="expiring", finalizing_at=now())
+            return
+        try:
+            path = self._input(batch)
+        except NotFoundError as error:
+            problem = {"code": "file_not_found", "line": None, "message": str(error), "param": "input_file_id"}
+            self._refuse(batch, [problem])
+            return
+        checked = check(path, batch.endpoint, self._settings.max_body_bytes)
+        if checked.problems:
+            self._refuse(batch, checked.problems)
+            return
+        hit("openai.validated")
+        job_id = self._parts.batches.job_of(batch)
+        if job_id is None:
+            job_id = self._parts.jobs.create(batch.tenant_id, self._spec(batch, checked.total))
+        hit("openai.submitted")
+        begun = {"status": "in_progress", "in_progress_at": now()}
+        facts = {"job_id": job_id, "total": checked.total, "model": checked.model}
+        if not self._parts.batches.move(batch, ("validating",), **begun, **facts):
+            # It was cancelled meanwhile: the next step ends the job, and names all of its requests.
+            self._parts.batches.move(batch, ("cancelling",), **facts)
+        self._parts.wake_job(None)
+
+    def _input(self, batch: Batch) -> str:
+        """The input under a name of the batch's own, which nobody deletes before its end. Raises NotFoundError."""
+        location = join(self._directory(batch), "input.jsonl")
+        store, key = open_store(location)
+        if not store.exists(key):
+            file = self._parts.files.find(batch.tenant_id, batch.input_file_id)
+            if isinstance(store, LocalStore):
+                make_private(Path(self._directory(batch)))
+            try:
+                self._parts.files.share(file.file_id, location)
+            except FileNotFoundError:
+                raise NotFoundError(f"file {file.file_id!a} was deleted at this moment") from None
+        return location
+
+    def _refuse(self, batch: Batch, problems: Sequence[dict[str, object]]) -> None:
+        self._parts.batches.end(batch, [], status="failed", errors=list(problems))
+        log.info("OpenAI batch", batch_id=batch.batch_id, status="failed", problems=len(problems))
+        self._discard(batch)
+
+    def _spec(self, batch: Batch, total: int) -> JobSpec:
+        directory = self._directory(batch)
+        outputs = [
+            OpenAIBatchWriter(join(directory, "output.jsonl"), keep="succeeded"),
+            OpenAIBatchWriter(join(directory, "failed.jsonl"), keep="failed"),
+        ]
+        spec = JobSpec(
+            batch_serialized_fn=payload_of([OpenAIRequest()]),
+            batch_input_format=OpenAIBatchReader(join(directory, "input.jsonl")).to_dict(),
+            batch_output_formats=[output.to_dict() for output in outputs],
+            batch_size=min(MAX_TOGETHER, max(1, total // MIN_BATCHES)),
+            name=batch.batch_id,
+            max_failed_rows=MAX_REQUESTS,
+            if_exists="overwrite",
+            roots=[directory],
+            limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600, grace_s=GRACE_S),
+        )
+        spec.check()
+        return spec
+
+    # On its way.
+
+    def _follow(self, batch: Batch, job: Job) -> None:
+        batches, jobs = self._parts.batches, self._parts.jobs
+        if batch.status in ("cancelling", "expiring"):
+            if job.status != "CANCELLING":
+                jobs.cancel(batch.tenant_id, job.job_id)
+                self._parts.wake_job(job.job_id)
+            return
+        if job.rows_ok + job.rows_failed != batch.completed + batch.failed:
+            completed = sum(parts[0]["rows"] for _, parts in jobs.winners(job.job_id) if parts)
+            failed = max(job.rows_ok + job.rows_failed - completed, 0)
+            batches.move(batch, (batch.status,), completed=completed, failed=failed)
+        if job.status == "CANCELLING":  # as the bulk job that it is
+            batches.move(batch, (batch.status,), status="cancelling", cancelling_at=now())
+        elif job.status == "WINDING_DOWN":
+            batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now())
+        elif now() >= batch.expires_at:
+            batches.move(batch, ("in_progress",), status="expiring", finalizing_at=now())
+
+    # The end.
+
+    def _end(self, batch: Batch, job: Job | None) -> None:
+        status = ending(batch, job)
+        if status == "completed" and batch.status == "in_progress":
+            if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
+                return  # it was cancelled at this moment
+            batch = replace(batch, status="finalizing")
+        values: dict[str, object] = {"status": status}
+        if status == "failed" and job is not None:
+            values["errors"] = [{"code": "batch_failed", "line": None, "message": job.error, "param": None}]
+        succeeded, failed = Tally(), Tally()
+        try:
+            files = self._files(batch, job, status, succeeded, failed)
+        except CorruptFilesError as error:
+            problem = {"code": "server_error", "line": None, "message": str(error), "param": None}
+            values |= {"status": "failed", "errors": [problem]}
+            files = {}
+        hit("openai.written")
+        values |= {f"{name}_file_id": made.stored.file_id for name, made in files.items()}
+        values |= {"completed": succeeded.lines, "failed": failed.lines, "usage": succeeded.usage()}
+        if self._parts.batches.end(batch, list(files.values()), **values):
+            log.info("OpenAI batch", batch_id=batch.batch_id, status=values["status"])
+        hit("openai.ended")
+        self._discard(batch)
+
+    def _files(self, batch: Batch, job: Job | None, status: str, succeeded: Tally, failed: Tally) -> dict[str, Made]:
+        """The output and the error file; one that would be empty is not made. Raises CorruptFilesError."""
+        found = results_of(self._parts.jobs, job, batch.total)
+        path = join(self._directory(batch), "input.jsonl")
+        sources = {
+            "output": (success_lines(found), succeeded),
+            "error": (error_lines(found, path, self._settings.max_body_bytes, WHY[status]), failed),
+        }
+        kept_s = KEPT_S if batch.output_expires_s is None else batch.output_expires_s
+        made: dict[str, Made] = {}
+        for name, (lines, tally) in sources.items():
+            stored: Stored = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
+            if stored.size_bytes:
+                made[name] = Made(stored, f"{batch.batch_id}_{name}.jsonl", now() + kept_s)
+            else:
+                self._parts.files.discard(stored.file_id)
+        return made
+
+    def _directory(self, batch: Batch) -> str:
+        return join(self._root, batch.batch_id)
+
+    def _discard(self, batch: Batch) -> None:
+        store, key = open_store(self._directory(batch))
+        store.delete_below(key)
+
+    def _sweep(self) -> None:
+        """Delete what is left of batches that ended right before a crash."""
+        store, root = open_store(self._root)
+        left = {key[len(root) + 1 :].partition("/")[0] for key in store.list(root)}
+        active = {batch.batch_id for batch in self._parts.batches.active()}  # after the directories were listed
+        for name in left - active:
+            store.delete_below(join(root, name))
+
+
+def ending(batch: Batch, job: Job | None) -> str:
+    """How a batch ends whose bulk job has ended so, or was never made."""
+    if batch.status == "cancelling":
+        return "cancelled"
+    if batch.status == "expiring" and (job is None or job.status != "SUCCEEDED"):
+        return "expired"
+    if job is None:
+        return "failed"
+    return {"SUCCEEDED": "completed", "CANCELLED": "cancelled"}.get(job.status, "failed")
+
+
+def in_turns(batches: Sequence[Batch]) -> Iterator[Batch]:
+    """The first of every tenant, then the second of every tenant, and so on."""
+    by_tenant: dict[str, list[Batch]] = {}
+    for batch in batches:
+        by_tenant.setdefault(batch.tenant_id, []).append(batch)
+    for turn in zip_longest(*by_tenant.values()):
+        yield from (batch for batch in turn if batch is not None)

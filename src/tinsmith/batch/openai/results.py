@@ -1,0 +1,141 @@
+"""The two files at the end of a batch: what succeeded, and what failed or was not done.
+
+Lines come from the outputs of a bulk job that succeeded, or from the committed parts of one that did not; each source
+is compared with its digest. Requests that have no line then are named in the error file, by a pass over the input. Made
+again after a crash, the files are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+import orjson
+
+from tinsmith.batch.coordinator.state import BatchJobs, Job
+from tinsmith.batch.formats.encoding import encode
+from tinsmith.batch.formats.protocols import Span
+from tinsmith.batch.formats.writers.openai import line_id
+from tinsmith.batch.openai.checking import lines
+from tinsmith.errors import CorruptFilesError
+from tinsmith.storage.stores import open_store
+from tinsmith.wire.fields import Fields
+
+PAGE = 1000
+
+
+@dataclass
+class Tally:
+    """What the lines of a file add up to."""
+
+    lines: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, line: bytes) -> None:
+        self.lines += 1
+        response = Fields(orjson.loads(line)).fields_or("response", None)
+        body = response.fields_or("body", None) if response else None
+        usage = body.fields_or("usage", None) if body else None
+        if usage is not None:
+            self.input_tokens += usage.integer_or("prompt_tokens", 0)
+            self.output_tokens += usage.integer_or("completion_tokens", 0)
+            details = usage.fields_or("prompt_tokens_details", None)
+            self.cached_tokens += details.integer_or("cached_tokens", 0) if details else 0
+
+    def usage(self) -> dict[str, object]:
+        return {
+            "input_tokens": self.input_tokens,
+            "input_tokens_details": {"cached_tokens": self.cached_tokens},
+            "output_tokens": self.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": self.input_tokens + self.output_tokens,
+        }
+
+
+@dataclass
+class Source:
+    path: str
+    sha256: str
+
+
+@dataclass
+class Results:
+    """What a bulk job left. `missing` are its rows without a result, `refused` those that failed, with the reason."""
+
+    succeeded: list[Source] = field(default_factory=list)
+    failed: list[Source] = field(default_factory=list)
+    missing: list[Span] = field(default_factory=list)
+    refused: dict[int, dict[str, str]] = field(default_factory=dict)
+
+
+def results_of(jobs: BatchJobs, job: Job | None, total: int) -> Results:
+    found = Results()
+    if job is None:
+        found.missing = [Span(0, total - 1)] if total else []
+        return found
+    if job.status == "SUCCEEDED":
+        outputs = [Source(str(each["path"]), str(each["sha256"])) for each in jobs.outputs(job.job_id)]
+        found.succeeded, found.failed = outputs[:1], outputs[1:2]
+    else:
+        expected = 0
+        for span, parts in jobs.winners(job.job_id):
+            for sources, part in zip((found.succeeded, found.failed), parts, strict=False):
+                sources.append(Source(str(part["path"]), str(part["sha256"])))
+            if span.start_idx > expected:
+                found.missing.append(Span(expected, span.start_idx - 1))
+            expected = span.end_idx + 1
+        if expected < total:
+            found.missing.append(Span(expected, total - 1))
+    after = -1
+    while page := jobs.row_errors(job.job_id, PAGE, after):
+        after = page[-1]["row_idx"]
+        for error in page:
+            found.refused[int(error["row_idx"])] = {
+                "code": "request_failed",
+                "message": f"{error['error_class']}: {error['message']}",
+            }
+    return found
+
+
+def counted(lines_of: Iterable[bytes], tally: Tally) -> Iterator[bytes]:
+    for line in lines_of:
+        tally.add(line)
+        yield line
+
+
+def success_lines(found: Results) -> Iterator[bytes]:
+    return chain.from_iterable(_lines_of(source) for source in found.succeeded)
+
+
+def error_lines(found: Results, input_location: str, max_line_bytes: int, why: Mapping[str, str]) -> Iterator[bytes]:
+    """`why` is what is said of the requests that were not done."""
+    yield from chain.from_iterable(_lines_of(source) for source in found.failed)
+    if not (found.missing or found.refused):
+        return
+    spans = iter(found.missing)
+    span = next(spans, None)
+    for row, (_, line) in enumerate(lines(input_location, max_line_bytes)):
+        while span is not None and row > span.end_idx:
+            span = next(spans, None)
+        error = why if span is not None and row >= span.start_idx else found.refused.get(row)
+        if error is not None:
+            name = orjson.loads(line)["custom_id"]
+            yield encode({"id": line_id(name), "custom_id": name, "response": None, "error": dict(error)}) + b"\n"
+
+
+def _lines_of(source: Source) -> Iterator[bytes]:
+    digest = hashlib.sha256()
+    try:
+        store, key = open_store(source.path)
+        with store.open(key) as file:
+            for line in file:
+                digest.update(line)
+                yield line
+    except FileNotFoundError:
+        raise CorruptFilesError(f"{source.path} is gone") from None
+    if digest.hexdigest() != source.sha256:
+        raise CorruptFilesError(f"{source.path} is not as it was written: its SHA-256 differs")

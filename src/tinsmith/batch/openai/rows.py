@@ -1,0 +1,163 @@
+"""Batches as rows: who asked for what, and how far it is. SQL only.
+
+Every change of a status is conditional on the one before it, so that two servers, or a client and a server, cannot both
+make one. A batch that has ended never changes again.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BATCH, OPENAI_BATCHES
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
+
+CANCELLABLE = ("validating", "in_progress")
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    labels: Mapping[str, str] | None
+    output_expires_s: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    position: int
+    batch_id: str
+    tenant_id: str
+    status: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    labels: dict[str, str] | None
+    output_expires_s: int | None
+    job_id: int | None
+    model: str | None
+    errors: list[dict[str, Any]] | None
+    total: int
+    completed: int
+    failed: int
+    usage: dict[str, Any] | None
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: float
+    expires_at: float
+    in_progress_at: float | None
+    finalizing_at: float | None
+    cancelling_at: float | None
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A file that belongs to the end of a batch."""
+
+    stored: Stored
+    filename: str
+    expires_at: float | None
+
+
+_COLUMNS = [OPENAI_BATCHES.c[name] for name in Batch.__dataclass_fields__]
+
+
+class OpenAIBatches:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    # Whoever asks for batches.
+
+    def create(self, tenant_id: str, new: NewBatch, window_s: float) -> Batch:
+        at = now()
+        row = {
+            "batch_id": f"batch_{uuid.uuid4().hex}",
+            "tenant_id": tenant_id,
+            "status": "validating",
+            "endpoint": new.endpoint,
+            "input_file_id": new.input_file_id,
+            "completion_window": new.completion_window,
+            "labels": new.labels,
+            "output_expires_s": new.output_expires_s,
+            "created_at": at,
+            "expires_at": at + window_s,
+        }
+        with self._db.write() as connection:
+            connection.execute(OPENAI_BATCHES.insert(), row)
+        return self.find(tenant_id, row["batch_id"])
+
+    def find(self, tenant_id: str, batch_id: str) -> Batch:
+        """Raises NotFoundError."""
+        mine = sa.select(*_COLUMNS).where(
+            OPENAI_BATCHES.c.batch_id == batch_id, OPENAI_BATCHES.c.tenant_id == tenant_id
+        )
+        with self._db.read() as connection:
+            row = connection.execute(mine).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no batch {batch_id[:80]!a}")
+        return Batch(*row)
+
+    def listing(self, tenant_id: str, limit: int, after: str | None) -> tuple[list[Batch], bool]:
+        """A page, newest first, and whether there are more. Raises NotFoundError for `after`."""
+        query = sa.select(*_COLUMNS).where(OPENAI_BATCHES.c.tenant_id == tenant_id)
+        if after is not None:
+            query = query.where(OPENAI_BATCHES.c.position < self.find(tenant_id, after).position)
+        with self._db.read() as connection:
+            rows = connection.execute(query.order_by(OPENAI_BATCHES.c.position.desc()).limit(limit + 1)).all()
+        return [Batch(*row) for row in rows[:limit]], len(rows) > limit
+
+    def cancel(self, tenant_id: str, batch_id: str) -> Batch:
+        """Ask for a batch's end; nothing if that was asked before. Raises NotFoundError, UserError."""
+        batch = self.find(tenant_id, batch_id)
+        if not self.move(batch, CANCELLABLE, status="cancelling", cancelling_at=now()):
+            batch = self.find(tenant_id, batch_id)
+            if batch.status not in ("cancelling", "cancelled"):
+                raise UserError(f"batch {batch_id!a} is {batch.status} and can no longer be cancelled")
+        return self.find(tenant_id, batch_id)
+
+    # Whoever leads them.
+
+    def active(self) -> list[Batch]:
+        """All that have not ended, oldest first."""
+        query = sa.select(*_COLUMNS).where(OPENAI_BATCHES.c.ended_at.is_(None)).order_by(OPENAI_BATCHES.c.position)
+        with self._db.read() as connection:
+            return [Batch(*row) for row in connection.execute(query)]
+
+    def move(self, batch: Batch, when: Collection[str], **values: object) -> bool:
+        """Change a batch whose status is one of `when`; False if it is not any more."""
+        with self._db.write() as connection:
+            return _move(connection, batch, when, values)
+
+    def end(self, batch: Batch, files: Sequence[Made], **values: object) -> bool:
+        """The files and the end of a batch, in one transaction; False if it had ended before."""
+        with self._db.write() as connection:
+            if not _move(connection, batch, (batch.status,), {"ended_at": now(), **values}):
+                return False
+            for made in files:
+                add_row(
+                    connection, self._db, batch.tenant_id, made.stored, made.filename, BATCH_OUTPUT, made.expires_at
+                )
+        return True
+
+    def job_of(self, batch: Batch) -> int | None:
+        """The bulk job that was made for a batch: it has its name."""
+        jobs = BATCH.jobs
+        named = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
+        with self._db.read() as connection:
+            return connection.scalar(named.order_by(jobs.c.job_id).limit(1))
+
+
+def _move(connection: Connection, batch: Batch, when: Collection[str], values: Mapping[str, object]) -> bool:
+    mine = OPENAI_BATCHES.update().where(OPENAI_BATCHES.c.batch_id == batch.batch_id)
+    mine = mine.where(OPENAI_BATCHES.c.status.in_(when), OPENAI_BATCHES.c.ended_at.is_(None))
+    return connection.execute(mine.values(**values)).rowcount == 1

@@ -1,0 +1,262 @@
+"""Engines: one row per seat, saying who works on it, how that engine is, and until when it may write.
+
+A seat is a place for one process of a base model: an engine, or a dedicated sampler; any number of them work for one
+base model. States: starting -> loading -> ready; failed when the engine refused its model; restarting, stopped, lost.
+The lease of a seat is renewed while its engine runs. Every writing transaction of an engine checks that its epoch is
+still the row's (`fence`): an engine that was thought dead and comes back changes nothing. A lease that expired is still
+good until somebody has made the next epoch, with which what the engine worked on is free for others (`ownership`).
+
+The holder is the data directory that a seat belongs to; it has an id of its own, since containers may have host names
+and paths alike. There is one process on a seat at a time (`storage.claim`), so that the next one need not wait until
+the lease of its predecessor expires.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+import structlog
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.cluster.executors import pass_on
+from tinsmith.db.database import Database, Fence, now
+from tinsmith.db.schema import ENGINES, FUTURES, MODELS
+from tinsmith.db.statements import Prepared
+from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
+from tinsmith.runtime.background import kept_thread
+
+EXIT_UNUSABLE_MODEL = 3
+"""How an engine process ends that cannot serve its model: a restart would not help, so nobody tries."""
+
+EXIT_LEASE_LOST = 4
+"""How an engine process ends that was taken for dead: what it worked on is others' now."""
+
+HOLDER = "holder"
+"""The file with a data directory's own id. A copy of the directory must do without it."""
+
+FORGOTTEN_S = 86400.0
+"""A seat of which nothing was heard for this long is forgotten."""
+
+log = structlog.get_logger()
+
+
+class LeaseLostError(BaseException):
+    """This engine was taken for dead. No Exception: nobody may take it for the failure of one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A place for one process of a base model, among those of one holder."""
+
+    base_model: str
+    kind: str = "engine"
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    engine_id: str
+    base_model: str
+    kind: str
+    pid: int
+    state: str
+    reason: str | None
+    started_at: float
+    holder: str
+    epoch: int
+    lease_expires_at: float
+    address: str | None
+    suspects: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to write as the engine on a seat, as long as no later epoch exists."""
+
+    engine_id: str
+    epoch: int
+
+
+class Engines:
+    """The seats of one holder, and a look at all others."""
+
+    def __init__(self, db: Database, holder: str) -> None:
+        self._db = db
+        self._holder = holder
+
+    def id_of(self, seat: Seat) -> str:
+        """The name of a seat among those of all machines: it outlives the engines that sit on it."""
+        digest = hashlib.sha256(f"{self._holder}\n{seat.base_model}".encode()).hexdigest()[:12]
+        return f"{seat.kind}-{seat.index}-{digest}"
+
+    # The engine's side.
+
+    def take(self, seat: Seat, lease_s: float, suspects: str | None = None) -> Lease:
+        """Make the calling process the one on this seat. `suspects` is what its predecessor left behind."""
+        engine_id = self.id_of(seat)
+        # A seat that was forgotten and comes back must not repeat an epoch.
+        first = {"engine_id": engine_id, "base_model": seat.base_model, "kind": seat.kind, "epoch": int(now())}
+        first |= {"pid": 0, "state": "starting", "started_at": now()}
+        query = sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update()
+        with self._db.write() as connection:
+            connection.execute(self._db.insert_once(ENGINES), first)
+            # Waits for the last transaction of a predecessor, and holds up no renewal (see `fence`).
+            epoch = connection.execute(query).scalar_one() + 1
+            values: dict[str, object] = {"pid": os.getpid(), "state": "loading", "reason": None, "started_at": now()}
+            values |= {"holder": self._holder, "epoch": epoch, "address": None}
+            values |= {"suspects": suspects} if suspects else {}
+            update = ENGINES.update().where(ENGINES.c.engine_id == engine_id).values(**values)
+            connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s))
+        return Lease(engine_id, epoch)
+
+    def renew(self, lease: Lease, lease_s: float) -> bool:
+        """False if this engine was taken for dead."""
+        with self._db.write() as connection:
+            update = ENGINES.update().where(*_is(lease))
+            return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
+
+    def is_taken(self, seat: Seat, lease: Lease) -> bool:
+        """Whether somebody else sits there by now: a holder of the same name, as long as this process has the claim."""
+        row = self.find(seat)
+        return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
+
+    # Both that and the supervisor's.
+
+    def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
+        """Say how the engine on a seat is."""
+        with self._db.write() as connection:
+            mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
+            connection.execute(mine.values(state=state, reason=reason, address=address))
+
+    def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
+        """The engine on a seat is gone: what it worked on is free for others at once. `suspects` is what it was working
+        on when it died.
+        """
+        with self._db.write() as connection:
+            values = {"state": state, "reason": reason, "suspects": suspects}
+            vacate(self._db, connection, self.id_of(seat), seat.base_model, **values)
+
+    # A look at them.
+
+    def find(self, seat: Seat) -> EngineRow | None:
+        """A seat of this holder's."""
+        query = sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat))
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else EngineRow(**row._mapping)
+
+    def of_base(self, base_model: str, kind: str | None = None) -> list[EngineRow]:
+        """All seats of a base model, whoever holds them, in the order of their names."""
+        query = sa.select(ENGINES).where(ENGINES.c.base_model == base_model).order_by(ENGINES.c.engine_id)
+        if kind is not None:
+            query = query.where(ENGINES.c.kind == kind)
+        with self._db.read() as connection:
+            return [EngineRow(**row._mapping) for row in connection.execute(query)]
+
+    def queue_state(self, base_model: str) -> tuple[str, str | None]:
+        """The wire's queue_state and its reason: paused_capacity as long as no engine can work."""
+        silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
+        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
+        query = sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(mine).order_by(ENGINES.c.started_at.desc())
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        if any(row.state == "ready" and not row.silent for row in rows):
+            return "active", None
+        ready = [row for row in rows if row.state == "ready"]
+        if ready and len(ready) == len(rows):
+            return "paused_capacity", f"the engine of {base_model} has not been heard of; another may take over"
+        # The one that will be there first says how long it may take.
+        told = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
+        state, reason = (told[0].state, told[0].reason) if told else ("starting", None)
+        return "paused_capacity", f"the engine of {base_model} is {state}{f': {reason}' if reason else ''}"
+
+    def forget_gone(self) -> int:
+        """Delete the seats that nobody has used for a day; returns how many."""
+        unused = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
+        quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
+        owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
+        given = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
+        with self._db.write() as connection:
+            return connection.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given)).rowcount
+
+
+_NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}
+
+
+def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
+    """In one transaction with whatever else the caller does: fence off whoever sits there, and free what it had."""
+    seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
+    # On Postgres this waits for the last transaction of whoever sits there, which the update would not.
+    connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
+    connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
+    connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
+    pass_on(db, connection, engine_id, base_model)
+    db.notify(connection, engine_mailbox(base_model), [EVERYTHING])
+
+
+def holder_of(data_dir: Path) -> str:
+    """The name of a data directory among those of all machines, whose id is made when it is first asked for."""
+    with open(os.open(data_dir / HOLDER, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        own = file.read().strip()
+        if not own:
+            own = secrets.token_hex(8)
+            file.write(own + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    return f"{socket.gethostname()}:{own}:{data_dir}"
+
+
+def fence(lease: Lease) -> Fence:
+    """What an engine's database does first in every writing transaction. Raises LeaseLostError."""
+    # The row stays locked against a next epoch until the transaction ends, and not against a renewal.
+    query = Prepared(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
+
+    def check(connection: Connection) -> None:
+        if query.one_or_none(connection, {}) is None:
+            raise LeaseLostError(f"{lease.engine_id} was taken for dead after epoch {lease.epoch}")
+
+    return check
+
+
+def _is(lease: Lease) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
+    return ENGINES.c.engine_id == lease.engine_id, ENGINES.c.epoch == lease.epoch
+
+
+class Renewal:
+    """A thread that renews a lease, however long the engine's steps take; calls `on_loss` once if it is gone."""
+
+    def __init__(self, engines: Engines, lease: Lease, lease_s: float, on_loss: Callable[[], None]) -> None:
+        self._engines = engines
+        self._lease = lease
+        self._lease_s = lease_s
+        self._on_loss = on_loss
+        self.lost = False
+        self._ended = threading.Event()
+        self._thread = kept_thread("lease", self._run, self._ended.wait)
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._lease_s / 3):
+            try:
+                held = self._engines.renew(self._lease, self._lease_s)
+            except SQLAlchemyError as error:  # the next time may do; nothing wrong is written without a lease
+                log.warning("the lease could not be renewed", engine_id=self._lease.engine_id, exc_info=error)
+                continue
+            if not held:
+                self.lost = True
+                self._on_loss()
+                return
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()

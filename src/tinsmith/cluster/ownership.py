@@ -1,0 +1,260 @@
+"""Ownership: which engine works on a run, and which requests are whose.
+
+A run belongs to one engine (`models.engine_id`), which alone has it in memory and settles its requests; or to nobody.
+What is sampled of a run's own versions goes with the run. Every other sample, and a request to cancel, belongs to the
+engine or sampler that it was given to (`futures.executor`), or to nobody. A server gives new work away as it stores it
+(`fleet`); what is nobody's is claimed by an engine that sees it.
+
+A run changes hands in one of two ways only: its engine hands it over, idle, to one that has at least two fewer; or
+somebody ends that engine's epoch in the transaction that frees what it had (`engines.vacate`). So whoever is not the
+owner can write nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.cluster.engines import vacate
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ENGINES, FUTURES, MODELS, SAMPLERS
+from tinsmith.db.statements import Prepared
+from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
+from tinsmith.types import Pending
+
+UNEVEN = 2
+"""How many more runs than another an engine has that hands one over: with one less they would go to and fro."""
+
+_CHUNK = 500  # variables of one IN (...) clause
+_CANDIDATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request as its engine finds it: whether it is nobody's yet, and the run that it is about."""
+
+    request: Pending
+    free: bool
+    run_id: str | None
+
+
+_COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+_RUN = sa.func.coalesce(FUTURES.c.model_id, SAMPLERS.c.model_id)
+_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id)
+_REQUESTS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
+    MODELS, MODELS.c.model_id == _RUN
+)
+_ME = sa.bindparam("engine_id", type_=sa.String)
+_MINE = _OWNER.is_(None) | (_ME == _OWNER)
+_ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_MINE)
+# The statements of every request, built once.
+_INCOMING = Prepared(
+    _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
+    .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
+    .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > MODELS.c.applied_seq_id))
+    .where(FUTURES.c.arrival > sa.bindparam("after_arrival"))
+    .order_by(FUTURES.c.arrival)
+)
+_NAMED = (
+    _ARRIVALS.where(FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state.in_(("pending", "refused")))
+    .order_by(FUTURES.c.arrival)
+)
+_WAITING_IDS = (
+    sa.select(FUTURES.c.request_id)
+    .select_from(_REQUESTS)
+    .where(FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending", _MINE)
+)
+_NAMES = FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
+_RUNS_OF = sa.select(_RUN).select_from(_REQUESTS).where(_NAMES, _RUN.is_not(None))
+_FREE_RUNS = (
+    sa.select(MODELS.c.model_id)
+    .where(MODELS.c.model_id.in_(_RUNS_OF), MODELS.c.engine_id.is_(None))
+    # What another engine is claiming just now is not waited for, so that two of them never wait for each other.
+    .with_for_update(skip_locked=True)
+)
+_CLAIM_RUNS = (
+    MODELS.update()
+    .where(MODELS.c.model_id.in_(sa.bindparam("model_ids", expanding=True)))
+    .values(engine_id=sa.bindparam("claimant"))
+)
+_FREE_REQUESTS = (
+    sa.select(FUTURES.c.request_id)
+    .select_from(_REQUESTS)
+    .where(_NAMES, _RUN.is_(None), FUTURES.c.executor.is_(None), FUTURES.c.state == "pending")
+    .with_for_update(skip_locked=True, of=FUTURES)
+)
+_CLAIM_REQUESTS = FUTURES.update().where(_NAMES).values(executor=sa.bindparam("claimant"))
+_CLAIMED = sa.select(FUTURES.c.request_id).select_from(_REQUESTS).where(_NAMES, _ME == _OWNER)
+_NUM_RUNS = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
+_BUSY_RUNS = (
+    sa.select(_RUN)
+    .select_from(_REQUESTS)
+    .where(FUTURES.c.base_model == sa.bindparam("of_base"), FUTURES.c.state == "pending", _RUN.is_not(None))
+)
+
+
+class Ownership:
+    """As one engine sees it."""
+
+    def __init__(self, db: Database, base_model: str, engine_id: str, idle_s: float = 0.0) -> None:
+        """A run that is idle for `idle_s` may be handed over, to an engine that has been there for as long; 0: none."""
+        self._db = db
+        self._idle_s = idle_s
+        self.base_model = base_model
+        self.engine_id = engine_id
+        self._me = {"base_model": base_model, "engine_id": engine_id}
+
+    def incoming(self, after_arrival: int) -> list[Arrival]:
+        """What arrived after `after_arrival`, is not another's, and is to be worked on or, if refused, skipped."""
+        with self._db.read() as connection:
+            found = _INCOMING.rows(connection, {**self._me, "after_arrival": after_arrival})
+        return [Arrival(Pending(*values), owner is None, run_id) for *values, owner, run_id in found]
+
+    def named(self, request_ids: Sequence[str]) -> list[Arrival]:
+        """The same for requests that a wake-up named: they may have been committed after later arrivals."""
+        found: list[Arrival] = []
+        for start in range(0, len(request_ids), _CHUNK):
+            asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
+            with self._db.read() as connection:
+                found += [_arrival(row._asdict()) for row in connection.execute(_NAMED, asked)]
+        return found
+
+    def waiting_ids(self) -> set[str]:
+        """Every unfinished request that is not another's, for the slow poll."""
+        with self._db.read() as connection:
+            return set(connection.scalars(_WAITING_IDS, self._me))
+
+    def claim(self, request_ids: Sequence[str]) -> set[str]:
+        """Make requests that are nobody's this engine's, with the runs that they are about; returns which are."""
+        mine: set[str] = set()
+        for start in range(0, len(request_ids), _CHUNK):
+            asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
+            with self._db.write() as connection:
+                if model_ids := list(connection.scalars(_FREE_RUNS, asked)):
+                    connection.execute(_CLAIM_RUNS, {"model_ids": model_ids, "claimant": self.engine_id})
+                if free := list(connection.scalars(_FREE_REQUESTS, asked)):
+                    connection.execute(_CLAIM_REQUESTS, {"request_ids": free, "claimant": self.engine_id})
+                mine.update(connection.scalars(_CLAIMED, asked))
+        return mine
+
+    def forward(self, cancel_id: str, sample_id: str) -> bool:
+        """Give a request to cancel to whoever has its sample by now; False if that is settled, nobody's or our own."""
+        query = sa.select(_OWNER).select_from(_REQUESTS)
+        theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
+        query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
+        with self._db.read() as connection:
+            owner = connection.scalar(query)
+        if owner is None:
+            return False
+        with self._db.write() as connection:
+            connection.execute(FUTURES.update().where(FUTURES.c.request_id == cancel_id).values(executor=owner))
+            self._db.notify(connection, engine_mailbox(self.base_model, owner), [cancel_id])
+        return True
+
+    # Handing over.
+
+    def lighter(self) -> str | None:
+        """The engine that is to get one of our runs, since it has far fewer; None if there is none."""
+        if not self._idle_s:
+            return None
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine") & (ENGINES.c.state == "ready")
+        query = sa.select(ENGINES.c.engine_id, ENGINES.c.started_at, _NUM_RUNS.label("runs")).where(mine, alive)
+        with self._db.read() as connection:
+            rows = {row.engine_id: row for row in connection.execute(query)}
+        me = rows.pop(self.engine_id, None)
+        there = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
+        if me is None or not there:
+            return None
+        lightest = min(there, key=lambda row: (row.runs, row.engine_id))
+        return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
+
+    def idle_runs(self) -> list[str]:
+        """Some of our runs of which nothing waits, and nothing took effect for a while; the last used first, since they
+        are the likeliest to work again.
+        """
+        mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
+        quiet = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
+        query = sa.select(MODELS.c.model_id).where(mine, quiet).order_by(MODELS.c.last_request_at.desc())
+        with self._db.read() as connection:
+            return list(connection.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model}))
+
+    def hand_over(self, model_id: str, engine_id: str) -> bool:
+        """Make a run another engine's, if nothing waits of it, that engine is there, and it has far fewer still.
+
+        Everything of the run must be in files, and the caller has to forget it if this returns True.
+        """
+        alive = (ENGINES.c.state == "ready") & (ENGINES.c.lease_expires_at > self._db.clock())
+        seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
+        # Of those that give to one engine, one does at a time; and whoever frees what that had, waits or comes later.
+        seat = seat.with_for_update(key_share=True, skip_locked=True)
+        both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
+        counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
+        run = (MODELS.c.model_id == model_id) & (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
+        quiet = MODELS.c.model_id.not_in(_BUSY_RUNS)
+        with self._db.write() as connection:
+            if connection.scalar(seat) is None:
+                return False
+            runs = {name: int(number) for name, number in connection.execute(counted)}
+            if runs.get(self.engine_id, 0) - runs.get(engine_id, 0) < UNEVEN:
+                return False
+            moved = MODELS.update().where(run, quiet).values(engine_id=engine_id)
+            if connection.execute(moved, {"of_base": self.base_model}).rowcount != 1:
+                return False
+            self._db.notify(connection, engine_mailbox(self.base_model, engine_id), [EVERYTHING])
+        return True
+
+    # Those that are gone.
+
+    def free_lapsed(self) -> list[str]:
+        """Fence off whoever was not heard of for the length of its lease, and free what it had; returns them."""
+        run = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
+        given = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
+        silent = ENGINES.c.lease_expires_at <= self._db.clock()
+        others = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
+        query = sa.select(ENGINES.c.engine_id).where(others, silent, run | sa.exists().where(given))
+        with self._db.read() as connection:
+            names = list(connection.scalars(query))
+        return [name for name in names if self._free(name)]
+
+    def _free(self, engine_id: str) -> bool:
+        silent = ENGINES.c.lease_expires_at <= self._db.clock()
+        # One that is in the middle of a transaction is there; and two that free each other must not wait.
+        seat = sa.select(ENGINES.c.state, ENGINES.c.reason).where(ENGINES.c.engine_id == engine_id, silent)
+        with self._db.write() as connection:
+            row = connection.execute(seat.with_for_update(skip_locked=True)).one_or_none()
+            if row is None:
+                return False
+            gone = row.state in ("failed", "stopped", "restarting")  # its supervisor said so
+            state, reason = (row.state, row.reason) if gone else ("lost", "nothing was heard of it")
+            vacate(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
+        return True
+
+    def others(self) -> list[str]:
+        """The other engines of this base model that work now."""
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine")
+        query = sa.select(ENGINES.c.engine_id).where(mine, ENGINES.c.state == "ready", alive)
+        with self._db.read() as connection:
+            return [name for name in connection.scalars(query) if name != self.engine_id]
+
+    def suspects(self) -> list[str]:
+        """What engines of this base model were working on when they died, as they or their supervisors left it."""
+        left = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
+        with self._db.read() as connection:
+            return list(connection.scalars(sa.select(ENGINES.c.suspects).where(left)))
+
+
+def preferred(key: str, engine_ids: Collection[str]) -> str:
+    """Which of some engines is to claim what is nobody's: each of them comes to the same answer, none has most."""
+    return max(engine_ids, key=lambda engine_id: hashlib.blake2b(f"{engine_id}\n{key}".encode()).digest())
+
+
+def _arrival(row: Mapping[str, object]) -> Arrival:
+    values = dict(row)
+    owner, run_id = values.pop("owner"), values.pop("run_id")
+    return Arrival(Pending(**values), owner is None, None if run_id is None else str(run_id))  # type: ignore[arg-type]

@@ -1,0 +1,241 @@
+"""The only module that speaks to Ray: shells and the controller as detached, named actors, each in its own placement
+group. Whoever imports it has prepared Ray's environment (`settings.prepare_ray`).
+
+A placement group reserves what one process needs on one node, is seen by Ray's autoscaler while nothing has room for
+it, and moves to another node when its own is lost. Detached actors outlive whoever made them; Ray starts those that
+died again, with the same arguments. Its object store is not used. Names begin with the role; there is one fleet in the
+namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from typing import Any
+
+import ray
+import structlog
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.util import get_node_ip_address, list_named_actors
+from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tinsmith.cluster.ray.controller import Controller, Seat
+from tinsmith.cluster.ray.fleet import ROLES, Fleet, Role
+from tinsmith.cluster.ray.shell import DRAIN_S, Shell
+from tinsmith.errors import SettingsError, UserError
+
+NAMESPACE = "tinsmith"
+CONTROLLER = "controller"
+TICK_S = 1.0
+ANSWER_S = 3.0
+"""How long a look at the cluster waits for shells that do not answer."""
+START_S = 60.0
+OBJECT_STORE_BYTES = 80_000_000
+"""Next to the least that Ray takes: nothing of ours goes there."""
+
+# What is out of reach for a moment, and what is gone.
+SILENT = (RayActorError, GetTimeoutError)
+
+log = structlog.get_logger()
+
+
+def connect(address: str) -> None:
+    """As a driver, on a node of the cluster. Raises SettingsError."""
+    if address.startswith("ray://"):
+        raise SettingsError(
+            f"--ray is {address!r}: the command must run on a node of the cluster; there, give HOST:PORT of its head "
+            "(ray:// is a proxy for drivers elsewhere)"
+        )
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SettingsError(f"there is no Ray cluster at {address!r} that can be joined from here: {error}") from None
+
+
+def start_local(fleet: Fleet, directory: str) -> str:
+    """A cluster of this machine alone, which ends with this process; returns its address. Its processes are not held
+    to what the machine has: all that the fleet may grow to has room."""
+    cpus = sum(role.rule.maximum * role.resources.cpus for role in fleet.roles.values())
+    others: dict[str, float] = {}
+    for role in fleet.roles.values():
+        for name, amount in role.resources.others.items():
+            others[name] = others.get(name, 0.0) + amount * role.rule.maximum
+    context: Any = ray.init(
+        address="local",
+        num_cpus=max(1, int(cpus + 0.999)),
+        resources=others or None,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        _temp_dir=directory,
+    )
+    return str(context.address_info["gcs_address"])
+
+
+def disconnect() -> None:
+    ray.shutdown()
+
+
+def num_machines() -> int:
+    return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})
+
+
+class RayCluster:
+    """The shells of a cluster."""
+
+    def seats(self) -> list[Seat]:
+        names = [name for name in _names() if name.rpartition("-")[0] in ROLES]
+        asked = {name: shell.state.remote() for name in names if (shell := _actor(name)) is not None}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        ready = {answer.hex() for answer in answered}
+        return [_seat(name, answer if answer.hex() in ready else None) for name, answer in asked.items()]
+
+    def start(self, name: str, role: Role, fleet: Fleet) -> None:
+        resources = role.resources
+        group = _group(name) or placement_group(
+            [resources.bundle or {"CPU": 0.001}], strategy="STRICT_PACK", name=name, lifetime="detached"
+        )
+        options = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "num_cpus": resources.cpus,
+            "num_gpus": resources.gpus,
+            "resources": dict(resources.others),
+            "max_restarts": -1,
+            "max_concurrency": 4,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
+        }
+        given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key, get_node_ip_address
+        with contextlib.suppress(ValueError):  # somebody else has just started it
+            remote: Any = ray.remote(Shell)
+            remote.options(**options).remote(*given)
+
+    def drain(self, name: str) -> None:
+        shell = _actor(name)
+        if shell is not None:
+            shell.drain.remote()
+
+    def remove(self, name: str) -> None:
+        shell = _actor(name)
+        if shell is not None:
+            ray.kill(shell, no_restart=True)
+        group = _group(name)
+        if group is not None:
+            remove_placement_group(group)
+
+
+class ControllerActor:
+    """A controller that looks once a second, for as long as the cluster lives."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        from tinsmith.cluster.ray.depths import QueueDepths
+        from tinsmith.db.database import Database
+
+        database = Database(str(fleet.settings["database_url"]))
+        has_samplers = "sampler" in fleet.roles and fleet.roles["sampler"].rule.maximum > 0
+        depths = QueueDepths(database, fleet.base_models, has_samplers)
+        self._controller = Controller(fleet, RayCluster(), depths.read, time.monotonic)
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self._controller.tick()
+            except (RayError, RuntimeError) as error:
+                log.warning("the cluster cannot be looked at; the next look may", error=repr(error))
+            time.sleep(TICK_S)
+
+    def report(self) -> dict[str, Any]:
+        return self._controller.report()
+
+
+def start_controller(fleet: Fleet) -> None:
+    """In place of one that is there: it adopts what that one has started. Raises UserError if it does not come up."""
+    stop_controller()
+    options = {"name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+    remote: Any = ray.remote(ControllerActor)
+    made = remote.options(**options, max_concurrency=4).remote(fleet)
+    try:
+        ray.get(made.report.remote(), timeout=START_S)
+    except SILENT as error:
+        with contextlib.suppress(RayError):
+            ray.kill(made, no_restart=True)
+        raise UserError(f"the controller did not start on the cluster: {error}") from None
+
+
+def stop_controller() -> None:
+    """Nothing is started or drained from here on. Returns when its name is free."""
+    made = _actor(CONTROLLER)
+    if made is not None:
+        ray.kill(made, no_restart=True)
+        while CONTROLLER in _names():
+            time.sleep(0.05)
+
+
+def has_controller() -> bool:
+    return CONTROLLER in _names()
+
+
+def report() -> dict[str, Any]:
+    """What the controller saw at its last look; empty where there is none, or none that answers."""
+    made = _actor(CONTROLLER)
+    if made is None:
+        return {}
+    try:
+        return ray.get(made.report.remote(), timeout=ANSWER_S)
+    except SILENT:
+        return {}
+
+
+def stop_all(patience_s: float = DRAIN_S) -> list[str]:
+    """Drain all processes side by side, and take them away; returns the names of those that did not end in time."""
+    stop_controller()
+    cluster = RayCluster()
+    deadline = time.monotonic() + patience_s
+    late: list[str] = []
+    while seats := cluster.seats():
+        over = time.monotonic() > deadline
+        for seat in seats:
+            if seat.state == "ended" or over:
+                late += [seat.name] if seat.state != "ended" else []
+                cluster.remove(seat.name)
+            elif seat.state not in ("draining", "silent"):
+                cluster.drain(seat.name)
+        if over:
+            break
+        time.sleep(0.1)
+    return late
+
+
+def _names() -> list[str]:
+    named: Any = list_named_actors(all_namespaces=True)
+    return [each["name"] for each in named if each["namespace"] == NAMESPACE]
+
+
+def _actor(name: str) -> Any:  # noqa: ANN401  a handle of Ray's has the methods of its class
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _group(name: str) -> Any:  # noqa: ANN401
+    try:
+        return get_placement_group(name)
+    except ValueError:
+        return None
+
+
+def _seat(name: str, answer: Any) -> Seat:  # noqa: ANN401
+    if answer is not None:
+        with contextlib.suppress(*SILENT):
+            found: Any = ray.get(answer, timeout=ANSWER_S)
+            kept = {key: found[key] for key in ("state", "fingerprint", "pid", "restarts", "detail")}
+            return Seat(name, node=found["host"], **kept)
+    return Seat(name, "silent")

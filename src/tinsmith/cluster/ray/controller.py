@@ -1,0 +1,127 @@
+"""Makes a cluster have what it should: starts what is missing, drains what is too much or was started otherwise.
+
+It remembers nothing that it could not see: what runs has names, so a controller that starts again adopts it. Names are
+unique in the cluster, so nothing is started twice. Of a role, one process at a time is replaced by one with new
+settings, and the next when that runs: settings that are refused cost one process. It knows no Ray (`Cluster` does) and
+asks no questions of the database (`read_depths` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.cluster.ray.fleet import Fleet, Role
+from tinsmith.cluster.ray.scaling import Depths, Past, wanted
+
+LOST_S = 30.0
+"""What is to end and does not answer for this long is taken away without a word."""
+
+GOING = ("draining", "ended")
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """One process and its shell, as the cluster has them. `silent`: nothing was heard of it, for now."""
+
+    name: str
+    state: str
+    fingerprint: str = ""
+    node: str = ""
+    pid: int | None = None
+    restarts: int = 0
+    detail: str = ""
+
+    @property
+    def role(self) -> str:
+        return self.name.rpartition("-")[0]
+
+    @property
+    def index(self) -> int:
+        return int(self.name.rpartition("-")[2])
+
+
+class Cluster(Protocol):
+    def seats(self) -> list[Seat]: ...
+
+    def start(self, name: str, role: Role, fleet: Fleet) -> None:
+        """Nothing if it is there."""
+        ...
+
+    def drain(self, name: str) -> None: ...
+
+    def remove(self, name: str) -> None:
+        """At once, with what was reserved for it."""
+        ...
+
+
+class Controller:
+    def __init__(
+        self, fleet: Fleet, cluster: Cluster, read_depths: Callable[[], Depths], clock: Callable[[], float]
+    ) -> None:
+        self._fleet = fleet
+        self._cluster = cluster
+        self._read_depths = read_depths
+        self._clock = clock
+        self._past: Mapping[str, Past] | None = None
+        self._leaving: dict[str, float] = {}
+        self._report: dict[str, Any] = {}
+
+    def tick(self) -> None:
+        """One look at the cluster and the queues, and what follows from it."""
+        now = self._clock()
+        seats = {seat.name: seat for seat in self._cluster.seats()}
+        self._leaving = {name: since for name, since in self._leaving.items() if name in seats}
+        if self._past is None:
+            self._past = {role: Past(sum(each.role == role for each in seats.values())) for role in self._fleet.roles}
+        depths: Depths | None = None
+        try:
+            depths = self._read_depths()
+        except SQLAlchemyError as error:
+            log.error("the queues cannot be read; there are as many processes as before", error=repr(error))
+        rules = {name: role.rule for name, role in self._fleet.roles.items()}
+        if depths is None:
+            counts = {name: rule.bounded(self._past[name].count) for name, rule in rules.items()}
+        else:
+            found = wanted(depths, rules, self._past, now)
+            counts, self._past = found.counts, found.past
+        for name, role in self._fleet.roles.items():
+            mine = {seat.name: seat for seat in seats.values() if seat.role == name}
+            self._reconcile(name, role, counts[name], mine, now)
+        self._report = {"wanted": dict(counts), "waiting": depths}
+
+    def _reconcile(self, name: str, role: Role, count: int, seats: Mapping[str, Seat], now: float) -> None:
+        names = [f"{name}-{index}" for index in range(count)]
+        for missing in (each for each in names if each not in seats):
+            log.info("starting", name=missing)
+            self._cluster.start(missing, role, self._fleet)
+        leaving = {each for each in seats if each not in names}
+        replaced = [each for each in names if each in seats and self._is_other(seats[each])]
+        others = [each for each in names if each not in replaced]
+        if replaced and all(each in seats and seats[each].state == "running" for each in others):
+            leaving.add(replaced[0])
+        for each, seat in seats.items():
+            if each in leaving or seat.state in GOING or each in self._leaving:
+                self._let_go(seat, now)
+
+    def _is_other(self, seat: Seat) -> bool:
+        return bool(seat.fingerprint) and seat.fingerprint != self._fleet.fingerprint
+
+    def _let_go(self, seat: Seat, now: float) -> None:
+        since = self._leaving.setdefault(seat.name, now)
+        if seat.state == "ended" or (seat.state == "silent" and now - since > LOST_S):
+            log.info("taken away", name=seat.name)
+            self._cluster.remove(seat.name)
+            del self._leaving[seat.name]
+        elif seat.state != "draining":
+            self._cluster.drain(seat.name)
+
+    def report(self) -> dict[str, Any]:
+        """What the last look came to."""
+        return self._report

@@ -1,0 +1,228 @@
+"""The supervisor: keeps a process running on each seat of this data directory: engines, and dedicated samplers.
+
+Runs on an event loop. An engine that dies is started again, after a pause that doubles while it keeps dying; what it
+worked on is free for other engines meanwhile, with a word of what it was at (`running_notes`). An engine that refuses
+its model (exit status 3) is not retried: the reason is in its row, and `refused` is set. Engines get their settings on
+standard input and stop when it closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.auth.signing import Signer, load_secret
+from tinsmith.base_models import Bases
+from tinsmith.cluster.early import EarlyEngine, Process
+from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
+from tinsmith.cluster.in_flight_journal import left_behind, note_path
+from tinsmith.runtime.background import Background
+from tinsmith.settings import Settings, engine_environment
+from tinsmith.telemetry.metrics import metrics_directory
+from tinsmith.types import ModelShape
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""An engine that ran this long was healthy: its next death starts again with the first pause."""
+STOP_S = 20.0
+"""How long an engine may take to finish its step when told to stop, before it is killed."""
+
+MANY_DEATHS = 3
+"""An engine that died so often in a row, each time sooner than it counts as healthy, is not well."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """Those of one seat's engines in a row."""
+
+    count: int = 0
+    reason: str = ""
+    last_start: float = 0.0
+
+
+class Supervisor:
+    def __init__(
+        self,
+        settings: Settings,
+        bases: Bases,
+        engines: Engines,
+        gone: Callable[[int], None] = lambda _pid: None,
+        freed: Callable[[str], None] = lambda _base_model: None,
+        early: EarlyEngine | None = None,
+    ) -> None:
+        """`gone` is told the process id of an engine that has ended, `freed` the base model whose runs it had."""
+        self._early = early
+        self._gone = gone
+        self._freed = freed
+        self._settings = settings
+        secret = load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)
+        self._peer_key = Signer(secret).key("peers")  # what engines and samplers prove to each other
+        self._bases = bases
+        self._engines = engines
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.pids: set[int] = set()
+        self._deaths: dict[str, _Deaths] = {}
+        self.refused = asyncio.Event()
+        self.refusal = ""
+
+    def start(self, background: Background | None = None) -> None:
+        """Begin to keep the engines; call on the running event loop."""
+        background = background or Background()
+        self._tasks = [
+            background.start("engine", partial(self._keep, shape, seat), engine_id=self._engines.id_of(seat))
+            for shape in self._bases
+            for seat in self._seats(shape)
+        ]
+
+    def refuse(self, why: str) -> None:
+        """The process cannot go on; the server waits for `refused` and then stops."""
+        self.refusal = why
+        self.refused.set()
+
+    def failing(self) -> str:
+        """What is wrong: that the process cannot go on, or which engines keep dying, and how. Empty if nothing is."""
+        if self.refused.is_set():
+            return "this process stops, and its log says why"
+        at = time.monotonic()
+        told = [
+            f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; its log says more"
+            for engine_id, deaths in self._deaths.items()
+            if deaths.count >= MANY_DEATHS and at - deaths.last_start < STEADY_S
+        ]
+        return "; ".join(told)
+
+    async def stop(self) -> None:
+        """Stop all engines and wait until they are gone."""
+        self._stopping.set()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _seats(self, shape: ModelShape) -> list[Seat]:
+        counts = {"engine": self._settings.num_engines, "sampler": self._settings.num_samplers}
+        return [Seat(shape.name, kind, index) for kind, count in counts.items() for index in range(count)]
+
+    async def _keep(self, shape: ModelShape, seat: Seat) -> None:
+        pause_s = FIRST_PAUSE_S
+        deaths = self._deaths[self._engines.id_of(seat)] = _Deaths()
+        named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
+        while not self._stopping.is_set():
+            started = deaths.last_start = time.monotonic()
+            # The row of an engine that is gone may still say that it is ready.
+            await self._note(self._engines.set_state, seat, "starting")
+            try:
+                code = await self._run_once(shape, seat)
+            except OSError as error:  # no memory, no room for the log: that passes
+                log.error("an engine could not be started", exc_info=error, **named)
+                code = -1
+            if self._stopping.is_set():
+                if code != 0:
+                    await self._release(seat, "stopped", None)
+                return
+            if code == EXIT_UNUSABLE_MODEL:
+                row = self._engines.find(seat)
+                self.refuse((row.reason if row else None) or f"model {shape.name!r} cannot be served")
+                return
+            if code == EXIT_LEASE_LOST:
+                continue  # it was slow, not broken
+            deaths.reason = f"it ended with status {code}"
+            await self._release(seat, "restarting", deaths.reason)
+            steady = time.monotonic() - started > STEADY_S
+            deaths.count = 1 if steady else deaths.count + 1
+            pause_s = FIRST_PAUSE_S if steady else min(2 * pause_s, LONGEST_PAUSE_S)
+            log.error("an engine died; restarting it", status=code, pause_s=pause_s, **named)
+            await self._pause(pause_s)
+
+    async def _pause(self, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
+
+    async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
+        suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))
+        await self._note(self._engines.release, seat, state, reason, suspects)
+        self._freed(seat.base_model)
+
+    async def _note(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
+        """Tell polls how the engine is; it writes its own row as soon as it runs."""
+        with contextlib.suppress(SQLAlchemyError):
+            await asyncio.to_thread(write, seat, *news)
+
+    async def _run_once(self, shape: ModelShape, seat: Seat) -> int:
+        """Run one engine process to its end; returns its exit status."""
+        path = self.log_path(seat)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        spec = self._spec(shape, seat, path)
+        process = self._early.take(spec) if self._early and seat.kind == "engine" else None
+        process = process or await self._started(spec, path)
+        self.pids.add(process.pid)
+        try:
+            return await self._attend(process)
+        finally:
+            self.pids.discard(process.pid)
+            self._gone(process.pid)
+
+    async def _started(self, spec: bytes, log_path: Path) -> Process:
+        with log_path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinsmith.engine",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=engine_environment(
+                    metrics_directory(self._settings.resolved_data_dir), bucket=self._settings.has_bucket
+                ),
+                start_new_session=True,  # Ctrl-C in the server's terminal must not cut a step short
+            )
+        assert process.stdin is not None
+        process.stdin.write(spec)
+        return process
+
+    def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
+        """The line that an engine reads first."""
+        settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
+        spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
+        spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
+        return json.dumps(spec).encode() + b"\n"
+
+    async def _attend(self, process: Process) -> int:
+        exited = asyncio.create_task(process.wait())
+        stopping = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({exited, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not exited.done():
+            await _end(process, exited)
+        return await exited
+
+    def log_path(self, seat: Seat) -> Path:
+        """Where the output of the engines on a seat goes."""
+        readable = "".join(letter if letter.isalnum() else "-" for letter in seat.base_model)[-40:]
+        key = hashlib.sha256(seat.base_model.encode()).hexdigest()[:8]
+        number = f"-{seat.index}" if seat.index else ""
+        return self._settings.resolved_data_dir / "logs" / f"{seat.kind}-{readable}-{key}{number}.log"
+
+
+async def _end(process: Process, exited: asyncio.Task[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    done, _ = await asyncio.wait({exited}, timeout=STOP_S)
+    if not done:
+        log.error("an engine did not stop in time; killing it", pid=process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()

@@ -1,0 +1,1 @@
+"""The database: connections, transactions, named statements, tables, migrations and wake-ups."""

@@ -1,0 +1,121 @@
+"""Wake-ups through Postgres: LISTEN and NOTIFY, for processes that share no machine.
+
+The sender's half is `Database.notify`: it is part of the transaction that writes the rows, so that there is no moment
+at which they are committed and nobody is told. Here is the reader's half: a thread with a connection of its own that
+collects ids. A connection that breaks is opened again; what was sent meanwhile is lost, so the reader is woken with an
+empty id, which says: look at all rows. Polls cover the rest (see `notify`).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+import structlog
+
+from tinsmith.db.database import sqlalchemy_url
+from tinsmith.db.wakeups import Mailbox, WakeUps, socket_dir
+from tinsmith.runtime.background import kept_thread
+
+if TYPE_CHECKING:
+    import psycopg
+
+RECONNECT_S = 0.5
+"""Between two attempts to connect again."""
+
+QUIET_S = 30.0
+"""A connection on which nothing came for this long is asked whether it is still there."""
+
+log = structlog.get_logger()
+
+
+def open_mailbox(database_url: str, name: str) -> WakeUps:
+    """One end of the wake-ups that go with this database."""
+    if database_url.startswith("sqlite"):
+        return Mailbox(socket_dir(_shared(database_url)), name)
+    return PostgresMailbox(database_url, name)
+
+
+def _shared(database_url: str) -> Path:
+    """What all processes on a SQLite file have in common: its directory, if it is the usual file there."""
+    path = Path(sa.make_url(database_url).database or "").resolve()
+    return path.parent if path.name == "tinsmith.db" else path
+
+
+class PostgresMailbox:
+    """The reader of one channel, and of its group's; what is sent goes with the sender's transactions."""
+
+    def __init__(self, url: str, channel: str) -> None:
+        self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
+        self._channels = sorted({channel, channel.partition(".")[0]})
+        self._lock = threading.Lock()
+        self._ids: set[str] = set()
+        self._woken, self._wake = os.pipe()
+        self._told_to_end, self._end = os.pipe()
+        os.set_blocking(self._woken, False)
+        self._thread = kept_thread(f"listen-{channel}", self._run, self._ends_within)
+
+    def fileno(self) -> int:
+        return self._woken
+
+    def wake(self, name: str, ids: Iterable[str] = ()) -> None:
+        """Nothing: the transaction that made the news has told them already."""
+
+    def drain(self) -> set[str]:
+        """All ids that arrived; an empty id says that others may have been missed."""
+        with self._lock:
+            ids, self._ids = self._ids, set()
+            if ids:
+                os.read(self._woken, 1)
+        return ids
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until something arrives; False after the time-out."""
+        readable, _, _ = select.select([self._woken], [], [], timeout_s)
+        return bool(readable)
+
+    def close(self) -> None:
+        os.write(self._end, b"x")
+        self._thread.join()
+        for descriptor in (self._woken, self._wake, self._told_to_end, self._end):
+            os.close(descriptor)
+
+    def _arrived(self, ids: Iterable[str]) -> None:
+        with self._lock:
+            # One byte stands in the pipe as long as there are ids: it cannot fill up.
+            if not self._ids:
+                os.write(self._wake, b"x")
+            self._ids.update(ids)
+
+    def _run(self) -> None:
+        import psycopg
+
+        while not self._ends_within(0.0):
+            try:
+                with psycopg.connect(self._conninfo, autocommit=True) as connection:
+                    self._listen(connection)
+            except psycopg.Error as error:
+                log.warning("the connection for wake-ups broke; opening another", error=str(error))
+                self._ends_within(RECONNECT_S)
+
+    def _listen(self, connection: psycopg.Connection) -> None:
+        for channel in self._channels:
+            connection.execute(f'LISTEN "{channel}"'.encode())
+        self._arrived([""])
+        while True:
+            readable, _, _ = select.select([connection, self._told_to_end], [], [], QUIET_S)
+            if self._told_to_end in readable:
+                return
+            if not readable:
+                connection.execute("SELECT 1")
+            for notice in connection.notifies(timeout=0):
+                self._arrived(notice.payload.split("\n"))
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        readable, _, _ = select.select([self._told_to_end], [], [], timeout_s)
+        return bool(readable)

@@ -1,0 +1,541 @@
+"""The engine of one base model: plan, run, settle. The one place where durable state meets compute.
+
+One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend,
+settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
+bounds both while several tenants are there. An error of one request is that request's answer; an exception out of a
+packed step makes the engine run its requests one by one, so that only the guilty fail; what ends the process itself is
+found by its successors (`suspects`). The engine is the only settler of futures.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+import orjson
+import structlog
+from sqlalchemy.exc import SQLAlchemyError
+
+from tinsmith.backends import Backend
+from tinsmith.cluster.engines import LeaseLostError
+from tinsmith.cluster.in_flight_journal import note_path
+from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
+from tinsmith.engine.arrivals import Arrivals
+from tinsmith.engine.batching_window import Gathering
+from tinsmith.engine.cost_model import Prices
+from tinsmith.engine.metering import EngineMeters
+from tinsmith.engine.nouns import Nouns
+from tinsmith.engine.operations import Operations
+from tinsmith.engine.pacing import Pace
+from tinsmith.engine.passes import PassReader
+from tinsmith.engine.quarantine import Suspects
+from tinsmith.engine.queues import Queues
+from tinsmith.engine.recovery import Between, Recovery
+from tinsmith.engine.request_timings import Worklog
+from tinsmith.engine.run_migration import Moving
+from tinsmith.engine.sampling import Sampling
+from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
+from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
+from tinsmith.engine.snapshots import RETRY_S, Snapshots
+from tinsmith.engine.telemetry import Recorder
+from tinsmith.engine.uploads import POLL_S, Sending, Sendings
+from tinsmith.engine.versions import Versions
+from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.settings import Settings
+from tinsmith.storage.directories import UnreachableError
+from tinsmith.store.audit import entry
+from tinsmith.store.futures import REPLAYED_KINDS, Settlement
+from tinsmith.store.models import Model, log_deletion, unloading
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import ModelShape, Partial, Pass, PassResult, Pending
+from tinsmith.wire.token_stream import line_of
+from tinsmith.wire.training import read_optim_step, write_pass_result
+
+QUIET_S = 0.05
+"""An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
+
+log = structlog.get_logger()
+
+
+class Engine:
+    def __init__(self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: WakeUps, settings: Settings) -> None:
+        self._shape = shape
+        self._backend = backend
+        self._nouns = nouns
+        self._mailbox = mailbox
+        self._settings = settings
+        self._queues = Queues()
+        room_bytes = settings.resident_model_bytes or backend.room_bytes
+        self._versions = Versions(backend, nouns.samplers, nouns.checkpoints, nouns.versions, room_bytes, nouns.handing)
+        self._operations = Operations(backend, nouns.checkpoints, self._versions)
+        self._passes = PassReader(nouns.custom_losses)
+        self._snapshots = Snapshots(
+            backend, nouns.models, nouns.snapshots, self._versions, settings.resident_model_bytes
+        )
+        self._recovery = Recovery(
+            backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
+        )
+        self._suspects = Suspects(note_path(settings.resolved_data_dir, nouns.ownership.engine_id))
+        self.meters = EngineMeters(
+            shape.name, nouns.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
+        )
+        self._worklog = Worklog(self.meters, nouns.tracing)
+        self._patience = Patience()
+        self._outbox = Outbox(nouns.futures, self._worklog, self._patience, self._settled)
+        self._sampling = Sampling(
+            backend, nouns, self._prepare_version, self._suspects, self._outbox, self._tell, self._worklog, self.meters
+        )
+        self._recorder = Recorder(shape.name, nouns.records)
+        self._fairness = Fairness()
+        self._prices = Prices()
+        self._pace = Pace(settings.step_seconds)
+        self._gathering = Gathering()
+        self._hold_s = 0.0
+        self._arrivals = Arrivals(
+            nouns.ownership, nouns.futures, nouns.models, self._queues, self._suspects, self._worklog, self._fail
+        )
+        self._sendings = Sendings()
+        self._moving = Moving(nouns.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox)
+        self._share_s = self._next_check = 0.0
+        self._part_began = 0.0
+        self._writes_at_once = False
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Work until `stopping`; a step that has begun is finished and settled first.
+
+        A turn that the database interrupts is begun again: until a request is settled, it stays where the next turn
+        finds it.
+        """
+        self._patience.stopping = stopping
+        try:
+            self._patience.insist(self.start)
+            while not stopping():
+                self._patience.insist(partial(self.turn, SAFETY_POLL_S))
+        except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
+            self.pardon()
+            raise
+        self.stop()
+
+    def pardon(self) -> None:
+        """From now on no request is to blame for the end of this process; from any thread."""
+        self._suspects.pardon()
+
+    def stop(self) -> None:
+        """Leave to the next engine what only this one's memory holds."""
+        self.pardon()
+        self.flush()
+        self._snapshots.cover_all()
+        try:
+            self._versions.keep_all()
+        except Exception as error:  # the next engine makes them again, by a replay
+            log.error("ephemeral versions could not be kept", exc_info=error)
+
+    def flush(self) -> None:
+        """Wait until what was begun to be written is written."""
+        self._sendings.wait()
+        self._settle_sent()
+        self._outbox.flush()
+        self._snapshots.flush()
+
+    def start(self) -> None:
+        """Take over from whatever engine came before."""
+        self._nouns.checkpoints.recover(self._shape.name, self._nouns.ownership.engine_id)
+        self._arrivals.fetch_late()
+        self._suspects.keep(self._queues.known)
+
+    def turn(self, patience_s: float) -> bool:
+        """One step of training and a share of decoding; without either, wait for work. False if there was none."""
+        self._outbox.flush()
+        self._snapshots.collect()
+        if self._sendings:
+            self._settle_sent()
+            patience_s = min(patience_s, POLL_S)
+        trained = self._training_turn()
+        self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
+        sampled = self._sampling.turn(self._queues, self._share_s if trained else None)
+        busy = trained or sampled
+        if self._hold_s:
+            patience_s = min(patience_s, self._hold_s, QUIET_S)  # what can wait for longer takes long
+        if time.monotonic() >= self._next_check:
+            # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
+            self._next_check = time.monotonic() + SAFETY_POLL_S
+            self._look_at_everything()
+            self._give_up_gaps()
+            self._recorder.flush()
+            self._sampling.look_for_absent(self._queues, self._settings.absent_after_s)
+            self._sampling.measure()
+            self.meters.memory(self._backend.memory_use())
+        if self._mailbox.wait(0.0 if busy else min(patience_s, QUIET_S)) or self._wait_longer(busy, patience_s):
+            self._arrivals.fetch(self._mailbox.drain())
+        return busy
+
+    def _look_at_everything(self) -> None:
+        if self._arrivals.fetch_late():
+            self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
+        self._writes_at_once = self._versions.look_for_samplers()
+        self._moving.look()
+
+    def _wait_longer(self, busy: bool, patience_s: float) -> bool:
+        """Nothing came for a moment: do what can wait, then wait for the rest. False if still nothing came."""
+        if busy or patience_s <= QUIET_S:
+            return False
+        while self._tidied():
+            if self._mailbox.wait(0.0):
+                return True
+        return self._mailbox.wait(patience_s - QUIET_S)
+
+    def _tidied(self) -> bool:
+        try:
+            return self._versions.tidy()
+        except OSError as error:  # a full disk: the versions stay where they are, in memory
+            log.error("an ephemeral version could not be moved to disk", exc_info=error)
+            return False
+
+    def _give_up_gaps(self) -> None:
+        """The SDK stops re-sending a request after some minutes: what waits behind it must not wait for ever."""
+        for lane in self._queues.lanes.values():
+            if missing := lane.give_up_gap(self._settings.seq_gap_s):
+                first, last = missing
+                log.warning("gave up waiting for seq_ids", model_id=lane.model_id, first=first, last=last)
+        self._queues.forget_idle_lanes()
+
+    # Training.
+
+    def _training_turn(self) -> bool:
+        """Run one planned step; False if there was nothing to do."""
+        self._unload()
+        planned_at = time.time()
+        queues = self._queues.model_queues()
+        budget = self._step_tokens(queues)
+        step, fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
+        if self._are_held(step, budget):
+            step = Step(step.optim_steps)  # they cost the others nothing
+        else:
+            self._fairness = fairness
+        if not step:
+            return False
+        hit("engine.planned")
+        self._worklog.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
+        started, decoded_s = time.monotonic(), self._sampling.decoded_s
+        for group in self._suspects.groups(step.optim_steps):
+            self._run_optim_steps(group)
+        if step.optim_steps:
+            self.meters.worked("optim_steps", time.monotonic() - started)
+        for request in step.singles:
+            begun = time.monotonic()
+            self._run_single(request)
+            self._prices.note_single(request.kind, time.monotonic() - begun)
+            self.meters.worked(request.kind, time.monotonic() - begun)
+        begun, decoded_before_s = time.monotonic(), self._sampling.decoded_s
+        for group in self._suspects.groups(step.passes):
+            self._run_passes(group)
+        passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
+        if step.passes:
+            self._gathering.ran(passes_s)
+        step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
+        self._share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
+        self._snapshots.worked(step_s)
+        self._recorder.ran(step, step_s)
+        self._prices.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
+        self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
+        log.debug(
+            "step",
+            passes=len(step.passes),
+            optim_steps=len(step.optim_steps),
+            singles=len(step.singles),
+            milliseconds=round(1000 * step_s, 1),
+        )
+        return True
+
+    def _step_tokens(self, queues: Sequence[ModelQueue]) -> int:
+        """The most tokens of the next step."""
+        tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
+        self._pace.saw(tenants, time.monotonic())
+        samples = self._sampling.has_work or bool(self._queues.samples)
+        return self._pace.step_tokens(self._settings.step_token_budget, self._prices.token_s(), samples=samples)
+
+    def _between(self) -> None:
+        """Between two parts of a long step: samples that have arrived meanwhile are admitted, and all are decoded."""
+        trained_s = time.monotonic() - self._part_began
+        try:
+            if self._mailbox.wait(0.0):
+                self._arrivals.fetch(self._mailbox.drain())
+                self._pace.saw(self._queues.samples.keys(), time.monotonic())
+            self._sampling.admit_at_hand(self._queues)
+        except SQLAlchemyError as error:  # the step goes on; the next turn looks at everything
+            log.warning("what arrived during a step could not be read", error=repr(error))
+            self._next_check = 0.0
+        except Exception as error:
+            raise TurnFailedError(f"what arrived during a step could not be taken: {type(error).__name__}") from error
+        self._sampling.between(self._pace.decode_between_s(trained_s))
+        self._part_began = time.monotonic()
+
+    def _are_held(self, step: Step, budget: int) -> bool:
+        """Whether the passes of this step wait for others; `_hold_s` says how long."""
+        self._hold_s = 0.0
+        tokens = sum(request.num_tokens for request in step.passes)
+        if step.passes and not step.singles and not self._suspects and 2 * tokens <= budget:
+            self._hold_s = self._gathering.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
+        return self._hold_s > 0.0
+
+    def _unload(self) -> None:
+        while self._queues.unloads:
+            # All that is read is read first: an error of the database leaves the request where it is.
+            request = self._queues.unloads[0]
+            assert request.model_id is not None
+            body = self._nouns.futures.bodies([request.request_id]).get(request.request_id, b"{}")
+            model = self._nouns.models.find(request.model_id)
+            del self._queues.unloads[0]
+            reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
+            gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
+            waiting = self._queues.forget_lane(request.model_id)
+            self._recorder.forget(request.model_id)
+            self._operations.unload(request.model_id)
+            hit("model.unloaded")
+            if model is not None:
+                self._snapshots.forget(model)
+            answer = orjson.dumps({"model_id": request.model_id, "type": "unload_model"})
+            settlements = [Settlement(waiter.request_id, error=gone) for waiter in waiting]
+            unloaded = {"model_id": request.model_id, "reason": reason}
+            effects = [
+                unloading(request.model_id, reason),
+                log_deletion(request.model_id),
+                entry(request.tenant_id, "model_unloaded", unloaded),
+            ]
+            settlements.append(Settlement(request.request_id, body=answer, effects=effects))
+            self._outbox.settle(settlements)
+
+    def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
+        """The requests whose models are (or come back) in memory, with their bodies; the others are settled."""
+        bodies = self._nouns.futures.bodies([request.request_id for request in requests])
+        ready: list[tuple[Pending, bytes]] = []
+        usable: dict[str, TinsmithError | None] = {}
+        later: set[str] = set()
+        for request in requests:
+            assert request.model_id is not None
+            if request.model_id in later:
+                continue
+            error: TinsmithError | None = self._suspects.verdict(request.request_id)
+            if error is None and request.model_id not in usable:
+                try:
+                    with self._suspects.running([request.request_id]):
+                        usable[request.model_id] = self._bring_back(request.model_id, self._between)
+                except UnreachableError as unreachable:
+                    self._try_later(request, unreachable)
+                    later.add(request.model_id)
+                    continue
+            error = error or usable[request.model_id]
+            if error is None:
+                ready.append((request, bodies[request.request_id]))
+            else:
+                self._settle_in_lane([(request, Settlement(request.request_id, error=error))])
+        return ready
+
+    def _tell(self, partials: Sequence[Partial]) -> None:
+        self._mailbox.wake(SERVER, map(line_of, partials))
+
+    def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
+        return self._versions.prepare(sampler, self._bring_back)
+
+    def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
+        """Why a model cannot be had in memory; None if it is there. Raises UnreachableError and SQLAlchemyError, after
+        which another attempt may succeed.
+        """
+        if self._backend.has_model(model_id):
+            return None
+        model = self._nouns.models.find(model_id)
+        if model is None:
+            return UserError(f"model_id {model_id!r} is unknown")
+        try:
+            model.require_usable()
+            self._recovery.restore(model, between)
+        except TinsmithError as error:
+            return error
+        except (UnreachableError, SQLAlchemyError):
+            raise
+        except Exception as error:  # one model's unreadable state must not stop the others
+            log.error("a model could not be brought back", model_id=model_id, exc_info=error)
+            self._backend.unload_model(model_id)
+            return LostStateError(f"model {model_id!r} could not be restored: {type(error).__name__}: {error}")
+        return None
+
+    def _running(self, ready: Sequence[tuple[Pending, bytes]]) -> AbstractContextManager[None]:
+        return self._suspects.running([request.request_id for request, _ in ready])
+
+    def _run_passes(self, requests: Sequence[Pending]) -> None:
+        self._worklog.began(requests)
+        ready = self._ready(requests)
+        if not ready:
+            return
+        passes: list[Pass] = []
+        try:
+            with self._running(ready):
+                passes = [self._passes.read(body, request) for request, body in ready]
+                self._part_began = time.monotonic()
+                outcomes = self._backend.run_passes(passes, between=self._between)
+        except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
+            raise
+        except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
+            if len(ready) > 1:
+                log.warning("a packed step failed; running its requests one by one", error=repr(error))
+                for request, _ in ready:
+                    self._run_passes([request])
+                return
+            outcomes = [_as_error(error, ready[0][0])]
+        settled: list[tuple[Pending, Settlement]] = []
+        for index, ((request, body), outcome) in enumerate(zip(ready, outcomes, strict=True)):
+            if isinstance(outcome, PassResult):
+                keep = request.kind in REPLAYED_KINDS
+                if keep and request.model_id:
+                    self._snapshots.count(request.model_id, body_bytes=len(body))
+                self._recorder.passed(request, passes[index], outcome)
+                answer = write_pass_result(outcome)
+                settlement = Settlement(request.request_id, answer, "proto", keep_body=keep)
+            else:
+                settlement = Settlement(request.request_id, error=outcome)
+            settled.append((request, settlement))
+        self._settle_in_lane(settled)
+
+    def _run_optim_steps(self, requests: Sequence[Pending]) -> None:
+        self._worklog.began(requests)
+        ready = self._ready(requests)
+        if not ready:
+            return
+        try:
+            with self._running(ready):
+                steps = [read_optim_step(body, request.request_id) for request, body in ready]
+                outcomes = self._backend.optim_step(steps)
+        except Exception as error:  # noqa: BLE001  one bad request must not take the others with it
+            if len(ready) > 1:
+                log.warning("a merged optim_step failed; running its requests one by one", error=repr(error))
+                for request, _ in ready:
+                    self._run_optim_steps([request])
+                return
+            (request, _) = ready[0]
+            # It changed nothing, and will not in a replay either.
+            self._settle_in_lane([(request, Settlement(request.request_id, error=_as_error(error, request)))])
+            return
+        settled: list[tuple[Pending, Settlement]] = []
+        for (request, body), step, outcome in zip(ready, steps, outcomes, strict=True):
+            assert request.model_id is not None
+            self._snapshots.count(request.model_id, steps=1, body_bytes=len(body))
+            if isinstance(outcome, TinsmithError):
+                # A refused step dropped its gradient: a replay must do the same, so its body stays.
+                settled.append((request, Settlement(request.request_id, error=outcome, keep_body=True)))
+            else:
+                answer = orjson.dumps({"metrics": outcome, "type": "optim_step"})
+                effects = self._recorder.stepped(request, step, outcome)
+                settled.append((request, Settlement(request.request_id, answer, keep_body=True, effects=effects)))
+        self._settle_in_lane(settled)
+
+    def _run_single(self, request: Pending) -> None:
+        assert request.model_id is not None
+        self._worklog.began([request])
+        model = self._nouns.models.find(request.model_id)
+        body = self._nouns.futures.bodies([request.request_id])[request.request_id]
+        try:
+            settlement = self._single_settlement(request, model, body)
+        except UnreachableError as error:
+            self._try_later(request, error)
+            return
+        except SQLAlchemyError:  # the request stays in its lane
+            raise
+        except Exception as error:  # noqa: BLE001  the answer of this request alone
+            failure = _as_error(error, request)
+            effects = self._operations.failed(request, body, failure)
+            settlement = Settlement(request.request_id, error=failure, effects=effects)
+        if isinstance(settlement, Sending):
+            self._queues.lanes[request.model_id].held_until = math.inf
+            self._sendings.begin(request, body, settlement)
+            return
+        self._settle_in_lane([(request, settlement)])
+
+    def _settle_sent(self) -> None:
+        """Settle the requests whose files have arrived where they are kept."""
+        for sent in self._sendings.finished():
+            request = sent.request
+            if request.request_id not in self._queues.known:
+                continue  # its model was unloaded meanwhile; no row names the files, and they are swept
+            try:
+                settlement = sent.settlement()
+            except Exception as error:  # noqa: BLE001  the answer of this request alone
+                failure = _as_error(error, request)
+                effects = self._operations.failed(request, sent.body, failure)
+                settlement = Settlement(request.request_id, error=failure, effects=effects)
+            assert request.model_id is not None
+            self._queues.lanes[request.model_id].held_until = 0.0
+            self._settle_in_lane([(request, settlement)])
+
+    def _try_later(self, request: Pending, error: UnreachableError) -> None:
+        """What a request needs cannot be had just now: its model waits, and nothing else does."""
+        assert request.model_id is not None
+        log.error("a model waits for its files", model_id=request.model_id, error=str(error))
+        self._queues.lanes[request.model_id].held_until = time.monotonic() + RETRY_S
+
+    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement | Sending:
+        assert model is not None
+        if verdict := self._suspects.verdict(request.request_id):
+            raise verdict
+        creating = request.kind in ("create_model", "load_model")
+        if not creating and (error := self._bring_back(model.model_id)):
+            raise error
+        with self._running([(request, body)]):
+            settlement = self._operations.run(request, model, body)
+        if isinstance(settlement, Sending):
+            return settlement
+        assert request.seq_id is not None
+        if request.kind == "create_model":
+            self._snapshots.entered(model.model_id)
+        elif request.kind in ("load_model", "load_weights"):
+            loaded = self._snapshots.loaded(model.model_id, request.seq_id)
+
+            def settled(directory: str, _size_bytes: int) -> Settlement:
+                return replace(settlement, keep_body=True, clean_up=loaded.clean_up(directory))
+
+            return Sending(loaded.send, settled) if self._snapshots.is_far else settled(*loaded.send())
+        elif settlement.keep_body:
+            self._snapshots.count(model.model_id, body_bytes=len(body))
+            if self._writes_at_once:
+                return replace(settlement, clean_up=partial(self._snapshots.write_versions, model.model_id))
+        return settlement
+
+    # Settling.
+
+    def _settle_in_lane(self, settled: Sequence[tuple[Pending, Settlement]]) -> None:
+        applied: dict[str, int] = {}
+        changed: set[str] = set()
+        for request, settlement in settled:
+            assert request.model_id is not None and request.seq_id is not None
+            applied[request.model_id] = self._queues.lanes[request.model_id].done(request.seq_id)
+            if settlement.keep_body:
+                changed.add(request.model_id)
+        self._outbox.settle([settlement for _, settlement in settled], applied)
+        for model_id, seq_id in applied.items():
+            self._snapshots.applied(model_id, seq_id, changed=model_id in changed)
+
+    def _fail(self, requests: Sequence[Pending], error: TinsmithError) -> None:
+        self._outbox.settle([Settlement(request.request_id, error=error) for request in requests])
+
+    def _settled(self, settlements: Sequence[Settlement]) -> None:
+        """They are committed."""
+        ids = [settlement.request_id for settlement in settlements]
+        self._queues.known.difference_update(ids)
+        self._suspects.forget(ids)
+        self._mailbox.wake(SERVER, ids)
+        self._worklog.settled(settlements)
+
+
+def _as_error(error: Exception, request: Pending) -> TinsmithError:
+    if isinstance(error, TinsmithError):
+        return error
+    if isinstance(error, MemoryError):
+        size = f" of {request.num_tokens} tokens" if request.num_tokens else ""
+        return UserError(f"this {request.kind}{size} does not fit into the engine's memory, even alone: {error}")
+    ids = {"request_id": request.request_id, "model_id": request.model_id, "tenant_id": request.tenant_id}
+    log.error("a request failed", kind=request.kind, exc_info=error, **ids)
+    return EngineFailedError(f"{request.kind} failed in the engine: {type(error).__name__}: {error}")

@@ -1,0 +1,232 @@
+"""What runs next: a pure function from the queues to one step.
+
+Rules. A model's requests take effect strictly in seq_id order; a gap waits. Passes (forward, forward_backward)
+at the heads of any number of models share one step, whatever their losses, ranks or tenants; everything else is a
+barrier of its model: optim_steps of different models merge into one call, the rest runs singly. Tenants share the
+step's token budget by deficit round robin (Shreedhar and Varghese, 1995), so that a flood of one delays another's
+next request by at most one step. Where more waits than one step holds, every other step may be a short one that serves
+first the tenants that want little; otherwise such a tenant would wait for a full step, and then again for the one that
+it is in.
+
+What runs singly has a price in tokens, so that it can be weighed against passes. A step holds one of them, and more as
+long as they take at most half as long as its passes: one of each tenant in turn, and the tenants pay for them with
+their share of later passes. So neither holds up the other by much, whatever each costs. No I/O, no clock, no device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tinsmith.types import Pending
+
+PASS_KINDS = frozenset({"forward", "forward_backward"})
+SINGLES_SHARE = 2
+"""Saves, loads, publishes and creations beyond the first take this fraction of the time of a step's passes at most."""
+
+SHORT_STEPS = 16
+"""How many short steps would hold what one full step does. A short step holds the whole of what light tenants want, if
+that is more.
+"""
+
+LIGHT = 2
+"""A light tenant wants at most this fraction of its share of a full step. Since it may be served in every step and
+others in every other one, half is the most that leaves these their share.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelQueue:
+    """A model's waiting requests by seq_id, and the seq_id that may take effect next."""
+
+    model_id: str
+    tenant_id: str
+    next_seq_id: int
+    waiting: Mapping[int, Pending]
+
+    def ready(self) -> Iterator[Pending]:
+        """The requests without a gap before them, in order."""
+        seq_id = self.next_seq_id
+        while (request := self.waiting.get(seq_id)) is not None:
+            yield request
+            seq_id += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fairness:
+    """What one step leaves to the next: each tenant's unspent tokens, who is served first, and whether it was short;
+    and the order of those who have singles left.
+    """
+
+    deficits: Mapping[str, int] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+    was_short: bool = False
+    singles_order: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run, in this order. A model appears in one of the three only."""
+
+    optim_steps: tuple[Pending, ...] = ()
+    singles: tuple[Pending, ...] = ()
+    passes: tuple[Pending, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.optim_steps or self.singles or self.passes)
+
+
+def plan(
+    queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int, prices: Mapping[str, int] | None = None
+) -> tuple[Step, Fairness]:
+    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `prices` say of a
+    kind of single how many tokens of passes take as long.
+    """
+    optim_steps: list[Pending] = []
+    singles: list[Pending] = []
+    runs: list[list[Pending]] = []
+    for queue in queues:
+        head = queue.waiting.get(queue.next_seq_id)
+        if head is None:
+            continue
+        if head.kind == "optim_step":
+            optim_steps.append(head)
+        elif head.kind in PASS_KINDS:
+            runs.append(_run_of_passes(queue, token_budget))
+        else:
+            singles.append(head)
+    passes, shared = _share(_by_tenant(runs), fairness, token_budget)
+    room = sum(request.num_tokens for request in passes) // SINGLES_SHARE
+    taken, paid, singles_order = _affordable(singles, fairness.singles_order, room, prices or {})
+    owed = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
+    left = replace(shared, deficits=owed, singles_order=singles_order)
+    return Step(tuple(optim_steps), tuple(taken), tuple(passes)), left
+
+
+def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
+    """The passes at a model's head, as far as one step could take them, and one more: whether they are too many."""
+    run: list[Pending] = []
+    total = 0
+    for request in queue.ready():
+        if request.kind not in PASS_KINDS or total > token_budget:
+            break
+        run.append(request)
+        total += request.num_tokens
+    return run
+
+
+def _affordable(
+    singles: Sequence[Pending], order: Sequence[str], room: int, prices: Mapping[str, int]
+) -> tuple[list[Pending], dict[str, int], tuple[str, ...]]:
+    """The singles of one step, the oldest of each tenant in turn; what each tenant pays for its own; and the order of
+    the tenants in the next step: who got nothing in this one comes first. A kind without a price runs alone.
+    """
+    waiting: dict[str, deque[Pending]] = {}
+    for request in sorted(singles, key=lambda single: single.arrival):
+        waiting.setdefault(request.tenant_id, deque()).append(request)
+    turns = deque(tenant_id for tenant_id in order if tenant_id in waiting)
+    turns.extend(tenant_id for tenant_id in waiting if tenant_id not in order)
+    taken: list[Pending] = []
+    paid: dict[str, int] = {}
+    while turns:
+        price = max(1, prices.get(waiting[turns[0]][0].kind, room + 1))
+        if taken and price > room:
+            break
+        tenant_id = turns.popleft()
+        taken.append(waiting[tenant_id].popleft())
+        paid[tenant_id] = paid.get(tenant_id, 0) + price
+        room -= price
+        if waiting[tenant_id]:
+            turns.append(tenant_id)
+    return taken, paid, tuple(sorted(turns, key=lambda tenant_id: tenant_id in paid))
+
+
+def _by_tenant(runs: Sequence[Sequence[Pending]]) -> dict[str, list[Pending]]:
+    """Each tenant's passes by arrival, but never a model's later pass before its earlier one."""
+    keyed: dict[str, list[tuple[int, int, Pending]]] = {}
+    for run in runs:
+        latest = 0
+        for position, request in enumerate(run):
+            latest = max(latest, request.arrival)
+            keyed.setdefault(request.tenant_id, []).append((latest, position, request))
+    return {
+        tenant_id: [request for _, _, request in sorted(entries, key=lambda entry: entry[:2])]
+        for tenant_id, entries in keyed.items()
+    }
+
+
+def _share(runs: Mapping[str, list[Pending]], fairness: Fairness, token_budget: int) -> tuple[list[Pending], Fairness]:
+    """Deficit round robin over the tenants' runs within the budget."""
+    order = [tenant_id for tenant_id in fairness.order if tenant_id in runs]
+    order += sorted(runs.keys() - set(order), key=lambda tenant_id: runs[tenant_id][0].arrival)
+    light = {} if fairness.was_short else _light_tenants(runs, token_budget)
+    order.sort(key=lambda tenant_id: tenant_id not in light)
+    deficits = {tenant_id: fairness.deficits.get(tenant_id, 0) for tenant_id in order}
+    taken: list[Pending] = []
+    room = max(token_budget // SHORT_STEPS, sum(light.values())) if light else token_budget
+    position = dict.fromkeys(order, 0)
+    open_tenants = list(order)
+    quantum = max(1, room // max(1, len(order)))
+    rounds = dict.fromkeys(order, 0)
+    while open_tenants:
+        still_open: list[str] = []
+        for tenant_id in open_tenants:
+            run = runs[tenant_id]
+            if taken and run[position[tenant_id]].num_tokens > room:
+                continue  # without a share: it could not use it, and others did not get one either
+            deficits[tenant_id] += max(quantum, light.get(tenant_id, 0))
+            rounds[tenant_id] += 1
+            while position[tenant_id] < len(run):
+                tokens = run[position[tenant_id]].num_tokens
+                if tokens > deficits[tenant_id] or (tokens > room and taken):
+                    break
+                taken.append(run[position[tenant_id]])
+                position[tenant_id] += 1
+                deficits[tenant_id] -= tokens
+                room -= tokens
+            if position[tenant_id] < len(run):
+                still_open.append(tenant_id)
+        open_tenants = still_open
+    left = [tenant_id for tenant_id in order if position[tenant_id] < len(runs[tenant_id])]
+    left.sort(key=lambda tenant_id: rounds[tenant_id])
+    served = [tenant_id for tenant_id in order if tenant_id not in left]
+    kept = {tenant_id: min(deficits[tenant_id], 2 * token_budget) for tenant_id in left}
+    return taken, Fairness(kept, tuple(left + served), was_short=bool(light))
+
+
+def _light_tenants(runs: Mapping[str, list[Pending]], token_budget: int) -> dict[str, int]:
+    """The light tenants and the tokens of all that they want; none if everything fits into one full step."""
+    totals = {tenant_id: sum(request.num_tokens for request in run) for tenant_id, run in runs.items()}
+    if sum(totals.values()) <= token_budget:
+        return {}
+    return {tenant_id: total for tenant_id, total in totals.items() if total * LIGHT * len(totals) <= token_budget}
+
+
+def take_in_turns(
+    waiting: Mapping[str, Iterable[Pending]], places: int, last_tenant: str, inside: Mapping[str, int]
+) -> tuple[list[Pending], str]:
+    """The samples that get a place, one tenant after the other, beginning after `last_tenant`; and who came last.
+
+    `inside` says how many places each tenant has. A tenant takes one while fewer than `places` are taken in all, or
+    while it has fewer than an equal share of them itself: it does not wait for another tenant's samples to end. So up
+    to twice as many may be taken, and one by each tenant in any case.
+    """
+    tenants = sorted(waiting)
+    tenants = [t for t in tenants if t > last_tenant] + [t for t in tenants if t <= last_tenant]
+    queues = deque((tenant_id, iter(waiting[tenant_id])) for tenant_id in tenants)
+    share = max(1, places // max(1, len(waiting.keys() | {t for t, count in inside.items() if count})))
+    held = dict(inside)
+    total = sum(held.values())
+    taken: list[Pending] = []
+    while queues:
+        tenant_id, queue = queues.popleft()
+        if total >= places and held.get(tenant_id, 0) >= share:
+            continue
+        if (request := next(queue, None)) is not None:
+            taken.append(request)
+            last_tenant = tenant_id
+            held[tenant_id] = held.get(tenant_id, 0) + 1
+            total += 1
+            queues.append((tenant_id, queue))
+    return taken, last_tenant

@@ -1,0 +1,322 @@
+"""The losses that a pass may name, and whether a pass can be computed at all.
+
+The table is the contract of docs/losses.md: inputs, configuration keys, defaults. The server calls
+`check_pass` at admission and the backend before it runs, so that nothing malformed ever reaches a device;
+every refusal names the datum, the field, the value and what would be right. The formulas are the backend's.
+numpy only, no I/O.
+
+Shape letters: N positions of one datum, K targets per position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.errors import UserError
+from tinsmith.types import F32, I64, Array, CustomLoss, Datum, ModelShape, Pass, SparseRows
+
+MAX_TARGETS_PER_DATUM = 1 << 24
+"""Results are dense, so a sparse tensor of huge shape would be expanded: refused above this many cells."""
+
+EXACT_INTEGER = 1 << 24
+"""Integer weights are taken as the float32 of the same value; above this, there is none."""
+
+CLIP_LOW = "clip_low_threshold"
+CLIP_HIGH = "clip_high_threshold"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """`required` and `optional` inputs are per position; `config` maps each key to its default."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict)
+    many_targets: bool = False  # target_tokens may be [N, K]
+
+
+_POLICY = ("target_tokens", "logprobs", "advantages")
+_CLIPS = (CLIP_LOW, CLIP_HIGH)
+
+LOSSES: Mapping[str, Loss] = {
+    # Every target counts once where no weights are given.
+    "cross_entropy": Loss(("target_tokens",), ("weights",), many_targets=True),
+    "importance_sampling": Loss(_POLICY),
+    # Bounds of the ratio itself, not distances from 1 (tinker's documentation of ppo and cispo).
+    "ppo": Loss(_POLICY, _CLIPS, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
+    "cispo": Loss(_POLICY, _CLIPS, {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
+    # The only published value is the documentation's example.
+    "dro": Loss(_POLICY, (), {"beta": 0.05}),
+    # arXiv 2507.18071, section 5.1: left 3e-4, right 4e-4.
+    "gspo": Loss(_POLICY, ("sequence_ratio_mask", *_CLIPS), {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4}),
+    # Its formula is not published; docs/losses.md says what stands in for it.
+    "stable_reinforce": Loss(_POLICY, (), {"kl_coeff": 0.0}),
+    # Its formula and its further inputs are the client's own.
+    "custom": Loss(("target_tokens",), many_targets=True),
+}
+
+LOSS_ID = "loss_id"
+
+
+def check_pass(pass_: Pass, shape: ModelShape) -> None:
+    """Raise UserError unless the backend can compute this pass. Inputs unknown to the loss are ignored."""
+    loss = LOSSES.get(pass_.loss_fn)
+    if loss is None:
+        raise UserError(f"loss_fn is {_quote(pass_.loss_fn)}; it must be one of {', '.join(LOSSES)}")
+    config = resolve_config(pass_)
+    if not pass_.data:
+        raise UserError("data is empty; send at least one datum")
+    for index, datum in enumerate(pass_.data):
+        _check_shapes(index, datum, pass_.loss_fn, loss, shape)
+    _check_values(pass_.data, "model_input tokens", _tokens, 0, shape.vocab_size)
+    _check_values(pass_.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
+    for name in (*loss.required[1:], *loss.optional):
+        _check_values(pass_.data, name, _values_of(name))
+    if CLIP_LOW in loss.config:
+        _check_clips(pass_.data, config)
+    if "sequence_ratio_mask" in loss.optional:
+        _check_ratio_masks(pass_.data)
+    if pass_.custom_loss is not None:
+        for index, datum in enumerate(pass_.data):
+            _check_custom_inputs(index, datum, pass_.custom_loss)
+
+
+def loss_id_of(pass_: Pass) -> str | None:
+    """What a custom loss is stored under; None for every other loss. Raises UserError if it is missing."""
+    if pass_.loss_fn != "custom":
+        return None
+    loss_id = pass_.loss_config.get(LOSS_ID)
+    if not isinstance(loss_id, str) or len(pass_.loss_config) != 1:
+        raise UserError(
+            f"loss_fn_config is {_quote(dict(pass_.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
+            "create_custom_loss answers"
+        )
+    return loss_id
+
+
+def resolve_config(pass_: Pass) -> dict[str, float]:
+    """The pass's configuration with its loss's defaults filled in. Raises UserError on a bad key or value."""
+    if loss_id_of(pass_) is not None:
+        return {}
+    defaults = LOSSES[pass_.loss_fn].config
+    for key, value in pass_.loss_config.items():
+        where = f"loss_fn_config[{_quote(key)}]"
+        if key not in defaults:
+            known = f"it takes {', '.join(defaults)}" if defaults else "it takes no configuration"
+            raise UserError(f"{where} is not a setting of {pass_.loss_fn}; {known}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserError(f"{where} is {_quote(value)}; it must be a number")
+        if not math.isfinite(value) or value < 0:
+            raise UserError(f"{where} is {value}; it must be finite and not negative")
+    config = {key: float(pass_.loss_config.get(key, default)) for key, default in defaults.items()}
+    if CLIP_LOW in config and config[CLIP_LOW] > config[CLIP_HIGH]:
+        raise UserError(
+            f"loss_fn_config: {CLIP_LOW} {config[CLIP_LOW]} is above {CLIP_HIGH} {config[CLIP_HIGH]}; "
+            f"both bound the probability ratio, for example 0.8 and 1.2"
+        )
+    return config
+
+
+def dense(array: Array) -> F32 | I64:
+    """A sparse array with its zeros written out; a dense one as it is."""
+    if not isinstance(array, SparseRows):
+        return array
+    full: F32 | I64 = np.zeros(array.shape, array.values.dtype)  # type: ignore[assignment]
+    rows = np.repeat(np.arange(array.shape[0]), np.diff(array.crow_indices))
+    full[rows, array.col_indices] = array.values
+    return full
+
+
+def floats(array: Array) -> F32:
+    """An input as dense float32. Integers were admitted only if float32 holds them exactly."""
+    return np.asarray(dense(array), np.float32)
+
+
+def cross_entropy_weights(datum: Datum) -> F32:
+    """In the shape of target_tokens. Ones if the datum has none, whether target_tokens are dense or sparse."""
+    weights = datum.inputs.get("weights")
+    return np.ones(datum.inputs["target_tokens"].shape, np.float32) if weights is None else floats(weights)
+
+
+def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
+    """Both of one shape. 0 where the weight is 0, even if the log probability is -inf; inf where float32 ends."""
+    with np.errstate(over="ignore"):
+        return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
+
+
+def token_weight(pass_: Pass) -> float | None:
+    """How many tokens `loss:sum` of an admitted pass is a sum over; None if its loss is not a sum over tokens.
+
+    cross_entropy: the sum of its weights' sizes, so that prompts of weight 0 do not count, and weights of both signs
+    (a gradient that the client computed itself) never sum to 0 unless all are 0. Losses of a policy: the number of
+    positions whose advantage is not 0, which are the ones that their loss sums. custom: None, it is a sum over data.
+    """
+    if pass_.loss_fn == "custom":
+        return None
+    if pass_.loss_fn == "cross_entropy":
+        return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in pass_.data))
+    return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in pass_.data))
+
+
+def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:
+    num_positions = len(datum.tokens_N)
+    if datum.tokens_N.ndim != 1 or num_positions == 0:
+        raise UserError(f"data[{index}].model_input has no tokens; it must have at least one")
+    if num_positions > shape.max_context_length:
+        raise UserError(
+            f"data[{index}].model_input has {num_positions} tokens; {shape.name} takes at most "
+            f"{shape.max_context_length}"
+        )
+    for name in loss.required:
+        if name not in datum.inputs:
+            needs = ", ".join(loss.required)
+            raise UserError(f"data[{index}].loss_fn_inputs has no {name!r}; {loss_fn} needs {needs}")
+    targets = datum.inputs["target_tokens"]
+    _check_one(index, "target_tokens", targets, (num_positions,), loss)
+    for name in (*loss.required[1:], *loss.optional):
+        if name in datum.inputs:
+            _check_one(index, name, datum.inputs[name], targets.shape, loss)
+
+
+def _check_one(index: int, name: str, array: Array, expected: tuple[int, ...], loss: Loss) -> None:
+    where = f"data[{index}].loss_fn_inputs[{name!r}]"
+    values = array.values if isinstance(array, SparseRows) else array
+    if name == "target_tokens":
+        if values.dtype != np.int64:
+            raise UserError(f"{where} is {values.dtype}; token ids must be int64")
+        if loss.many_targets and len(array.shape) == 2 and array.shape[1] > 0:
+            expected = (*expected, array.shape[1])
+    elif values.dtype not in (np.float32, np.int64):
+        raise UserError(f"{where} is {values.dtype}; it must be float32")
+    if tuple(array.shape) != expected:
+        hint = "as target_tokens" if name != "target_tokens" else "one target per token of model_input"
+        if name == "target_tokens" and loss.many_targets:
+            hint += f", or [{expected[0]}, K] for K targets"
+        raise UserError(f"{where} has shape {list(array.shape)}; it must be {list(expected)}: {hint}")
+    if isinstance(array, SparseRows):
+        check_csr(where, array)
+
+
+def check_csr(where: str, array: SparseRows) -> None:
+    num_rows, num_cols = array.shape
+    crow, col, num_values = array.crow_indices, array.col_indices, len(array.values)
+    if num_rows * num_cols > MAX_TARGETS_PER_DATUM:
+        raise UserError(f"{where} has shape {list(array.shape)}: more than {MAX_TARGETS_PER_DATUM} cells")
+    if len(crow) != num_rows + 1 or crow[0] != 0 or (np.diff(crow) < 0).any() or crow[-1] != num_values:
+        raise UserError(
+            f"{where}.crow_indices must be {num_rows + 1} numbers that rise from 0 to the {num_values} values"
+        )
+    if len(col) != num_values:
+        raise UserError(f"{where} has {len(col)} col_indices for {num_values} values; there must be as many")
+    if num_values and not 0 <= col.min() <= col.max() < num_cols:
+        raise UserError(f"{where}.col_indices reach from {col.min()} to {col.max()}; they must lie in [0, {num_cols})")
+    cells = np.repeat(np.arange(num_rows), np.diff(crow)) * num_cols + col
+    if len(np.unique(cells)) != num_values:
+        raise UserError(f"{where} lists a cell twice; each may have one value")
+
+
+def _tokens(datum: Datum) -> npt.NDArray[np.generic] | None:
+    return datum.tokens_N
+
+
+def _values_of(name: str) -> Callable[[Datum], npt.NDArray[np.generic] | None]:
+    def values(datum: Datum) -> npt.NDArray[np.generic] | None:
+        array = datum.inputs.get(name)
+        return array.values if isinstance(array, SparseRows) else array
+
+    return values
+
+
+def _check_values(
+    data: Sequence[Datum],
+    name: str,
+    values: Callable[[Datum], npt.NDArray[np.generic] | None],
+    low: int | None = None,
+    high: int | None = None,
+) -> None:
+    """All data at once; only a failure looks for the datum. Without bounds: what float32 holds exactly."""
+    arrays = [array for datum in data if (array := values(datum)) is not None and array.size]
+    if all(_values_fine(group, low, high) for group in _by_dtype(arrays)):
+        return
+    for index, datum in enumerate(data):
+        array = values(datum)
+        if array is None or not array.size or _values_fine(array, low, high):
+            continue
+        flat = array.reshape(-1)
+        bad = next(value for value in flat if not _values_fine(np.array([value], flat.dtype), low, high))
+        if low is not None:
+            raise UserError(f"data[{index}]: {name} holds {bad}; token ids must lie in [{low}, {high})")
+        raise UserError(
+            f"data[{index}].loss_fn_inputs[{name!r}] holds {bad}; it must be a finite number, and an integer "
+            f"at most {EXACT_INTEGER} in size"
+        )
+
+
+def _by_dtype(arrays: Sequence[npt.NDArray[np.generic]]) -> list[npt.NDArray[np.generic]]:
+    return [
+        np.concatenate([array.reshape(-1) for array in arrays if array.dtype == dtype])
+        for dtype in {array.dtype for array in arrays}
+    ]
+
+
+def _values_fine(array: npt.NDArray[np.generic], low: int | None, high: int | None) -> bool:
+    if low is not None and high is not None:
+        return bool(low <= array.min() and array.max() < high)
+    if array.dtype == np.int64:
+        return bool(array.min() >= -EXACT_INTEGER and array.max() <= EXACT_INTEGER)
+    return bool(np.isfinite(array).all())
+
+
+def _check_clips(data: Sequence[Datum], config: Mapping[str, float]) -> None:
+    for index, datum in enumerate(data):
+        low, high = datum.inputs.get(CLIP_LOW), datum.inputs.get(CLIP_HIGH)
+        if low is None and high is None:
+            continue
+        low_N = np.asarray(config[CLIP_LOW]) if low is None else floats(low)
+        high_N = np.asarray(config[CLIP_HIGH]) if high is None else floats(high)
+        if (low_N > high_N).any() or (low_N < 0).any():
+            raise UserError(
+                f"data[{index}].loss_fn_inputs: {CLIP_LOW} must lie between 0 and {CLIP_HIGH} at every position "
+                f"(a threshold that is not given is {config[CLIP_LOW]} or {config[CLIP_HIGH]})"
+            )
+
+
+def _check_custom_inputs(index: int, datum: Datum, loss: CustomLoss) -> None:
+    """Every input that the loss reads, with the rank that it declared. On the wire a scalar is one value."""
+    for each in loss.inputs:
+        name = "target_tokens" if each.name == "logprobs" else each.name
+        where = f"data[{index}].loss_fn_inputs[{name!r}]"
+        if name not in datum.inputs:
+            raise UserError(f"{where} is missing; custom loss {_quote(loss.name)} reads it")
+        array = datum.inputs[name]
+        if isinstance(array, SparseRows):
+            check_csr(where, array)
+        elif array.dtype not in (np.float32, np.int64) or array.size > MAX_TARGETS_PER_DATUM:
+            raise UserError(
+                f"{where} is {array.size} values of {array.dtype}; it must be float32 or int64, "
+                f"at most {MAX_TARGETS_PER_DATUM}"
+            )
+        if len(array.shape) != each.rank and not (each.rank == 0 and array.shape == (1,)):
+            raise UserError(
+                f"{where} has rank {len(array.shape)}; custom loss {_quote(loss.name)} declared {each.rank}"
+            )
+
+
+def _check_ratio_masks(data: Sequence[Datum]) -> None:
+    for index, datum in enumerate(data):
+        mask = datum.inputs.get("sequence_ratio_mask")
+        if mask is not None and not floats(mask).any() and floats(datum.inputs["advantages"]).any():
+            raise UserError(
+                f"data[{index}].loss_fn_inputs['sequence_ratio_mask'] is zero everywhere; "
+                f"the sequence's ratio needs at least one position"
+            )
+
+
+def _quote(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,1 @@
+"""What every process of Tinsmith has: supervised tasks, thread lanes, clocks, failpoints and memory given back."""

@@ -1,0 +1,435 @@
+"""The sampler that lives beside the trainer: continuous batching on the engine's own base model and adapters.
+
+`LocalSampler` turns requests into sequences, asks its `Batcher` what to compute next, runs the rows of all
+sequences, whatever their weights, through the base model once, and samples. It owns no weights: a request
+captures the adapter that `versions` maps its version to when it is submitted, and keeps it to its end
+whatever the owner does to the mapping; published adapters are immutable. Blocks cached for others die with
+the mapping's entry.
+
+A request whose logits are not finite ends alone: no kernel mixes rows of two sequences, and every block is
+zeroed before it is used. Called by the engine, in one thread, between training steps. Knows no SQL, no HTTP,
+no tenants.
+
+Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a top-k list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from tinsmith.backends.torch.ledger import DECODING, Giver, Ledger
+from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.backends.torch.transformer import round_up
+from tinsmith.errors import NotFoundError, UserError
+from tinsmith.samplers import CacheUse
+from tinsmith.samplers.local.adjusting import adjust
+from tinsmith.samplers.local.blocks import BlockPool
+from tinsmith.samplers.local.capture import Capture, capture_for
+from tinsmith.samplers.local.contiguous_kv import StripCache
+from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
+from tinsmith.samplers.local.grammar import Grammars
+from tinsmith.samplers.local.kv_cache import KVCache, default_bytes, layer_shapes
+from tinsmith.samplers.local.memory import CacheRoom
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.samplers.local.prompt_logprobs import max_target
+from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
+from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
+from tinsmith.samplers.local.scheduler import Batcher, Span, Step
+from tinsmith.samplers.local.scoring import score_prompt
+from tinsmith.types import Grammar, Partial, Sample, SampleResult
+
+log = structlog.get_logger()
+
+NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    block_size: int = 16
+    """Tokens per cache block; prefixes are shared in whole blocks."""
+
+    kv_cache_bytes: int | None = None
+    """The cache grows up to this. None: 512 MiB, or one whole context if that is more and fits in memory."""
+
+    max_sequences: int = 256
+    """Sequences that run at once; the others wait."""
+
+    max_tokens_per_step: int = 512
+    """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
+
+    graphs: bool = True
+    """Whether decode steps are captured as graphs, on devices where that pays."""
+
+    capture: Capture | None = None
+    """How they are captured. None: as suits the device."""
+
+
+class LocalSampler:
+    """Implements the Sampler protocol."""
+
+    runs_by_itself = False
+
+    def __init__(
+        self,
+        base: BaseModel,
+        versions: Mapping[str, Adapter],
+        *,
+        options: SamplerOptions | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        options = options or SamplerOptions()
+        self._base = base
+        self._versions = versions
+        self._cache = KVCache(layer_shapes(base), options.block_size, base.device)
+        token_bytes = self._cache.token_bytes
+        budget = options.kv_cache_bytes or default_bytes(base, token_bytes)
+        self._batcher = Batcher(
+            BlockPool(max_blocks=max(budget // (token_bytes * options.block_size), 1)),
+            block_size=options.block_size,
+            max_sequences=options.max_sequences,
+            max_tokens=options.max_tokens_per_step,
+        )
+        self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
+        ledger = ledger or Ledger()
+        self._room = CacheRoom(ledger, self._batcher, self._cache, self._strips)
+        self._graphs = self._open_graphs(options, ledger)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._settled: list[tuple[str, SampleResult | UserError]] = []
+        self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
+        self._num_weights = 1
+        self._num_requests = 0
+        self._grammars = Grammars(base.tokenizer, base.vocab_size, base.eos_token_ids)
+        self._partials: list[Partial] = []
+        self._can_retry = True
+        self._prepared = True
+        self._spans: list[Span] = []
+
+    def _open_graphs(self, options: SamplerOptions, ledger: Ledger) -> DecodeGraphs | None:
+        capture = options.capture or capture_for(self._base.device)
+        graphs = DecodeGraphs.of(
+            self._base, self._cache, capture if options.graphs else None, room_bytes=ledger.lasting_room()
+        )
+        if graphs is not None:
+            ledger.add(DECODING, lambda: graphs.num_bytes, Giver(lambda: graphs.num_bytes, lambda: graphs.num_bytes,
+                                                                 lambda _: graphs.drop()))  # fmt: skip
+        return graphs
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def submit(self, sample: Sample) -> None:
+        """Enqueue a request. Raises UserError, and keeps nothing of it, if it can never run."""
+        max_new_tokens = self._max_new_tokens(sample)
+        if grammar := _grammar_of(sample):
+            self._grammars.compiled(grammar)
+        request = Request(sample, self._capture(sample.version_id), self._num_requests, max_new_tokens)
+        self._num_requests += 1
+        self._requests[sample.request_id] = [self._sequence(request, 0)]
+        self._admit(self._requests[sample.request_id][0])
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._batcher.add(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        """Forget a waiting or running request and free its blocks at once."""
+        sequences = self._requests.pop(request_id, None)
+        if sequences is not None:
+            self._batcher.remove(sequences)
+        return sequences is not None
+
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
+        """If memory runs out, the youngest half of what runs waits, and the step is made again with the others. A
+        request for which there is no memory even alone fails.
+        """
+        self._settled = []
+        self.collect()
+        while True:
+            self._prepared = True
+            self._spans = []
+            # The error is let go of before the next attempt: it holds what the step had allocated.
+            lack = self._attempt(scopes)
+            if lack is None:
+                break
+            self._recover(lack)
+        if self._batcher.calm():
+            self._room.relax()
+        return self._settled
+
+    def _attempt(self, scopes: Collection[str] | None) -> str | None:
+        """One step; or why there was no memory for it."""
+        try:
+            with memory_errors(self._base.device):
+                self._room.fit()
+                step = self._scheduled(scopes)
+                self._spans = step.spans
+                if step.spans:
+                    self._prepared = False
+                    with torch.inference_mode():
+                        self._run(step)
+        except MemoryError as error:
+            if not self._can_retry:
+                self._rewind()
+                raise
+            return str(error)
+        return None
+
+    def _scheduled(self, scopes: Collection[str] | None) -> Step:
+        step = self._batcher.schedule(scopes)
+        while scopes is None and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
+            self._room.relax()  # the oldest needs more than there was memory for
+            step = self._batcher.schedule()
+        return step
+
+    def _rewind(self) -> None:
+        """The sampler as if the step that was cut off had not been begun; what it has settled stays settled."""
+        if self._strips:
+            self._strips.clear()
+        if self._graphs:
+            self._graphs.drop()
+        if self._prepared:
+            self._batcher.rewind(self._spans)
+        else:  # blocks may lack what was to be copied, or hold what was to be cleared
+            self._room.give_up_growth()
+
+    def _recover(self, lack: str) -> None:
+        num_ran = len(self._batcher.running)
+        self._rewind()
+        log.warning("there is no memory for a decode step; fewer samples go on", running=num_ran, lack=lack)
+        if self._batcher.restrain(num_ran):
+            return
+        sequence = next(iter(self._batcher.running or self._batcher.waiting), None)
+        if sequence is None:
+            raise MemoryError(lack)
+        request = sequence.request
+        self._settle(
+            request,
+            UserError(
+                f"this sample, a prompt of {request.num_prompt} tokens and up to {request.max_new_tokens} new ones, "
+                f"does not fit into the engine's memory, even alone: {lack}; shorten the prompt or lower max_tokens"
+            ),
+        )
+
+    def partials(self) -> list[Partial]:
+        told, self._partials = self._partials, []
+        return told
+
+    def cache_use(self) -> CacheUse:
+        pool = self._batcher.pool
+        return CacheUse(pool.num_live, pool.num_cached, pool.max_blocks, len(self._batcher.waiting))
+
+    def collect(self) -> None:
+        """Let go of versions that were replaced or dropped; their owner may call this after either."""
+        for version_id, weights in list(self._weights.items()):
+            if version_id is not None and self._versions.get(version_id) is not weights.adapter:
+                weights.alive = False
+                self._batcher.pool.forget(weights.number)
+                del self._weights[version_id]
+
+    def _max_new_tokens(self, sample: Sample) -> int:
+        """Raises UserError if the request can never run."""
+        num_prompt, context = len(sample.prompt_T), self._base.max_context_length
+        if num_prompt == 0:
+            raise UserError("the prompt is empty; it needs at least one token")
+        if sample.prompt_T.min() < 0 or sample.prompt_T.max() >= self._base.vocab_size:
+            raise UserError(f"the prompt holds token ids outside the vocabulary [0, {self._base.vocab_size})")
+        if max_target(sample) >= self._base.vocab_size:
+            raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
+        # The last token is only ever returned: its keys and values need no room.
+        capacity = self._room.capacity + 1
+        room = min(context, capacity) - num_prompt
+        max_tokens = sample.params.max_tokens
+        wanted = max(room, 1) if max_tokens is None else max_tokens
+        if wanted < 1 or sample.num_samples < 1:
+            raise UserError(f"max_tokens is {wanted} and num_samples {sample.num_samples}; both must be at least 1")
+        if wanted > room:
+            least = " (at least 1)" if max_tokens is None else ""
+            cache = f", of which the KV cache can hold {capacity}" if capacity < context else ""
+            raise UserError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({wanted}{least}) exceed the context length "
+                f"({context} tokens{cache})"
+            )
+        return wanted
+
+    def _capture(self, version_id: str | None) -> Weights:
+        self.collect()
+        weights = self._weights.get(version_id)
+        if weights is None:
+            adapter = None if version_id is None else self._versions.get(version_id)
+            if adapter is None:
+                raise NotFoundError(f"there are no weights called {version_id!r} to sample from")
+            weights = self._weights[version_id] = Weights(adapter, self._num_weights)
+            self._num_weights += 1
+        return weights
+
+    def _sequence(self, request: Request, index: int) -> Sequence:
+        stop = request.stop_rule(self._decode, self._base.eos_token_ids)
+        grammar = _grammar_of(request.sample)
+        return Sequence(request, index, stop, self._grammars.constraint(grammar) if grammar else None)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        # The Rust tokenizer itself: transformers' decode costs ten times as much for a few tokens.
+        return self._base.tokenizer.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _run(self, step: Step) -> None:
+        self._prepare(step)
+        spans, hidden_TD = self._compute(step.spans)
+        for span, _ in spans:
+            self._batcher.advance(span)
+        self._sample(self._score(spans, hidden_TD), hidden_TD)
+
+    def _prepare(self, step: Step) -> None:
+        self._room.grow()
+        self._cache.prepare(step.copies, step.fresh)
+        self._prepared = True
+
+    def _compute(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
+        if self._graphs is None:
+            return self._through_layers(spans)
+        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
+        launched = self._graphs.compute(decoding)
+        if launched is None:
+            return self._through_layers(spans)
+        decoded = [(span, 1) for span in launched[0]]
+        if len(decoding) == len(spans):
+            return decoded, launched[1]
+        rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
+        return [*decoded, *rest], torch.cat([launched[1], rest_TD])
+
+    def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
+        spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
+        adapters = [span.sequence.request.weights.adapter for span in spans]
+        rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
+        tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
+        plan = PagedPlan(self._cache, rows, self._base.device, self._strips)
+        sizes = [span.stop - span.start for span in spans]
+        routing = Routing.of(adapters, sizes)
+        tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        counts = [span.num_wanted for span in spans]
+        ends = accumulate(sizes)
+        wanted = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        if not wanted:  # of a prompt's first pieces nobody asks anything: their last row stands for all
+            wanted = [len(tokens_T) - 1]
+        hidden_TD = self._base.hidden(
+            tokens_T, plan.positions_T, plan, routing, None if len(wanted) == len(tokens_T) else wanted
+        )
+        return list(zip(spans, counts, strict=True)), hidden_TD
+
+    def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:
+        """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
+        complete, end = [], 0
+        for span, num_rows in spans:
+            begin, end = end, end + num_rows
+            request = span.sequence.request
+            if request.scores.next_row is not None and not score_prompt(
+                self._base, request, hidden_TD[begin:end], span.start
+            ):
+                self._settle(request, UserError(NOT_FINITE))
+            elif span.completes:
+                complete.append((span, end - 1))
+        return complete
+
+    def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
+        """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
+        if not spans:
+            return
+        # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
+        last, repeated = spans[-1], round_up(len(spans)) - len(spans)
+        computed = [*spans, *[last] * repeated]
+        rows = torch.tensor([row for _, row in computed], device=hidden_TD.device)
+        routing = Routing.of([span.sequence.request.weights.adapter for span, _ in computed], [1] * len(computed))
+        logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
+        families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
+        sequences = [sequence for family in families for sequence in family]
+        if len(sequences) > len(spans):
+            sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
+            logits_BV = logits_BV.repeat_interleave(sizes, 0)
+        self._append(sequences, choose(logits_BV, draws_of(sequences), adjust(logits_BV, sequences)))
+
+    def _fork(self, leader: Sequence) -> list[Sequence]:
+        """The other answers of a request whose prompt was just computed, those that can run at once."""
+        request = leader.request
+        if leader.index or request.forked or request.sample.num_samples == 1:
+            return []
+        request.forked = True
+        children = [self._sequence(request, index) for index in range(1, request.sample.num_samples)]
+        self._requests[request.sample.request_id] += children
+        return self._batcher.fork(leader, children)
+
+    def _append(self, sequences: Seq[Sequence], chosen: Chosen) -> None:
+        topk_rows = _topk_rows(sequences, chosen)
+        token_ids, logprobs = chosen.token_ids_B.tolist(), chosen.logprobs_B.tolist()
+        for row, sequence in enumerate(sequences):
+            request = sequence.request
+            if request.sample.request_id not in self._requests:
+                continue  # a sibling failed in this very step
+            if np.isnan(logprobs[row]):
+                self._settle(request, UserError(NOT_FINITE))
+                continue
+            reason = sequence.append(token_ids[row], logprobs[row], topk_rows.get(row))
+            if sequence.constraint and (error := sequence.constraint.error):
+                self._settle(request, error)
+                continue
+            if request.sample.stream:
+                self._partials.append(_partial(sequence, token_ids[row], logprobs[row], topk_rows.get(row)))
+            if reason is None:
+                continue
+            self._batcher.remove([sequence])
+            self._requests[request.sample.request_id].remove(sequence)
+            result = request.finish(sequence.index, sequence.answer(reason))
+            if result is not None:
+                self._settle(request, result)
+
+    def _settle(self, request: Request, outcome: SampleResult | UserError) -> None:
+        request_id = request.sample.request_id
+        self._batcher.remove(self._requests.pop(request_id))
+        self._settled.append((request_id, outcome))
+
+
+def draws_of(sequences: Seq[Sequence]) -> Draws:
+    params = [sequence.request.sample.params for sequence in sequences]
+    return Draws(
+        temperature_B=np.array([p.temperature for p in params], np.float32),
+        top_k_B=np.array([p.top_k for p in params], np.int64),
+        top_p_B=np.array([p.top_p for p in params], np.float64),
+        uniform_B=np.array([uniform(s.request.seed, s.index, s.num_generated) for s in sequences]),
+        min_p_B=np.array([p.adjustments.min_p if p.adjustments else 0.0 for p in params], np.float64),
+        num_top_B=np.array([sequence.request.sample.topk_sample_logprobs for sequence in sequences]),
+    )
+
+
+def _grammar_of(sample: Sample) -> Grammar | None:
+    adjustments = sample.params.adjustments
+    return adjustments.grammar if adjustments else None
+
+
+def _partial(sequence: Sequence, token: int, logprob: float, top: TopRow | None) -> Partial:
+    """The newest token of a sequence, to be told at once."""
+    topk = () if top is None else ((tuple(top[0].tolist()), tuple(top[1].tolist())),)
+    request_id = sequence.request.sample.request_id
+    return Partial(request_id, sequence.index, sequence.num_generated - 1, (token,), (logprob,), topk)
+
+
+def _topk_rows(sequences: Seq[Sequence], chosen: Chosen) -> dict[int, TopRow]:
+    """Row -> its likeliest tokens and their logprobs, for the rows whose request asks for them."""
+    if chosen.top is None:
+        return {}
+    ids, logprobs = chosen.top.ids_Rk.to(torch.int32).cpu().numpy(), chosen.top.logprobs_Rk.cpu().numpy()
+    found = {}
+    for place, row in enumerate(chosen.top.rows):
+        k = sequences[row].request.sample.topk_sample_logprobs
+        # Copies, lest a narrow row keep the widest one's batch alive.
+        found[row] = (ids[place, :k].copy(), logprobs[place, :k].copy())
+    return found

@@ -1,0 +1,289 @@
+"""Attention over the paged cache: a step's rows, each against its own sequence's blocks.
+
+`PagedPlan` is the AttentionPlan of one step. Each layer's call first writes the step's keys and values into
+the cache and then attends, in as few kernel calls as the step allows: all decoding rows of similar context
+length together (in `strips`, if they have some), fresh prompts of similar length together without reading the
+cache, and chunks that continue a prompt together. Every sequence has a batch row of its own in those calls, and
+padding is its own last row or the null block, so a NaN stays with its sequence.
+
+Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached
+positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim; b = n * G, M = R * L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tinsmith.backends.torch.attention import SHORT, AttentionOptions
+from tinsmith.samplers.local.contiguous_kv import Decoding, StripCache, StripStep
+from tinsmith.samplers.local.kv_cache import KVCache
+
+I64 = npt.NDArray[np.int64]
+
+MAX_WASTE = 0.25  # of a group's longest member; below MIN_WASTE positions nobody minds
+MIN_WASTE = 64
+
+
+class Rows(NamedTuple):
+    """A sequence's part of a step: `stop - start` tokens behind `start` cached ones. An `owner` that decodes may have a
+    strip.
+    """
+
+    start: int
+    stop: int
+    blocks: Sequence[int]
+    owner: Hashable = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Sequences that share a kernel call. `rows_nL` a slice: the step's rows as they lie there."""
+
+    num: int
+    num_rows: int  # L
+    rows_nL: Tensor | slice  # flat; padded with the sequence's own last row
+    real: tuple[Tensor, Tensor] | None  # (padded cell, row of the step) of every row that is not padding
+    blocks_nC: Tensor | None  # None: nothing is cached before these rows, so they only see each other
+    positions_nL: Tensor  # flat
+    masks: dict[int | None, Tensor | None]
+
+
+class PagedPlan:
+    """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`."""
+
+    def __init__(
+        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, strips: StripCache | None = None
+    ) -> None:
+        self._cache = cache
+        self._device = device
+        start_N = np.array([s.start for s in sequences], np.int64)
+        size_N = np.array([s.stop for s in sequences], np.int64) - start_N
+        first_N = np.cumsum(size_N) - size_N
+        num_blocks_N = np.array([len(s.blocks) for s in sequences], np.int64)
+        table_NC = np.zeros((len(sequences), num_blocks_N.max()), np.int64)
+        for row, sequence in zip(table_NC, sequences, strict=True):
+            row[: len(sequence.blocks)] = sequence.blocks
+
+        owner_T = np.repeat(np.arange(len(sequences)), size_N)
+        positions_T = np.arange(len(owner_T)) + (start_N - first_N)[owner_T]
+        block_size = cache.block_size
+        slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
+        self.positions_T = self._tensor(positions_T)
+        self._slots_T = self._tensor(slots_T)
+        self._biases: dict[tuple[int, int], Tensor] = {}
+        self._strips: list[StripStep] = []
+        kept_N = np.ones(len(sequences), np.bool_)
+        if strips is not None:
+            decoding = np.flatnonzero((size_N == 1) & (start_N > 0)).tolist()
+            members = [
+                Decoding(sequences[i].owner, int(first_N[i]), sequences[i].start, sequences[i].blocks) for i in decoding
+            ]
+            self._strips, rows = strips.place(members, len(owner_T))
+            kept_N[owner_T[rows]] = False
+        self._groups = [
+            self._group(members, first_N, size_N, start_N, table_NC) for members in _buckets(start_N, size_N, kept_N)
+        ]
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
+        out_THD = None
+        for strips in self._strips:
+            options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
+            part = strips.attend(layer, q_THD, k_TGD, v_TGD, **options)
+            if strips.row_n is None:
+                return part
+            if out_THD is None:
+                out_THD = part.new_empty(len(q_THD), *part.shape[1:])
+            out_THD.index_copy_(0, strips.row_n, part)
+        for group in self._groups:
+            rows_nLHD = self._own(group, q_THD)
+            if group.blocks_nC is None:
+                k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
+            else:
+                k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
+            mask = self._mask(group, window, k_nGKD)
+            if softcap is None and sinks_H is None:
+                if mask is None and _is_short(rows_nLHD):
+                    part = self._short(rows_nLHD, k_nGKD, v_nGKD, scale)
+                else:
+                    part = _fused(rows_nLHD, k_nGKD, v_nGKD, mask, scale)
+            else:
+                if mask is None:
+                    mask = self._visible(group, k_nGKD.shape[2], None, q_THD.dtype)
+                part = _plain(rows_nLHD, k_nGKD, v_nGKD, mask, scale, softcap, sinks_H)
+            if len(part) == len(q_THD) and group.real is None:
+                return part
+            if out_THD is None:
+                out_THD = part.new_empty(len(q_THD), *part.shape[1:])
+            if group.real is None:
+                out_THD[group.rows_nL] = part
+            else:
+                cells, rows = group.real
+                out_THD.index_copy_(0, rows, part.index_select(0, cells))
+        assert out_THD is not None
+        return out_THD
+
+    def _short(self, q_nLHD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
+        """[n * L, H, D]. Scores and their softmax in float32, as the fused kernel has them."""
+        num, length, num_heads, _ = q_nLHD.shape
+        num_keys = k_nGLD.shape[1]
+        q_nGRLD = q_nLHD.unflatten(2, (num_keys, -1)).permute(0, 2, 3, 1, 4)
+        q_bMD = q_nGRLD.to(torch.float32, memory_format=torch.contiguous_format).view(
+            num * num_keys, -1, q_nLHD.shape[3]
+        )
+        k_bLD = k_nGLD.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+        repeat = num_heads // num_keys
+        scores_bML = torch.baddbmm(self._bias(length, repeat), q_bMD, k_bLD.mT, alpha=scale)
+        probs_bML = torch.softmax(scores_bML, -1).to(v_nGLD.dtype)
+        out_bMD = torch.bmm(probs_bML, v_nGLD.flatten(0, 1))
+        return (
+            out_bMD.view(num, num_keys, repeat, length, -1).permute(0, 3, 1, 2, 4).reshape(num * length, num_heads, -1)
+        )
+
+    def _bias(self, length: int, repeat: int) -> Tensor:
+        """[M, L]: 0 where a row of its sequence sees another, else -inf. Made once for all layers."""
+        if (length, repeat) not in self._biases:
+            bias_LL = torch.full((length, length), float("-inf")).triu_(1)
+            self._biases[length, repeat] = bias_LL.repeat(repeat, 1)
+        return self._biases[length, repeat]
+
+    def _tensor(self, array: I64) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _group(self, members: I64, first_N: I64, size_N: I64, start_N: I64, table_NC: I64) -> _Group:
+        num, length = len(members), int(size_N[members].max())
+        cell_L = np.arange(length)
+        own_nL = np.minimum(cell_L, size_N[members, None] - 1)
+        rows_nL = first_N[members, None] + own_nL
+        positions_nL = start_N[members, None] + own_nL
+        table = None
+        if start_N[members].any():
+            num_blocks = -(-int((start_N + size_N)[members].max()) // self._cache.block_size)
+            table = self._tensor(table_NC[members, :num_blocks])
+        positions = self._tensor(positions_nL.ravel())
+        first, last = int(rows_nL[0, 0]), int(rows_nL[-1, -1])
+        if last - first + 1 == size_N[members].sum() == num * length:
+            return _Group(num, length, slice(first, last + 1), None, table, positions, {})
+        kept = np.flatnonzero(cell_L < size_N[members, None])
+        real = (self._tensor(kept), self._tensor(rows_nL.ravel()[kept]))
+        return _Group(num, length, self._tensor(rows_nL.ravel()), real, table, positions, {})
+
+    def _own(self, group: _Group, x_THD: Tensor) -> Tensor:
+        """[n, L, H, D]"""
+        at = group.rows_nL
+        rows = x_THD[at] if isinstance(at, slice) else x_THD.index_select(0, at)
+        return rows.view(group.num, group.num_rows, *x_THD.shape[1:])
+
+    def _mask(self, group: _Group, window: int | None, k_nGKD: Tensor) -> Tensor | None:
+        """What a group adds to its scores; None if being causal says it all. Made once for all layers."""
+        num_keys = k_nGKD.shape[2]
+        if window is not None and window >= num_keys:
+            window = None
+        if group.blocks_nC is None and window is None:
+            return None
+        if window not in group.masks:
+            group.masks[window] = self._visible(group, num_keys, window, k_nGKD.dtype)
+        return group.masks[window]
+
+    def _visible(self, group: _Group, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        # Rows without a cache are numbered from 0 as their keys are, and padding repeats the last row.
+        return visible(group.positions_nL.view(group.num, group.num_rows), num_keys, window, dtype)
+
+
+def visible(position_nL: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[n, 1, L, K]: 0 where a row at its position sees one of K positions, else -inf."""
+    key_K = torch.arange(num_keys, device=position_nL.device)
+    row_nL1 = position_nL[..., None]
+    hidden_nLK = key_K > row_nL1
+    if window is not None:
+        hidden_nLK |= key_K <= row_nL1 - window
+    mask_nLK = torch.zeros(hidden_nLK.shape, dtype=dtype, device=position_nL.device)
+    return mask_nLK.masked_fill_(hidden_nLK, float("-inf"))[:, None]
+
+
+def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I64]:
+    """Indices of those to be kept that share a kernel call: of one kind, and of similar length."""
+    keys_N = start_N + size_N
+    # Decoding rows (one row, something cached), fresh prompts, and continued prompts by the magnitude of
+    # their size.
+    kind_N = np.where(start_N == 0, 0, np.where(size_N == 1, 1, 1 + np.ceil(np.log2(size_N)).astype(np.int64)))
+    buckets = []
+    for kind in np.unique(kind_N[kept_N]):
+        members = np.flatnonzero((kind_N == kind) & kept_N)
+        order = members[np.argsort(-keys_N[members], kind="stable")]
+        longest_first = keys_N[order]
+        begin = 0
+        while begin < len(order):
+            longest = longest_first[begin]
+            waste = max(MIN_WASTE, MAX_WASTE * longest)
+            end = begin + int(np.searchsorted(longest - longest_first[begin:], waste, side="right"))
+            buckets.append(np.sort(order[begin:end]))
+            begin = end
+    return buckets
+
+
+def _is_short(q_nLHD: Tensor) -> bool:
+    return q_nLHD.device.type == "cpu" and q_nLHD.dtype == torch.bfloat16 and 1 < q_nLHD.shape[1] <= SHORT
+
+
+def _fused(q_nLHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[n * L, H, D]"""
+    num, length, num_heads, _ = q_nLHD.shape
+    num_groups = k_nGKD.shape[1]
+    if length == 1:
+        # Query heads of one key head act as its rows: keys are read once for all of them, and never repeated.
+        q_nGRD = q_nLHD.view(num, num_groups, num_heads // num_groups, -1)
+        return scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=scale).reshape(num, num_heads, -1)
+    out_nHLD = scaled_dot_product_attention(
+        q_nLHD.transpose(1, 2),
+        k_nGKD,
+        v_nGKD,
+        mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=num_heads != num_groups,
+    )
+    return out_nHLD.transpose(1, 2).flatten(0, 1)
+
+
+def _plain(
+    q_nLHD: Tensor,
+    k_nGKD: Tensor,
+    v_nGKD: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """[n * L, H, D], for what the fused kernels cannot do: capped scores and sinks."""
+    repeat = q_nLHD.shape[2] // k_nGKD.shape[1]
+    k_nHKD, v_nHKD = k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
+    scores_nHLK = (q_nLHD.transpose(1, 2) @ k_nHKD.transpose(2, 3)).float() * scale
+    if softcap is not None:
+        scores_nHLK = softcap * torch.tanh(scores_nHLK / softcap)
+    scores_nHLK = scores_nHLK + mask
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLK.shape[:3], 1)
+        probs_nHLK = torch.softmax(torch.cat([scores_nHLK, sinks], -1), -1)[..., :-1]
+    else:
+        probs_nHLK = torch.softmax(scores_nHLK, -1)
+    return (probs_nHLK.to(v_nHKD.dtype) @ v_nHKD).transpose(1, 2).flatten(0, 1)

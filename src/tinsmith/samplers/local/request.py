@@ -1,0 +1,157 @@
+"""What the local sampler remembers of a request and of each answer that is being generated for it.
+
+A `Request` captures its weights when it arrives, so a version may be replaced or dropped while the request
+runs. A `Sequence` is one of its answers: prompt and generated tokens, and which cache blocks hold the first
+`num_cached` of them. The rest, `num_pending` tokens, go through the model next: many for a prompt, one while
+decoding, many again after a preemption, which drops the blocks and keeps the tokens. No tensors, no model.
+
+Letters: T tokens, k entries of a top-k row.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tinsmith.backends.torch.lora import Adapter
+from tinsmith.samplers.local.blocks import chain_key, root_key
+from tinsmith.samplers.local.grammar import Constraint
+from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
+from tinsmith.samplers.local.stops import Decode, StopRule
+from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult
+
+TopRow = tuple[I32, F32]
+"""The likeliest tokens of one position and their logprobs."""
+
+
+@dataclass(slots=True, eq=False)
+class Weights:
+    """One set of weights that requests run on: the base model or an immutable adapter.
+
+    `number` is never used twice; it orders the rows of a step and is the namespace of the cache blocks. A
+    replaced or dropped version is no longer `alive`: its requests run on, but nobody reuses their blocks.
+    """
+
+    adapter: Adapter | None
+    number: int
+    alive: bool = True
+
+
+class Request:
+    def __init__(self, sample: Sample, weights: Weights, number: int, max_new_tokens: int) -> None:
+        self.sample = sample
+        self.num_prompt = len(sample.prompt_T)
+        self.weights = weights
+        self.number = number
+        self.max_new_tokens = max_new_tokens
+        self.seed = secrets.randbits(64) if sample.params.seed is None else sample.params.seed
+        self.prompt_cache_hit_tokens: int | None = None
+        self.forked = False
+        self.scores = PromptScores(sample, self.seed)
+        self._done: dict[int, SampledSequence] = {}
+
+    @cached_property
+    def prompt_ids(self) -> I64:
+        """Every token that the prompt has, once."""
+        return np.unique(self.sample.prompt_T).astype(np.int64)
+
+    def stop_rule(self, decode: Decode, eos_token_ids: frozenset[int]) -> StopRule:
+        params = self.sample.params
+        tokens = frozenset(params.stop_tokens) | (eos_token_ids if params.stop_eos else frozenset())
+        return StopRule(decode, strings=params.stop_strings, tokens=tokens)
+
+    def finish(self, index: int, answer: SampledSequence) -> SampleResult | None:
+        """The request's result, with its last answer."""
+        self._done[index] = answer
+        if len(self._done) < self.sample.num_samples:
+            return None
+        return SampleResult(
+            request_id=self.sample.request_id,
+            sequences=tuple(self._done[i] for i in range(self.sample.num_samples)),
+            prompt_logprobs_T=self.scores.prompt_logprobs_T,
+            topk_prompt=self.scores.topk_prompt,
+            prompt_cache_hit_tokens=self.prompt_cache_hit_tokens or 0,
+            target_prompt=self.scores.target_prompt(),
+            alt_tokens=self.scores.alt_tokens,
+        )
+
+
+class Sequence:
+    """Answer `index` of a request. `order` says who is older; the youngest is preempted first. `scope` is that of its
+    request, with which it shares the batch's places. `counts` is how often it has each token.
+    """
+
+    def __init__(self, request: Request, index: int, stop: StopRule, constraint: Constraint | None = None) -> None:
+        self.request = request
+        self.index = index
+        self.order = (request.number, index)
+        self.scope = request.sample.cache_scope
+        self.stop = stop
+        self.constraint = constraint
+        self.counts: dict[int, int] = {}
+        self.length = request.num_prompt
+        self.tokens_T = np.empty(self.length + min(request.max_new_tokens, 256), np.int32)
+        self.tokens_T[: self.length] = request.sample.prompt_T
+        self.num_cached = 0
+        self.blocks: list[int] = []
+        self._keys: list[bytes] = [root_key(request.weights.number, request.sample.cache_scope)]
+        self._logprobs: list[float] = []
+        self._topk: list[TopRow] = []
+
+    @property
+    def num_pending(self) -> int:
+        return self.length - self.num_cached
+
+    @property
+    def num_generated(self) -> int:
+        return self.length - self.request.num_prompt
+
+    @property
+    def num_reusable(self) -> int:
+        """How many tokens need not be computed if the cache has them: those before the first row whose hidden state
+        is wanted, for a prompt's logprobs or for the next token.
+        """
+        next_row = self.request.scores.next_row
+        return self.length - 1 if next_row is None else next_row
+
+    def key(self, block_index: int, block_size: int) -> bytes:
+        """The prefix key of a block that is full of known tokens."""
+        while len(self._keys) < block_index + 2:
+            start = (len(self._keys) - 1) * block_size
+            tokens = self.tokens_T[start : start + block_size]
+            self._keys.append(chain_key(self._keys[-1], tokens.tobytes()))
+        return self._keys[block_index + 1]
+
+    def append(self, token: int, logprob: float, topk: TopRow | None) -> str | None:
+        """Add a generated token; 'stop' or 'length' if it is the last."""
+        if self.length == len(self.tokens_T):
+            self.tokens_T = np.concatenate([self.tokens_T, np.empty(self.length, np.int32)])
+        self.tokens_T[self.length] = token
+        self.length += 1
+        self.counts[token] = self.counts.get(token, 0) + 1
+        self._logprobs.append(logprob)
+        if topk is not None:
+            self._topk.append(topk)
+        if self.stop.push(token):
+            return "stop"
+        if self.constraint is not None:
+            self.constraint.push(token)
+            if self.constraint.finished:
+                return "stop"
+        return "length" if self.num_generated >= self.request.max_new_tokens else None
+
+    def answer(self, stop_reason: str) -> SampledSequence:
+        topk = empty_topk(len(self._topk), self.request.sample.topk_sample_logprobs) if self._topk else None
+        for row, (ids_k, logprobs_k) in enumerate(self._topk):
+            assert topk is not None
+            topk.token_ids_Tk[row, : len(ids_k)] = ids_k
+            topk.logprobs_Tk[row, : len(ids_k)] = logprobs_k
+        return SampledSequence(
+            tokens_T=self.tokens_T[self.request.num_prompt : self.length].copy(),
+            logprobs_T=np.array(self._logprobs, np.float32),
+            stop_reason=stop_reason,
+            topk=topk,
+        )

@@ -1,0 +1,1 @@
+"""Sampling by an inference server: vLLM or SGLang."""

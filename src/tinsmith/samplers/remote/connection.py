@@ -1,0 +1,272 @@
+"""One external engine, ours or somebody's: whether it is up, which life of it this is, and requests to it.
+
+`Connection` starts a command and starts it again when it dies, or watches an address. An era is one life of the engine:
+what it had loaded is gone with it. Requests raise `EngineGone` if the engine dies under them, UserError if it refuses
+them; when it says that it is busy (429, 503) they are sent again, later each time. Lives on one event loop. Knows no
+request by what it means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+
+import httpx
+import orjson
+import structlog
+
+from tinsmith.errors import EngineFailedError, NotFoundError, SettingsError, UserError
+from tinsmith.samplers.remote.dialect import Call, Json
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 30.0
+LONGEST_BACKOFF_S = 2.0
+HEALTH_S = 5.0
+"""How often an engine that is up is asked whether it is."""
+UNHEALTHY = 3
+"""After so many answers that it is not, or none, it counts as dead."""
+QUICK_S = 10.0
+"""What a question about health or facts may take."""
+BUSY = (429, 503)
+FAILED_STARTS = 3
+
+log = structlog.get_logger()
+
+
+class EngineGone(Exception):
+    """The engine ended, or its connection did, while a request was in it or, if that was not `sent`, before."""
+
+    def __init__(self, message: str, *, sent: bool = True) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class Connection:
+    """`command` makes the words that start an engine on a port; without it `url` is somebody's. `learn` is called with
+    this connection each time that the engine is up, before requests are let through.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        health: str,
+        learn: Callable[[], Awaitable[None]],
+        *,
+        url: str = "",
+        command: Sequence[str] = (),
+        log_path: Path | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        self._name = name
+        self._health = health
+        self._learn = learn
+        self._command = list(command)
+        self._log_path = log_path
+        self._directory = directory
+        self.url = url
+        self.era = 0
+        self._up = asyncio.Event()
+        self._look = asyncio.Event()
+        self._failed_starts = 0
+        self._refusal: UserError | EngineFailedError | SettingsError | None = None
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        # An answer takes as long as it takes: that the engine lives is asked for beside it.
+        self._client = httpx.AsyncClient(base_url=url, limits=limits, timeout=httpx.Timeout(None, connect=QUICK_S))
+
+    async def ready(self) -> int:
+        """Wait until the engine can be asked; its era. Raises what keeps it from ever being ready."""
+        while not self._up.is_set():
+            if self._refusal is not None:
+                raise self._refusal
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await self._up.wait()
+        return self.era
+
+    def is_up(self, era: int) -> bool:
+        return self.era == era and self._up.is_set()
+
+    async def gone(self, era: int) -> None:
+        """A request of this era found it dead: look again, now."""
+        if era == self.era and not self._command:
+            self._down()
+            self._look.set()
+        while era == self.era and self._up.is_set():  # a child's end is seen within a moment
+            self._look.set()
+            await asyncio.sleep(FIRST_PAUSE_S)
+
+    async def run(self) -> None:
+        """Keep it, until this task is cancelled."""
+        try:
+            pause_s = FIRST_PAUSE_S
+            while True:
+                started = time.monotonic()
+                try:
+                    await (self._keep_child() if self._command else self._watch())
+                except OSError as error:
+                    log.error("the sampling engine could not be started", engine=self._name, exc_info=error)
+                self._down()
+                pause_s = FIRST_PAUSE_S if time.monotonic() - started > LONGEST_PAUSE_S else pause_s * 2
+                pause_s = min(pause_s, LONGEST_PAUSE_S if self._command else 1.0)
+                await asyncio.sleep(pause_s)
+        finally:
+            await self._client.aclose()
+
+    async def post(self, call: Call) -> Json:
+        async with self._sent(call) as response:
+            return _json(await response.aread(), self._name)
+
+    async def order(self, call: Call) -> Json:
+        """A request whose answer is hardly more than that it was done: JSON, a sentence or nothing."""
+        async with self._sent(call) as response:
+            text = await response.aread()
+        with contextlib.suppress(EngineFailedError):
+            return _json(text, self._name)
+        return {}
+
+    async def events(self, call: Call) -> AsyncIterator[Json]:
+        """The server-sent events of a streaming request."""
+        async with self._sent(call) as response:
+            try:
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (text := line.removeprefix("data:").strip()) != "[DONE]":
+                        yield _json(text.encode(), self._name)
+            except httpx.TransportError as error:
+                raise EngineGone(str(error)) from error
+
+    async def get(self, path: str) -> Json:
+        try:
+            response = await self._client.get(path, timeout=QUICK_S)
+        except httpx.TransportError as error:
+            raise EngineGone(str(error)) from error
+        if response.status_code != 200:
+            raise EngineFailedError(f"{self._name} answers {path} with {response.status_code}")
+        return _json(response.content, self._name)
+
+    @contextlib.asynccontextmanager
+    async def _sent(self, call: Call) -> AsyncIterator[httpx.Response]:
+        pause_s = FIRST_PAUSE_S
+        headers = {"content-type": "application/json"}
+        while True:
+            try:
+                request = self._client.build_request(
+                    "POST", call.path, content=orjson.dumps(call.body), headers=headers
+                )
+                response = await self._client.send(request, stream=True)
+                try:
+                    if response.status_code not in BUSY:
+                        if response.status_code >= 300:
+                            text = await response.aread()
+                            if response.status_code >= 500 and not await self._healthy():
+                                raise EngineGone(f"it answers {response.status_code}, and is not healthy any more")
+                            raise _refusal(response.status_code, text, self._name)
+                        yield response
+                        return
+                    wanted = response.headers.get("retry-after", "")
+                finally:
+                    await response.aclose()
+            except httpx.TransportError as error:
+                sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+                raise EngineGone(f"{type(error).__name__}: {error}", sent=sent) from error
+            if self._command and not self._up.is_set():
+                raise EngineGone("it is not healthy", sent=False)
+            pause_s = min(pause_s * 2, LONGEST_BACKOFF_S)
+            await asyncio.sleep(max(pause_s * random.uniform(0.5, 1.0), float(wanted) if wanted.isdigit() else 0.0))
+
+    async def _keep_child(self) -> None:
+        assert self._log_path is not None
+        attendant = [sys.executable, str(Path(__file__).with_name("attendant.py"))]
+        with self._log_path.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *attendant,
+                *self._command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=self._directory,  # where `python -m` finds no module by accident
+            )
+        exited = asyncio.create_task(process.wait())
+        watching = asyncio.create_task(self._watch())
+        was_up = False
+        try:
+            await asyncio.wait({exited, watching}, return_when=asyncio.FIRST_COMPLETED)
+            was_up = self._up.is_set()
+            log.error(
+                "the sampling engine ended", engine=self._name, status=process.returncode, log=str(self._log_path)
+            )
+        finally:
+            self._down()
+            watching.cancel()
+            assert process.stdin is not None
+            process.stdin.close()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.shield(exited)
+        if not was_up and self._refusal is None:
+            self._failed_starts += 1
+            if self._failed_starts >= FAILED_STARTS:
+                self._refusal = EngineFailedError(f"{self._name} ends before it is up; its log is {self._log_path}")
+
+    async def _watch(self) -> None:
+        """Until it is up, and then until it is not."""
+        misses = 0
+        while True:
+            healthy = await self._healthy()
+            if healthy and not self._up.is_set():
+                await self._arrived()
+            misses = 0 if healthy else misses + 1
+            if self._up.is_set() and misses >= UNHEALTHY:
+                log.error("the sampling engine does not answer", engine=self._name)
+                return
+            waiting_s = HEALTH_S if healthy and self._up.is_set() else 0.2
+            self._look.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(waiting_s):
+                    await self._look.wait()
+
+    async def _arrived(self) -> None:
+        try:
+            await self._learn()
+        except SettingsError as error:
+            self._refusal = error
+            log.error("the sampling engine cannot be used", engine=self._name, error=str(error))
+            return
+        except (EngineGone, EngineFailedError, UserError) as error:
+            log.warning("the sampling engine is not ready", engine=self._name, error=str(error))
+            return
+        self._refusal, self._failed_starts = None, 0
+        self.era += 1
+        self._up.set()
+        log.info("the sampling engine is up", engine=self._name, url=self.url)
+
+    async def _healthy(self) -> bool:
+        try:
+            return (await self._client.get(self._health, timeout=QUICK_S)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _down(self) -> None:
+        self._up.clear()
+
+
+def _json(text: bytes, name: str) -> Json:
+    try:
+        found = orjson.loads(text) if text.strip() else {}
+    except ValueError as error:
+        raise EngineFailedError(f"{name} answers what is not JSON: {text[:80]!r}") from error
+    return found if isinstance(found, dict) else {"answer": found}
+
+
+def _refusal(status: int, text: bytes, name: str) -> Exception:
+    """What an answer that is none means: a request that is wrong, or an engine that is."""
+    message = text[:2000].decode(errors="replace")
+    with contextlib.suppress(ValueError, AttributeError, TypeError):
+        found = orjson.loads(text)
+        told = found.get("error", found)
+        message = str((told.get("message") if isinstance(told, dict) else told) or message)
+    if status == 404:
+        return NotFoundError(f"{name} answers: {message}")
+    return (UserError if status < 500 else EngineFailedError)(f"{name} answers {status}: {message}")

@@ -1,0 +1,232 @@
+"""SGLang's HTTP interface: /generate of token ids, adapters by name, release and resume of memory.
+
+Logprobs of its answers are at the sampling temperature over the whole vocabulary, before anything is left out: ours,
+unless logits were penalised or biased; then, at temperatures 0 and 1, those of a second request, in which the answer
+is part of the prompt. (SGLANG_RETURN_ORIGINAL_LOGPROB changes what they are; an engine that we start runs without.)
+It knows seeds only with --enable-deterministic-inference. Knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
+from tinsmith.samplers.remote.dialect import NO_ADJUSTMENTS, Ask, Call, Json, PromptAsk, Reply, Row, number, penalises
+from tinsmith.types import SamplingParams
+
+GENERATE = "/generate"
+MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
+MOST_IDS = 4096
+"""Targets of a prompt that one request asks for: every position has a logprob for each."""
+
+MOST_CELLS = 2**20
+MOST_PENALTY = 2.0
+
+FINISHES = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class SglangDialect:
+    name = "SGLang"
+    health = "/health"
+    seed_bits = 31
+    streams = False
+    needs_seeds = True
+    scores_alone = False
+    takes_unembeddings = False
+    scores_unembeddings = True
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self._deterministic = True
+        self.max_context_length: int | None = None
+
+    def questions(self) -> Sequence[str]:
+        return ["/get_model_info", "/get_server_info"]
+
+    def learn(self, facts: Sequence[Json]) -> None:
+        model, server = facts
+        if model.get("is_generation") is False:
+            raise SettingsError("SGLang serves a model that generates nothing")
+        if not server.get("enable_lora", True):
+            raise SettingsError("SGLang runs without --enable-lora, and cannot sample from what was trained")
+        self._deterministic = bool(server.get("enable_deterministic_inference"))
+        self.max_context_length = cast("int | None", server.get("context_length"))
+
+    def learn_mode(self, drawn: float, scored: float) -> None:
+        """From the logprob that came with a token drawn at temperature 0.5, and the token's at temperature 1."""
+        if abs(drawn - scored) <= 1e-3 * max(1.0, abs(scored)):
+            raise SettingsError("SGLang runs with SGLANG_RETURN_ORIGINAL_LOGPROB; start it without")
+
+    def check(self, params: SamplingParams, *, alternatives: int) -> None:
+        given = params.adjustments or NO_ADJUSTMENTS
+        if given.grammar is not None:
+            raise NotSupportedError("a grammar (response_format, tools) is not supported where SGLang samples")
+        if alternatives:
+            raise NotSupportedError(
+                "prompt_alt_tokens_k is not supported where SGLang samples: it draws no such tokens"
+            )
+        if given.repetition_penalty != 1:
+            raise NotSupportedError("repetition_penalty is not supported where SGLang samples: its formula is another")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if abs(getattr(given, name)) > MOST_PENALTY:
+                raise NotSupportedError(f"{name} is {getattr(given, name)}; SGLang knows penalties from -2 to 2")
+        if not params.stop_eos and (params.stop_tokens or params.stop_strings):
+            raise NotSupportedError(
+                "stops without end tokens are not supported where SGLang samples: its ignore_eos ignores stops, too"
+            )
+        if params.seed is not None and not self._deterministic:
+            raise NotSupportedError(
+                "sampling_params.seed is not supported by this SGLang: start it with --enable-deterministic-inference"
+            )
+        if penalises(params) and params.temperature not in (0.0, 1.0):
+            raise NotSupportedError(
+                f"sampling_params.temperature is {params.temperature}, with a penalty or a bias: SGLang has no "
+                "logprobs of the model's own distribution then; use temperature 1, or leave the others out"
+            )
+
+    def about_prompt(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptAsk:
+        if len(ids) > MOST_IDS or len(ids) * length > MOST_CELLS:
+            raise NotSupportedError(
+                f"target_prompt_logprobs names {len(ids)} different ids for {length} tokens; where SGLang samples, "
+                f"which tells of each id at each token, {MOST_IDS} ids and {MOST_CELLS} logprobs are the most"
+            )
+        return PromptAsk(first, topk, ids)
+
+    def rescores(self, params: SamplingParams) -> bool:
+        return penalises(params)
+
+    def call(self, ask: Ask) -> Call:
+        params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
+        greedy = params.temperature == 0
+        sampling: Json = {
+            "max_new_tokens": ask.max_tokens,
+            "temperature": params.temperature,
+            "top_k": -1 if greedy or params.top_k < 1 else params.top_k,
+            "top_p": 1.0 if greedy else params.top_p,
+            "min_p": 0.0 if greedy else given.min_p,
+            "presence_penalty": given.presence_penalty,
+            "frequency_penalty": given.frequency_penalty,
+            "repetition_penalty": 1.0,
+            "ignore_eos": not params.stop_eos,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "no_stop_trim": True,
+        }
+        if params.stop_eos:
+            sampling["stop_token_ids"] = sorted(self._eos_token_ids | set(params.stop_tokens))
+        if params.stop_strings:
+            sampling["stop"] = list(params.stop_strings)
+        if given.logit_bias:
+            sampling["logit_bias"] = {str(token): bias for token, bias in given.logit_bias}
+        if ask.seed is not None and self._deterministic:
+            sampling["sampling_seed"] = ask.seed
+        body: Json = {
+            "rid": ask.request_id,
+            "input_ids": list(ask.tokens),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": ask.topk,
+            "lora_path": ask.adapter,
+        }
+        if ask.cache_scope:
+            body["extra_key"] = ask.cache_scope
+        if ask.prompt is not None:
+            # Position t is told with the token at t; the one before is needed to predict it.
+            body["logprob_start_len"] = ask.prompt.first - 1
+            body["top_logprobs_num"] = max(ask.topk, ask.prompt.topk)
+            if ask.prompt.ids:
+                body["token_ids_logprob"] = list(ask.prompt.ids)
+        return Call(GENERATE, body)
+
+    def read(self, ask: Ask, answer: Json) -> Reply:
+        try:
+            meta = answer["meta_info"]
+            told = meta["output_token_logprobs"]
+            tokens = [int(token) for token in answer.get("output_ids") or [entry[1] for entry in told]]
+            if [int(entry[1]) for entry in told] != tokens:
+                raise ValueError(f"logprobs of {len(told)} tokens do not fit the {len(tokens)} of the answer")
+            topk = _row(meta["output_top_logprobs"]) if ask.topk else []
+            if ask.topk and len(topk) != len(tokens):
+                raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
+            reply = Reply(
+                tokens,
+                [number(entry[0], "a logprob") for entry in told],
+                list(topk),
+                FINISHES[meta["finish_reason"]["type"]],
+                int(meta.get("cached_tokens") or 0),
+            )
+            if ask.prompt is not None:
+                reply.prompt_rows = _prompt_rows(meta, ask)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EngineFailedError(f"SGLang's answer cannot be read: {type(error).__name__}: {error}") from error
+        return reply
+
+    def abort(self, request_id: str) -> Call | None:
+        return Call("/abort_request", {"rid": request_id})
+
+    def load(self, name: str, directory: str) -> Call:
+        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    def unload(self, name: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": name})
+
+    def sleep(self) -> Sequence[Call]:
+        # What the cache holds is lost: it is emptied first, so that nothing refers to it afterwards.
+        return [
+            Call("/flush_cache", {}),
+            Call("/release_memory_occupation", {"tags": ["kv_cache"]}),
+            Call("/release_memory_occupation", {"tags": ["cuda_graph"]}),
+            Call("/release_memory_occupation", {"tags": ["weights"]}),
+        ]
+
+    def wake(self) -> Sequence[Call]:
+        return [
+            Call("/resume_memory_occupation", {"tags": ["weights"]}),
+            Call("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
+            Call("/resume_memory_occupation", {"tags": ["kv_cache"]}),
+        ]
+
+    def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
+        given = {option.partition("=")[0] for option in options}
+        ours = {
+            "--max-lora-rank": str(MAX_RANK),
+            "--max-loras-per-batch": str(MAX_ADAPTERS_AT_ONCE),
+            "--lora-target-modules": "all",
+            "--sampling-defaults": "openai",
+        }
+        chosen = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
+        fixed = ["--model-path", model, "--host", "127.0.0.1", "--port", str(port), "--enable-lora"]
+        fixed += ["--enable-deterministic-inference"]
+        saving = ["--enable-memory-saver"] if shares_device else []
+        module = ["-m", "sglang.launch_server"]
+        unset = ["-u", "SGLANG_RETURN_ORIGINAL_LOGPROB"]
+        return ["env", *unset, "HF_HUB_OFFLINE=1", python, *module, *fixed, *saving, *chosen, *options]
+
+
+def _prompt_rows(meta: Json, ask: Ask) -> list[Row]:
+    """What is told begins with the token at logprob_start_len, which has no logprob if it is the first."""
+    assert ask.prompt is not None
+    start = ask.prompt.first - 1
+    rows: list[dict[int, float]] = [{} for _ in ask.tokens]
+    own = meta["input_token_logprobs"]
+    if [int(entry[1]) for entry in own] != [int(token) for token in ask.tokens[start:]]:
+        raise ValueError("the tokens of input_token_logprobs are not the prompt's")
+    told = [[_entry(entry) for entry in own]]
+    told += [_row(meta["input_top_logprobs"])] if ask.prompt.topk else []
+    told += [_row(meta["input_token_ids_logprobs"])] if ask.prompt.ids else []
+    for kind in told:
+        for offset, row in enumerate(kind):
+            if start + offset >= ask.prompt.first:
+                rows[start + offset].update(row)
+    return cast("list[Row]", rows)
+
+
+def _entry(entry: Sequence[object]) -> dict[int, float]:
+    return {int(cast(int, entry[1])): number(entry[0], "a logprob")}
+
+
+def _row(rows: Iterable[Sequence[Sequence[object]] | None]) -> list[dict[int, float]]:
+    return [{int(cast(int, token)): number(value, "a logprob") for value, token, *_ in row or ()} for row in rows]

@@ -1,0 +1,232 @@
+"""vLLM's HTTP interface: completions of token ids, adapters by name, sleep and wake.
+
+Every request goes to /v1/completions, which takes and gives token ids and is the same in versions of a year. What
+logprobs mean there is decided when vLLM starts (`--logprobs-mode`), so an engine is asked at start, by one token at
+temperature 0.5, which of two it is:
+
+- processed: logprobs of what is drawn from. Ours, unless something is left out or penalised; then, at temperatures 0
+  and 1, those of a second request, in which the answer is part of the prompt.
+- raw (vLLM's default): logprobs of the model at temperature 1. Ours at temperatures 0 and 1, whatever is left out.
+
+With adapters of the unembedding, vLLM (0.32) gives the rows of a prompt to the adapters of the requests that happen to
+run: with others beside it, an engine on a CPU dies of it and one on a GPU would answer wrongly; alone, versions whose
+unembedding is not adapted are right. So prompts are scored alone, and those of other versions token by token
+(answering.py). An engine that is started with --lora-target-modules, and no lm_head among them, is free of that.
+
+End tokens are given with each request, since vLLM's own are those of one of the model's files. Knows no connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from tinsmith.errors import EngineFailedError, NotSupportedError, SettingsError
+from tinsmith.samplers.remote.dialect import (
+    NO_ADJUSTMENTS,
+    Ask,
+    Call,
+    Json,
+    PromptAsk,
+    Reply,
+    Row,
+    number,
+    penalises,
+    truncates,
+)
+from tinsmith.types import SamplingParams
+
+COMPLETIONS = "/v1/completions"
+BASE = "tinsmith-base"
+"""What a base model is called in an engine that we start."""
+
+MOST_CELLS = 2**18
+"""Logprobs of one prompt that may be told: some 16 MiB of JSON."""
+
+MAX_ADAPTERS_AT_ONCE, MAX_RANK = 8, 64
+
+ENVIRONMENT = (
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True",
+    "VLLM_SERVER_DEV_MODE=1",  # /sleep and /wake_up
+    "VLLM_NO_USAGE_STATS=1",
+    "HF_HUB_OFFLINE=1",
+)
+
+
+class VllmDialect:
+    name = "vLLM"
+    health = "/health"
+    seed_bits = 62
+    streams = True
+    needs_seeds = False
+    scores_unembeddings = False
+
+    def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
+        self.scores_alone = True
+        self.takes_unembeddings = True
+        self._base = BASE
+        self._processed = True
+        self.max_context_length: int | None = None
+
+    def questions(self) -> Sequence[str]:
+        return ["/v1/models"]
+
+    def learn(self, facts: Sequence[Json]) -> None:
+        models = [model for model in facts[0].get("data", []) if not model.get("parent")]
+        if not models:
+            raise SettingsError("vLLM serves no base model: /v1/models names none")
+        self._base = str(models[0]["id"])
+        self.max_context_length = cast("int | None", models[0].get("max_model_len"))
+
+    def learn_mode(self, drawn: float, scored: float) -> None:
+        """From the logprob that came with a token drawn at temperature 0.5, and the token's at temperature 1."""
+        self._processed = abs(drawn - scored) > 1e-3 * max(1.0, abs(scored))
+
+    def check(self, params: SamplingParams, *, alternatives: int) -> None:
+        given = params.adjustments or NO_ADJUSTMENTS
+        if given.grammar is not None:
+            raise NotSupportedError("a grammar (response_format, tools) is not supported where vLLM samples")
+        if alternatives:
+            raise NotSupportedError(
+                "prompt_alt_tokens_k is not supported where vLLM samples: vLLM draws no such tokens"
+            )
+        if params.temperature in (0.0, 1.0):
+            return
+        if not self._processed:
+            raise NotSupportedError(
+                f"sampling_params.temperature is {params.temperature}; vLLM runs with --logprobs-mode raw_logprobs, "
+                "which has logprobs for temperatures 0 and 1 only: start it with --logprobs-mode processed_logprobs"
+            )
+        if truncates(params) or penalises(params):
+            raise NotSupportedError(
+                f"sampling_params.temperature is {params.temperature}, with top_k, top_p, min_p, a penalty or a bias: "
+                "vLLM has no logprobs of the whole distribution then; use temperature 1, or leave the others out"
+            )
+
+    def about_prompt(self, first: int, topk: int, ids: tuple[int, ...], length: int) -> PromptAsk:
+        if ids and length * self._vocab_size > MOST_CELLS:
+            raise NotSupportedError(
+                f"target_prompt_logprobs is not supported where vLLM samples, for a prompt of {length} tokens and a "
+                f"vocabulary of {self._vocab_size}: vLLM tells the logprobs of chosen ids by telling all, and "
+                f"{MOST_CELLS} are the most; use topk_prompt_logprobs"
+            )
+        return PromptAsk(first, topk, ids, everything=bool(ids))
+
+    def rescores(self, params: SamplingParams) -> bool:
+        return self._processed and (truncates(params) or penalises(params))
+
+    def call(self, ask: Ask) -> Call:
+        params, given = ask.params, ask.params.adjustments or NO_ADJUSTMENTS
+        greedy = params.temperature == 0
+        stops = set(params.stop_tokens) | (self._eos_token_ids if params.stop_eos else frozenset())
+        body: Json = {
+            "model": ask.adapter or self._base,
+            "prompt": list(ask.tokens),
+            "add_special_tokens": False,
+            "max_tokens": ask.max_tokens,
+            "temperature": params.temperature,
+            "top_k": 0 if greedy or params.top_k < 1 else params.top_k,
+            "top_p": 1.0 if greedy else params.top_p,
+            "min_p": 0.0 if greedy else given.min_p,
+            "repetition_penalty": given.repetition_penalty,
+            "presence_penalty": given.presence_penalty,
+            "frequency_penalty": given.frequency_penalty,
+            "ignore_eos": True,
+            "stop_token_ids": sorted(stops),
+            "stop": list(params.stop_strings),
+            "include_stop_str_in_output": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "logprobs": ask.topk,
+            "return_tokens_as_token_ids": True,
+            "return_token_ids": True,
+            "request_id": ask.request_id,
+        }
+        if ask.only:
+            body["logprob_token_ids"] = list(ask.only)
+        if given.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in given.logit_bias}
+        if ask.seed is not None:
+            body["seed"] = ask.seed
+        if ask.cache_scope:
+            body["cache_salt"] = ask.cache_scope[:1024]
+        if ask.prompt is not None:
+            body["prompt_logprobs"] = -1 if ask.prompt.everything else ask.prompt.topk
+        if ask.stream:
+            body["stream"] = True
+            body["stream_options"] = {"include_usage": True}
+        return Call(COMPLETIONS, body)
+
+    def read(self, ask: Ask, answer: Json) -> Reply:
+        try:
+            details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            reply = Reply([], [], [], cached_tokens=int(details.get("cached_tokens") or 0))
+            for choice in answer["choices"]:
+                _add(reply, choice, ask)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EngineFailedError(f"vLLM's answer cannot be read: {type(error).__name__}: {error}") from error
+        return reply
+
+    def abort(self, request_id: str) -> Call | None:
+        return None  # it ends a request whose connection is closed
+
+    def load(self, name: str, directory: str) -> Call:
+        return Call("/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    def unload(self, name: str) -> Call:
+        return Call("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def sleep(self) -> Sequence[Call]:
+        # Level 1 keeps the weights in host memory; what level 2 throws away nobody here could bring back.
+        return [Call("/sleep?level=1", {})]
+
+    def wake(self) -> Sequence[Call]:
+        # Weights first: the cache takes what is left.
+        return [Call("/wake_up?tags=weights", {}), Call("/wake_up?tags=kv_cache", {})]
+
+    def command(self, python: str, model: str, port: int, options: Sequence[str], shares_device: bool) -> list[str]:
+        given = {option.partition("=")[0] for option in options}
+        self.takes_unembeddings = "--lora-target-modules" not in given or "lm_head" in options
+        self.scores_alone = self.takes_unembeddings
+        ours = {
+            "--max-lora-rank": str(MAX_RANK),
+            "--max-loras": str(MAX_ADAPTERS_AT_ONCE),
+            "--max-logprobs": "-1",
+            "--logprobs-mode": "processed_logprobs",
+        }
+        chosen = [word for flag, value in ours.items() if flag not in given for word in (flag, value)]
+        fixed = ["--model", model, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)]
+        fixed += ["--generation-config", "vllm", "--enable-lora", "--enable-prompt-tokens-details"]
+        sleeping = ["--enable-sleep-mode"] if shares_device else []
+        module = ["-m", "vllm.entrypoints.openai.api_server"]
+        return ["env", *ENVIRONMENT, python, *module, *fixed, *sleeping, *chosen, *options]
+
+
+def _add(reply: Reply, choice: Json, ask: Ask) -> None:
+    tokens = [int(token) for token in choice.get("token_ids") or []]
+    told = choice.get("logprobs") or {}
+    logprobs = [number(value, "a logprob") for value in told.get("token_logprobs") or []]
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{len(tokens)} tokens have {len(logprobs)} logprobs")
+    topk: list[Row] = [
+        {_token(name): number(value, "a logprob") for name, value in row.items()} for row in _rows(told, ask)
+    ]
+    if (ask.topk or ask.only) and len(topk) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens have {len(topk)} rows of top logprobs")
+    reply.add(Reply(tokens, logprobs, topk, str(choice.get("finish_reason") or "")))
+    if ask.prompt is not None and choice.get("prompt_logprobs") is not None:
+        reply.prompt_rows = [_prompt_row(row) for row in choice["prompt_logprobs"]]
+
+
+def _rows(told: Json, ask: Ask) -> list[dict[str, float]]:
+    return cast("list[dict[str, float]]", told.get("top_logprobs") or []) if ask.topk or ask.only else []
+
+
+def _prompt_row(row: dict[str, Json] | None) -> Row:
+    return {int(token): number(entry["logprob"], "a logprob") for token, entry in (row or {}).items()}
+
+
+def _token(name: str) -> int:
+    return int(name.removeprefix("token_id:"))

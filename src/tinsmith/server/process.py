@@ -1,0 +1,469 @@
+"""The process of `tinsmith serve`: wires the durable parts, the HTTP app, the supervisor and the janitor, and runs
+those of them that its role wants. A process that answers no clients listens for probes and for Prometheus, or nowhere.
+
+Everything is built here, once, and passed down. The process never loads torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import ipaddress
+import resource
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+import structlog
+import uvicorn
+import uvloop
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.applications import Starlette
+
+from tinsmith import base_models as base_models
+from tinsmith.api.app import Services, create_app, create_probe_app
+from tinsmith.api.connections import Connection
+from tinsmith.auth.keys import Keys
+from tinsmith.auth.quotas import NAMES as QUOTAS
+from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.signing import Signer, load_secret
+from tinsmith.auth.tenants import StoredTenants
+from tinsmith.auth.tokens import Tokens
+from tinsmith.base_models import Bases
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.openai.reconciler import Keeper, Parts
+from tinsmith.batch.openai.rows import OpenAIBatches
+from tinsmith.batch.pools import local
+from tinsmith.chat.texts import Texts
+from tinsmith.cluster.dispatch import Dispatch
+from tinsmith.cluster.early import EarlyEngine
+from tinsmith.cluster.engines import Engines, holder_of
+from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.supervisor import Supervisor
+from tinsmith.cluster.view import Fleet
+from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.pg_notify import open_mailbox
+from tinsmith.db.wakeups import (
+    EVERYTHING,
+    SAFETY_POLL_S,
+    SERVER,
+    EngineWaker,
+    Waiters,
+    WakeUps,
+    engine_mailbox,
+    job_line,
+    server_mailbox,
+)
+from tinsmith.errors import SettingsError
+from tinsmith.runtime.background import Background
+from tinsmith.runtime.failpoints import arm
+from tinsmith.runtime.threads import Threads
+from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.settings import Settings
+from tinsmith.storage.directories import check_reachable, claim, open_directories
+from tinsmith.store.audit import Audit
+from tinsmith.store.census import Census
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.files import Files
+from tinsmith.store.futures import Futures
+from tinsmith.store.history import Curves
+from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.models import Models
+from tinsmith.store.overview import Overview
+from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.store.sessions import Sessions
+from tinsmith.store.usage import Usage
+from tinsmith.telemetry.metrics import ServerMeters, emptied_directory
+from tinsmith.telemetry.timeline import Traces
+from tinsmith.telemetry.tracing import open_tracing
+from tinsmith.wire.token_stream import MARK, Partials
+
+PATIENCE_S = 5.0
+"""How long a request waits for the database; then its client is told to send it again."""
+
+SHUTDOWN_S = 5
+"""How long requests in flight may take once the server is told to stop."""
+
+FEW_FILES = 4096
+"""A server that may open no more than this says so: each poll that is held is a connection, and that a file."""
+
+log = structlog.get_logger()
+
+
+class _PatientServer(uvicorn.Server):
+    """Answers held polls when it shuts down, rather than cutting them."""
+
+    def __init__(self, config: uvicorn.Config, waiters: Waiters) -> None:
+        super().__init__(config)
+        self._waiters = waiters
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._waiters.close()
+        await super().shutdown(sockets)
+
+
+@dataclass(slots=True)
+class Server:
+    """One process, built and not yet running."""
+
+    settings: Settings
+    app: Starlette
+    bases: Bases
+    listener: socket.socket | None
+    supervisor: Supervisor
+    waiters: Waiters
+
+    @property
+    def url(self) -> str:
+        """Empty if it listens nowhere."""
+        if self.listener is None:
+            return ""
+        host, port = self.listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    @property
+    def accepts_anyone(self) -> bool:
+        """Whether any key will do."""
+        return self.app.state.services.tenants.accepts_anyone()
+
+    def run(self, on_ready: Callable[[str], None] | None = None) -> None:
+        """Serve until SIGTERM or Ctrl-C; returns when every engine is gone. Raises SettingsError if one refuses."""
+        # A signal that comes before uvicorn handles them must not be lost. uvicorn raises those that it got again.
+        told = threading.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, lambda _signal, _frame: told.set())
+        raise_file_limit()
+        gc.freeze()  # what was loaded stays: to look for garbage in it holds up everybody for 0.05 to 0.1 s each time
+        uvloop.run(self._run(on_ready, told))
+
+    async def _run(self, on_ready: Callable[[str], None] | None, told: threading.Event) -> None:
+        refused = asyncio.create_task(self.supervisor.refused.wait())
+        if self.listener is None:
+            await self._work_unseen(on_ready, refused, told)
+        else:
+            await self._listen(self.listener, on_ready, refused, told)
+        refused.cancel()
+        if self.supervisor.refused.is_set():
+            raise SettingsError(self.supervisor.refusal)
+
+    async def _work_unseen(
+        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], told: threading.Event
+    ) -> None:
+        end = asyncio.Event()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(signal_number, end.set)
+        if told.is_set():
+            end.set()
+        async with self.app.router.lifespan_context(self.app):
+            if on_ready:
+                on_ready(self.url)
+            stopping = asyncio.create_task(end.wait())
+            await asyncio.wait({stopping, refused}, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+
+    async def _listen(
+        self,
+        listener: socket.socket,
+        on_ready: Callable[[str], None] | None,
+        refused: asyncio.Task[bool],
+        told: threading.Event,
+    ) -> None:
+        config = uvicorn.Config(
+            self.app,
+            http=Connection,
+            ws="none",
+            loop="uvloop",
+            log_level="error",  # below it, anyone who sends nonsense writes a line
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_S,
+        )
+        server = _PatientServer(config, self.waiters)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        await asyncio.sleep(0)  # its first step: from here on signals are uvicorn's
+        if told.is_set():
+            server.should_exit = True
+        if on_ready:
+            on_ready(self.url)
+        await asyncio.wait({serving, refused}, return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+
+
+def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
+    """Prepare the data directory, migrate the database, and wire the parts. Raises SettingsError."""
+    data_dir = settings.resolved_data_dir
+    lock = _claim_data(data_dir)
+    served = base_models.resolve(settings.models)
+    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S)
+    engines = Engines(database, holder_of(data_dir))
+    meters = ServerMeters(
+        emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
+    )
+    database.time_use(meters.database_used)
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
+    background = Background(meters.background_failed)
+    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
+    arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
+    database.migrate()
+    check_reachable(settings)
+    waiters = Waiters()
+    meters.held_polls(waiters.__len__)
+
+    wake = EngineWaker(mailbox) if database.is_sqlite else None
+    fleet = Fleet(database)
+    futures = Futures(database, wake, meters.submitted, fleet.for_sample)
+    services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
+    services = replace(services, failing=supervisor.failing)
+    services.batch_jobs.tell(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
+    port = settings.listening_port
+    if port is not None and services.tenants.accepts_anyone():
+        _refuse_public_address(settings)
+    janitor = Janitor(settings, _swept(settings, services, engines), lambda: database.alone("janitor"))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Starlette) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+        if wake:
+            wake.bind(loop)
+        loop.set_default_executor(services.threads.handlers)
+        loop.add_reader(mailbox.fileno(), lambda: _on_wake_up(waiters, services.partials, mailbox.drain()))
+        background.start("database_files", partial(_watch_files, database, services.threads, supervisor))
+        _start(services, supervisor, janitor, background)
+        try:
+            yield
+        finally:
+            await _stop(services, supervisor, background)
+            loop.remove_reader(mailbox.fileno())
+            mailbox.close()
+            services.threads.close()
+            database.close()
+            lock.close()
+
+    app = create_app(services, lifespan) if settings.answers_clients else create_probe_app(services, lifespan)
+    listener = None if port is None else _open_port(settings.host, port)
+    return Server(settings, app, served, listener, supervisor, waiters)
+
+
+def _start(services: Services, supervisor: Supervisor, janitor: Janitor, background: Background) -> None:
+    """Start what runs beside the requests, as far as it is this process's role."""
+    supervisor.start(background)
+    background.start("lost_wake_ups", partial(_poll_slowly, services))
+    if services.settings.runs_bulk_jobs:
+        local.sweep(services.coordinator.logs)
+        services.coordinator.start(background)
+    if services.settings.answers_clients:
+        services.batch_keeper.start(background, services.threads.sweeps)
+        background.start("janitor", partial(janitor.run, services.threads.sweeps))
+
+
+async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
+    """End what `_start` started; batch workers and engines get the time that they need."""
+    background.end()
+    if services.settings.answers_clients:
+        await services.batch_keeper.stop()
+    await services.coordinator.stop()
+    await supervisor.stop()
+    await asyncio.to_thread(services.tracing.close)
+    await background.stop()
+
+
+def _swept(settings: Settings, services: Services, engines: Engines) -> SweptParts:
+    return SweptParts(
+        services.sessions,
+        services.models,
+        services.sampling_sessions,
+        services.futures,
+        services.checkpoints,
+        open_directories(settings, "versions"),
+        open_directories(settings, "snapshots"),
+        services.audit,
+        services.custom_losses,
+        services.sequences,
+        services.files,
+        services.kept_samples,
+        engines,
+    )
+
+
+def _services(
+    settings: Settings,
+    served: Bases,
+    database: Database,
+    waiters: Waiters,
+    futures: Futures,
+    engines: Engines,
+    fleet: Fleet,
+    meters: ServerMeters,
+) -> Services:
+    batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
+    files = Files(database, settings.storage_location("files"))
+    sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
+    signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
+    quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
+    checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
+    dispatch = Dispatch(Executors(database))
+    answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters, dispatch)
+    coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
+    keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
+    return Services(
+        settings=settings,
+        bases=served,
+        futures=futures,
+        usage=Usage(database),
+        audit=audit,
+        traces=Traces(database),
+        waiters=waiters,
+        signer=signer,
+        tenants=StoredTenants(Keys(database), Tokens(signer)),
+        quotas=quotas,
+        custom_losses=CustomLosses(database),
+        sequences=Sequences(database),
+        sessions=sessions,
+        models=Models(database),
+        sampling_sessions=samplers,
+        checkpoints=checkpoints,
+        batch_jobs=batch_jobs,
+        coordinator=coordinator,
+        answers=answers,
+        files=files,
+        openai_batches=batches,
+        batch_keeper=Keeper(settings, keeping),
+        texts=Texts(),
+        partials=Partials(),
+        standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),
+        curves=Curves(database),
+        recent_steps=RecentSteps(database),
+        kept_samples=KeptSamples(database),
+        overview=Overview(database),
+        queue_state=engines.queue_state,
+        engine_for_run=fleet.for_run,
+        dispatch=dispatch,
+        meters=meters,
+        tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
+        threads=Threads.start(settings.handler_threads, settings.transfer_threads),
+        reads_wait=not database.is_sqlite,
+    )
+
+
+def _tell_of_free_runs(mailbox: WakeUps, base_model: str) -> None:
+    mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
+
+
+def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
+    told = {line for line in lines if line.startswith(MARK)}
+    if told:
+        partials.arrived(told)
+    request_ids = lines - told
+    if "" in request_ids:  # others may have been missed
+        waiters.wake_all()
+    else:
+        waiters.settled(request_ids)
+
+
+async def _watch_files(database: Database, threads: Threads, supervisor: Supervisor) -> None:
+    """A process whose database was taken away ends; writers notice by themselves, but there may be none."""
+    while True:
+        await asyncio.sleep(FILES_POLL_S)
+        try:
+            await asyncio.get_running_loop().run_in_executor(threads.sweeps, database.check_files)
+        except DatabaseMovedError as error:
+            log.critical("the database is gone; this server stops", error=str(error))
+            supervisor.refuse(str(error))
+            return
+
+
+async def _poll_slowly(services: Services) -> None:
+    """Covers wake-ups that were lost, with a few questions for all the polls that are held."""
+    orders: dict[str, int | None] = {}
+    while True:
+        await asyncio.sleep(SAFETY_POLL_S)
+        try:
+            orders = await look_for_lost(
+                services.waiters, services.futures, services.sampling_sessions, orders, services.threads.quick
+            )
+        except SQLAlchemyError as error:
+            log.warning("could not look for settled futures; the next look may", error=repr(error))
+
+
+async def look_for_lost(
+    waiters: Waiters,
+    futures: Futures,
+    samplers: SamplingSessions,
+    orders: Mapping[str, int | None],
+    threads: Executor | None = None,
+) -> dict[str, int | None]:
+    """Wake whoever waits for what has settled. `orders` is the answer of the last look: the newest settlement of each
+    sampling session that is followed.
+    """
+    request_ids, sampling_session_ids = waiters.watched()
+    loop = asyncio.get_running_loop()
+    settled = await loop.run_in_executor(threads, futures.settled_among, request_ids)
+    newest = await loop.run_in_executor(threads, samplers.last_orders, sampling_session_ids)
+    waiters.settled(settled)
+    waiters.sessions_settled(name for name, order in newest.items() if order != orders.get(name))
+    return newest
+
+
+def raise_file_limit() -> None:
+    """Let this process, and those that it starts, open as many files as the system allows it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    except (ValueError, OSError) as error:  # where an unlimited number is more than the kernel takes
+        log.info("the limit of open files stays as it was", limit=soft, error=str(error))
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
+
+
+def _claim_data(data_dir: Path) -> IO[bytes]:
+    """Two servers on one directory would answer each other's requests twice."""
+    try:
+        lock = claim(data_dir / "server.lock", wait=False)
+    except OSError as error:
+        raise SettingsError(f"cannot write to {data_dir}: {error.strerror}; choose another --data-dir") from None
+    if lock is None:
+        raise SettingsError(f"another server uses {data_dir}; stop it, or choose another --data-dir")
+    return lock
+
+
+def _refuse_public_address(settings: Settings) -> None:
+    host = settings.host
+    if host == "localhost":
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback:
+            return
+    raise SettingsError(
+        f"host is {host!r}, but without API keys everyone who can reach it could train and read models; make one "
+        "(tinsmith keys create TENANT), or use 127.0.0.1"
+    )
+
+
+def _open_port(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # With the protocol given, the event loop sets TCP_NODELAY on what it accepts; without it, answers wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from None
+    listener.listen(2048)
+    return listener

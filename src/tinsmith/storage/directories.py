@@ -1,0 +1,299 @@
+"""Directories of files that are complete or absent, and claims on files that end with their process.
+
+A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then
+is it renamed to its final, random name. After that its files never change: a copy may share them, and whoever is
+about to believe them can check them against the manifest. Knows nothing of what the files mean.
+
+`Directories` are on a disk; `buckets.BucketDirectories` are the same in a bucket. `open_directories` makes whichever a
+location asks for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from tinsmith.errors import CorruptFilesError, SettingsError, UserError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.storage.stores import fsync, open_store, split
+
+if TYPE_CHECKING:
+    from tinsmith.settings import Settings
+
+MANIFEST = "manifest.json"
+Facts = dict[str, tuple[int, str]]
+"""The files of a directory, each with its size and SHA-256 digest."""
+
+
+class UnreachableError(OSError):
+    """A bucket does not answer, or refuses; what is in it may be as good as ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A directory that has its files and not yet its name."""
+
+    name: str
+    hidden: Path
+
+
+class Directories:
+    """Sealed directories below one root."""
+
+    is_far = False
+    """Whether to place a directory is to send it somewhere, which takes its time."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def path(self, name: str) -> Path:
+        """Where a directory is on this disk, if it is there."""
+        return self._root / name
+
+    def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
+        """Have `fill` write files into a fresh directory and make it durable. Returns (name, bytes)."""
+        return self.place(self.stage(fill))
+
+    def stage(self, fill: Callable[[Path], None]) -> Staged:
+        """The first half of `write`: the files are made."""
+
+        def fill_and_seal(hidden: Path) -> None:
+            fill(hidden)
+            hit(f"{self._root.name}.writing")
+            self._seal(hidden)
+
+        return self._filled(fill_and_seal)
+
+    def _filled(self, fill: Callable[[Path], None]) -> Staged:
+        name = uuid.uuid4().hex
+        make_private(self._root)
+        hidden = self._root / f".{name}"
+        hidden.mkdir()
+        try:
+            fill(hidden)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        return Staged(name, hidden)
+
+    def place(self, staged: Staged) -> tuple[str, int]:
+        """The second half, on any thread: the directory is durable and gets its name. Returns (name, bytes)."""
+        name, hidden = staged.name, staged.hidden
+        try:
+            fsync(hidden)
+            size_bytes = sum(path.stat().st_size for path in hidden.iterdir())
+            hit(f"{self._root.name}.sealed")
+            hidden.rename(self._root / name)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+        fsync(self._root)
+        hit(f"{self._root.name}.placed")
+        return name, size_bytes
+
+    def _seal(self, directory: Path) -> None:
+        """Make the files durable and write the manifest."""
+        seal(directory, durable=True)
+
+    def copy(self, name: str) -> tuple[str, int]:
+        """A second directory with the same files, durable, which outlives the first. Returns (name, bytes).
+
+        The files are shared where the file system can (hard links), copied where it cannot. So is the manifest: what
+        is damaged in the first must not become right in the second.
+        """
+        source = self._root / name
+        self.check_sizes(name)
+
+        def fill(target: Path) -> None:
+            for file in (*self.files(name), MANIFEST):
+                try:
+                    os.link(source / file, target / file)
+                except OSError:  # too many links, or a file system that has none
+                    shutil.copyfile(source / file, target / file)
+                fsync(target / file)
+
+        try:
+            return self.place(self._filled(fill))
+        except FileNotFoundError as error:
+            raise CorruptFilesError(f"{Path(error.filename).name} went away while it was copied") from error
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[Path]:
+        """Where its files can be read until the end of the block, each as it was written. Raises CorruptFilesError;
+        UnreachableError if it cannot be had just now.
+        """
+        self.check(name)
+        yield self.path(name)
+
+    def file_path(self, name: str, file: str) -> Path | None:
+        """Where one file is on this disk, if that is where it is kept. `file` is one of `files`."""
+        return self._root / name / file
+
+    def open(self, name: str, file: str) -> IO[bytes]:
+        """One file, for reading and seeking. Raises FileNotFoundError. `file` is one of `files`."""
+        return (self._root / name / file).open("rb")
+
+    def files(self, name: str) -> dict[str, int]:
+        """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
+        return {file: size_bytes for file, (size_bytes, _) in self._manifest(name).items()}
+
+    def digests(self, name: str) -> Mapping[str, tuple[int, str]]:
+        """The files that were written, their sizes and SHA-256 digests. Raises CorruptFilesError."""
+        return self._manifest(name)
+
+    def check_sizes(self, name: str) -> None:
+        """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
+        for file, size_bytes in self.files(name).items():
+            path = self._root / name / file
+            if path.is_symlink() or not path.is_file() or path.stat().st_size != size_bytes:
+                raise CorruptFilesError(f"{file} is missing or was cut short: {size_bytes} bytes were written")
+
+    def check(self, name: str) -> None:
+        """Read every file and compare it with its digest. Raises CorruptFilesError."""
+        self.check_sizes(name)
+        for file, (_, sha256) in self._manifest(name).items():
+            with (self._root / name / file).open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != sha256:
+                    raise CorruptFilesError(f"{file} does not hold the bytes that were written (SHA-256 differs)")
+
+    def _manifest(self, name: str) -> Facts:
+        try:
+            return read_manifest((self._root / name / MANIFEST).read_bytes())
+        except OSError as error:
+            raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
+
+    def old(self, age_s: float) -> list[str]:
+        """Directories, finished and unfinished ones, in which nothing was written for `age_s` seconds."""
+        if not self._root.is_dir():
+            return []
+        before = time.time() - age_s
+        return [path.name for path in self._root.iterdir() if path.is_dir() and _newest(path) < before]
+
+    def discard_all(self, names: Iterable[str], *, but: Collection[str]) -> list[str]:
+        """Remove those of `names` that are not in `but`; returns them."""
+        gone = [name for name in names if name not in but]
+        for name in gone:
+            self.discard(name)
+        return gone
+
+    def discard(self, name: str | None) -> None:
+        """Remove a directory that no row names any more; None is ignored."""
+        if name:
+            shutil.rmtree(self._root / name, ignore_errors=True)
+
+
+def open_directories(settings: Settings, kind: str) -> Directories:
+    """The directories of a kind, wherever the settings have them."""
+    location = settings.storage_location(kind)
+    if not settings.has_bucket:
+        return Directories(Path(split(location)[2]))
+    from tinsmith.storage.buckets import BucketDirectories
+    from tinsmith.storage.cache import Cache
+
+    return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
+
+
+def check_reachable(settings: Settings) -> None:
+    """Ask the bucket for something, if the settings name one. Raises SettingsError."""
+    if not settings.has_bucket:
+        return
+    store, prefix = open_store(settings.storage_location("checkpoints"))
+    try:
+        next(store.entries(prefix), None)
+    except UnreachableError as error:
+        raise SettingsError(
+            f"storage_dir is {settings.storage_dir!r}, which cannot be read; keys, region and endpoint come from AWS_* "
+            f"or GOOGLE_* variables. {error}"
+        ) from None
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden directory beside `target`, which gets its name at the end of the block, and is gone if that fails.
+    Raises UserError if something has that name.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists already; choose another directory, or delete it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    hidden = target.parent / f".{target.name}.{uuid.uuid4().hex}"
+    hidden.mkdir()
+    try:
+        yield hidden
+        fsync(hidden)
+        hidden.rename(target)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
+def make_private(directory: Path) -> None:
+    """A directory that nobody but this user can enter. One that is there already stays as somebody wanted it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
+    """Hold `path` for this process alone until the result is closed; None if another one holds it.
+
+    The kernel ends a claim with its process, however that dies; with `wait`, this waits for it.
+    """
+    make_private(path.parent)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def seal(directory: Path, *, durable: bool) -> None:
+    """Write the manifest of the files that are there; make all of it durable, if that is wanted here."""
+    facts: Facts = {}
+    for path in sorted(directory.iterdir()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if durable:
+                os.fsync(file.fileno())
+        facts[path.name] = path.stat().st_size, digest
+    write_manifest(directory, facts)
+    if durable:
+        fsync(directory / MANIFEST)
+
+
+def write_manifest(directory: Path, facts: Facts) -> None:
+    (directory / MANIFEST).write_text(manifest_text(facts))
+
+
+def manifest_text(facts: Facts) -> str:
+    files = {file: {"bytes": size_bytes, "sha256": sha256} for file, (size_bytes, sha256) in facts.items()}
+    return json.dumps({"format": 1, "files": files}, indent=1)
+
+
+def read_manifest(text: bytes) -> Facts:
+    """What a manifest says. It is not believed where it leads out of its directory. Raises CorruptFilesError."""
+    try:
+        files = json.loads(text)["files"]
+        found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
+    if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
+        raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
+    return found
+
+
+def _newest(directory: Path) -> float:
+    """When something was last written in a directory; a copy shares files that are older than itself."""
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except FileNotFoundError:  # it is being removed, or was just renamed
+        return time.time()

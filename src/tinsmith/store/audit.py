@@ -1,0 +1,66 @@
+"""The audit log: what was done to whose things, and when.
+
+Append-only until the retention ends. An entry is written in the transaction of the change that it speaks of, or
+straight after it; what failed or was asked for twice leaves none. Details are ids, paths and the words of an
+operation, never keys, bodies or metadata. Training and sampling are not in it: `usage` counts those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import AUDIT
+
+MAX_ENTRIES = 10_000
+"""Most entries of one answer; the newest of a day that has more."""
+
+# What the SDK asks for by name -> how the events of it begin.
+PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "all": ("",),
+    "checkpoints": ("checkpoint_",),
+    "projects": ("project_",),
+    "teams": ("team_",),
+    "organizations": ("key_",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    event: str
+    details: Mapping[str, object]
+    created_at: float
+
+
+class Audit:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def record(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
+        with self._db.write() as connection:
+            connection.execute(entry(tenant_id, event, details))
+
+    def entries(self, tenant_id: str, event_type: str, start: float, end: float) -> list[Entry]:
+        """The tenant's entries of a span of time, oldest first."""
+        named = sa.or_(*(AUDIT.c.event.startswith(prefix, autoescape=True) for prefix in PREFIXES[event_type]))
+        query = (
+            sa.select(AUDIT.c.event, AUDIT.c.details, AUDIT.c.created_at)
+            .where(AUDIT.c.tenant_id == tenant_id, AUDIT.c.created_at >= start, AUDIT.c.created_at < end, named)
+            .order_by(AUDIT.c.created_at.desc(), AUDIT.c.entry_id.desc())
+            .limit(MAX_ENTRIES)
+        )
+        with self._db.read() as connection:
+            return [Entry(**row._mapping) for row in connection.execute(query)][::-1]
+
+    def sweep(self, before: float) -> int:
+        """Forget what is older; returns how many entries that was."""
+        with self._db.write() as connection:
+            return connection.execute(AUDIT.delete().where(AUDIT.c.created_at < before)).rowcount
+
+
+def entry(tenant_id: str, event: str, details: Mapping[str, object]) -> sa.Executable:
+    """A statement for the transaction of the change itself. An event is called `{noun}_{what happened}`."""
+    return AUDIT.insert().values(tenant_id=tenant_id, event=event, details=dict(details), created_at=now())

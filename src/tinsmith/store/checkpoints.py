@@ -1,0 +1,332 @@
+"""Checkpoints: immutable, named, owned; rows here and one directory each below the checkpoint root.
+
+A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. Directory names are made by
+`storage`, never from client text. States: pending -> completed | failed; only completed ones can be seen, and only
+until they expire. The files are durable before the row is completed: a row that is completed has all its bytes. No
+directory is named by two rows: a copy has its own. Directories that no row names are swept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import CHECKPOINTS, MODELS
+from tinsmith.errors import CheckpointExistsError, CorruptFilesError, NotFoundError, UserError
+from tinsmith.storage.directories import Directories
+from tinsmith.store.models import ids_of_project
+from tinsmith.types import LoraSpec
+
+KINDS = ("weights", "sampler_weights", "external_weights")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    training_run_id: str
+    kind: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.training_run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class NewCheckpoint:
+    ref: CheckpointRef
+    tenant_id: str
+    base_model: str
+    lora: LoraSpec
+    optimizer_type: str = "adamw"
+    user_metadata: Mapping[str, str] | None = None
+    ttl_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    training_run_id: str
+    kind: str
+    name: str
+    tenant_id: str
+    state: str
+    error: str | None
+    directory: str | None
+    size_bytes: int | None
+    base_model: str
+    lora_rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    public: bool
+    user_metadata: Mapping[str, str] | None
+    created_at: float
+    expires_at: float | None
+
+    @property
+    def ref(self) -> CheckpointRef:
+        return CheckpointRef(self.training_run_id, self.kind, self.name)
+
+    @property
+    def lora(self) -> LoraSpec:
+        return LoraSpec(self.lora_rank, None, self.train_attn, self.train_mlp, self.train_unembed)
+
+
+def parse_path(text: str, field: str = "path") -> CheckpointRef:
+    """Read a tinker:// path that a request has in this field. Raises UserError that names it and shows the form."""
+    prefix, _, rest = text.partition("://")
+    parts = rest.split("/")
+    if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
+        raise UserError(
+            f"{field} {text!r} is not a checkpoint path; the form is tinker://TRAINING_RUN_ID/KIND/NAME, "
+            f"KIND being {', '.join(KINDS[:-1])} or {KINDS[-1]}"
+        )
+    return CheckpointRef(parts[0], parts[1], check_name(parts[2]))
+
+
+def check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise UserError(
+            f"checkpoint name {name!r} is not allowed; use 1 to 128 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
+class Checkpoints:
+    def __init__(self, db: Database, files: Directories) -> None:
+        self._db = db
+        self.files = files
+
+    # Reading, for the server and the engine.
+
+    def get(self, tenant_id: str, ref: CheckpointRef, *, granted_by: str | None = None) -> Checkpoint:
+        """A completed, unexpired checkpoint that the tenant may read: its own, a published one, or one of the tenant
+        who granted it to read theirs.
+        """
+        checkpoint = self.find(ref)
+        if checkpoint is None or not (checkpoint.tenant_id in (tenant_id, granted_by) or checkpoint.public):
+            raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
+        return checkpoint
+
+    def of_run(self, tenant_id: str, training_run_id: str) -> list[Checkpoint]:
+        mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
+        return self._select(mine, limit=None, offset=0)[0]
+
+    def page(
+        self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
+    ) -> tuple[list[Checkpoint], int]:
+        """The tenant's checkpoints (of one project, if it is named), newest first, and how many there are."""
+        mine = CHECKPOINTS.c.tenant_id == tenant_id
+        if project_id is not None:
+            mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
+        return self._select(mine, limit=limit, offset=offset)
+
+    @contextmanager
+    def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
+        """Where its files can be read until the end of the block, every byte of which is as it was written. Raises
+        CorruptFilesError, and NotFoundError if it is gone by now.
+        """
+        assert checkpoint.directory is not None
+        with ExitStack() as stack:
+            try:
+                path = stack.enter_context(self.files.reading(checkpoint.directory))
+            except CorruptFilesError as error:
+                raise self._gone_or_damaged(checkpoint, error) from error
+            yield path
+
+    def _gone_or_damaged(self, checkpoint: Checkpoint, error: CorruptFilesError) -> NotFoundError | CorruptFilesError:
+        found = self.find(checkpoint.ref)
+        if found is None or found.directory != checkpoint.directory:
+            return NotFoundError(f"checkpoint {checkpoint.ref.path!r} was deleted or overwritten meanwhile")
+        return CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}")
+
+    def find(self, ref: CheckpointRef) -> Checkpoint | None:
+        """A completed, unexpired checkpoint whoever owns it."""
+        query = sa.select(CHECKPOINTS).where(_is(ref), _visible())
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else Checkpoint(**row._mapping)
+
+    def _select(self, where: sa.ColumnElement[bool], limit: int | None, offset: int) -> tuple[list[Checkpoint], int]:
+        where = where & _visible()
+        query = sa.select(CHECKPOINTS).where(where).order_by(CHECKPOINTS.c.created_at.desc())
+        with self._db.read() as connection:
+            rows = connection.execute(query.limit(limit).offset(offset)).all()
+            total = connection.scalar(sa.select(sa.func.count()).select_from(CHECKPOINTS).where(where)) or 0
+        return [Checkpoint(**row._mapping) for row in rows], total
+
+    # Changing, for the server.
+
+    def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
+        """Delete the tenant's own checkpoint, files too."""
+        mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & _visible()
+        with self._db.write() as connection:
+            # Looked up in the same transaction: an overwrite in between would leave its files behind.
+            row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine).with_for_update()).one_or_none()
+            if row is None:
+                raise NotFoundError(f"checkpoint {ref.path!r} does not exist")
+            connection.execute(CHECKPOINTS.delete().where(mine))
+        self.files.discard(row.directory)
+
+    def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
+        self._own(tenant_id, ref)
+        with self._db.write() as connection:
+            expires_at = None if ttl_s is None else now() + ttl_s
+            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
+
+    def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
+        """Idempotent: publishing a published checkpoint is no error (the SDK would retry a 409 for minutes).
+
+        Returns whether it changed anything.
+        """
+        self._own(tenant_id, ref)
+        other = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
+        with self._db.write() as connection:
+            return connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount == 1
+
+    def _own(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
+        checkpoint = self.get(tenant_id, ref)
+        if checkpoint.tenant_id != tenant_id:
+            raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
+        return checkpoint
+
+    def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable, *effects: sa.Executable) -> bool:
+        """Add a copy with files of its own; `run` inserts the training run that it belongs to, and `effects` are
+        statements of the same transaction.
+
+        False, and nothing is changed, if that run exists by now. Raises NotFoundError if the source is gone by now.
+        """
+        assert source.directory is not None
+        try:
+            directory, size_bytes = self.files.copy(source.directory)
+        except CorruptFilesError as error:
+            raise self._gone_or_damaged(source, error) from error
+        return self.add(new, directory, size_bytes, run, *effects)
+
+    def add(
+        self, new: NewCheckpoint, directory: str, size_bytes: int, run: sa.Executable, *effects: sa.Executable
+    ) -> bool:
+        """Add a checkpoint whose files are complete, with the training run that `run` inserts for it.
+
+        False, and nothing is left of it, if that run exists by now.
+        """
+        try:
+            with self._db.write() as connection:
+                for statement in (run, *completion(new, directory, size_bytes), *effects):
+                    connection.execute(statement)
+        except BaseException as error:
+            self.files.discard(directory)
+            if isinstance(error, IntegrityError):
+                return False
+            raise
+        return True
+
+    def sweep_expired(self) -> list[Checkpoint]:
+        """Delete what has outlived its TTL."""
+        expired = CHECKPOINTS.c.expires_at < now()
+        with self._db.read() as connection:
+            rows = [Checkpoint(**row._mapping) for row in connection.execute(sa.select(CHECKPOINTS).where(expired))]
+        swept = []
+        for checkpoint in rows:
+            with self._db.write() as connection:
+                # Unless it was overwritten in the meantime.
+                deleted = connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired))
+            if deleted.rowcount:
+                self.files.discard(checkpoint.directory)
+                swept.append(checkpoint)
+        return swept
+
+    def sweep_directories(self, age_s: float) -> list[str]:
+        """Delete directories in which nothing was written for `age_s` seconds and that no row names: of saves that
+        were cut short, and of checkpoints whose deletion was.
+        """
+        candidates = self.files.old(age_s)  # before the rows are read: a row that is added later names a newer one
+        with self._db.read() as connection:
+            named = set(connection.scalars(sa.select(CHECKPOINTS.c.directory)))
+        return self.files.discard_all(candidates, but=named)
+
+    # Writing, for the engine.
+
+    def begin(self, new: NewCheckpoint, *, overwrite: bool) -> str | None:
+        """Claim the name before the first byte is written. Raises CheckpointExistsError.
+
+        Returns the directory that the completion will leave behind, if it replaces a checkpoint.
+        """
+        columns = CHECKPOINTS.c.state, CHECKPOINTS.c.directory, CHECKPOINTS.c.expires_at
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(*columns).where(_is(new.ref))).one_or_none()
+            if row is not None and row.state == "completed":
+                expired = row.expires_at is not None and row.expires_at <= now()
+                if not (overwrite or expired):
+                    raise CheckpointExistsError(
+                        f"checkpoint {new.ref.path!r} exists already; pass overwrite=True or choose another name"
+                    )
+                return row.directory  # stays visible until its successor is complete
+            connection.execute(CHECKPOINTS.delete().where(_is(new.ref)))
+            connection.execute(CHECKPOINTS.insert().values(**_row(new), state="pending"))
+        return None
+
+    def recover(self, base_model: str, engine_id: str) -> None:
+        """After a restart of this engine: interrupted saves of its runs, and of nobody's, have failed."""
+        others = sa.exists().where(MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id)
+        mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~others
+        with self._db.write() as connection:
+            connection.execute(
+                CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted")
+            )
+
+
+def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[sa.Executable]:
+    """Statements for the transaction that settles the save. What they replace is gone with its TTL, its metadata and
+    its being public: the new weights have not been published.
+    """
+    values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
+    return [
+        CHECKPOINTS.delete().where(_is(new.ref)),
+        CHECKPOINTS.insert().values(**values, state="completed"),
+    ]
+
+
+def failure(ref: CheckpointRef, error: str) -> sa.Executable:
+    """A statement for the transaction that settles a save which failed."""
+    return CHECKPOINTS.update().where(_is(ref), CHECKPOINTS.c.state == "pending").values(state="failed", error=error)
+
+
+def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:
+    return (
+        (CHECKPOINTS.c.training_run_id == ref.training_run_id)
+        & (CHECKPOINTS.c.kind == ref.kind)
+        & (CHECKPOINTS.c.name == ref.name)
+    )
+
+
+def _visible() -> sa.ColumnElement[bool]:
+    unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
+    return (CHECKPOINTS.c.state == "completed") & unexpired
+
+
+def _row(new: NewCheckpoint) -> dict[str, object]:
+    created_at = now()
+    return {
+        **asdict(new.ref),
+        "tenant_id": new.tenant_id,
+        "base_model": new.base_model,
+        "lora_rank": new.lora.rank,
+        "train_attn": new.lora.train_attn,
+        "train_mlp": new.lora.train_mlp,
+        "train_unembed": new.lora.train_unembed,
+        "optimizer_type": new.optimizer_type,
+        "public": False,
+        "user_metadata": new.user_metadata,
+        "created_at": created_at,
+        "expires_at": None if new.ttl_s is None else created_at + new.ttl_s,
+    }

@@ -1,0 +1,78 @@
+"""Custom losses: what clients traced, stored as they sent it, immutable.
+
+A loss belongs to a session and is named `{session_id}:loss:{custom_loss_seq_id}`, so that a repeated creation finds
+the first one. It outlives its session as long as something may still be replayed that refers to it. What a
+definition says is the wire's affair; here it is bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+import zstandard
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import CUSTOM_LOSSES, FUTURES, MODELS, SESSIONS
+from tinsmith.errors import NotFoundError
+
+MAX_DEFINITION_BYTES = 1 << 20
+MAX_LOSSES = 1024
+"""Of one session."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewCustomLoss:
+    loss_id: str
+    session_id: str
+    tenant_id: str
+    name: str
+    definition: bytes
+
+
+_FIND = sa.select(CUSTOM_LOSSES.c.session_id, CUSTOM_LOSSES.c.definition).where(
+    CUSTOM_LOSSES.c.loss_id == sa.bindparam("loss_id")
+)
+
+
+class CustomLosses:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def get(self, session_id: str, loss_id: str) -> bytes:
+        """A session's own loss. Raises NotFoundError."""
+        with self._db.read() as connection:
+            row = connection.execute(_FIND, {"loss_id": loss_id}).one_or_none()
+        if row is None or row.session_id != session_id:
+            raise NotFoundError(
+                f"loss_id {loss_id[:128]!r} is no custom loss of session {session_id!r}; create it there first"
+            )
+        return zstandard.ZstdDecompressor().decompress(row.definition)
+
+    def sweep(self, closed_before: float) -> int:
+        """Forget the losses of sessions closed before `closed_before` that nothing can refer to any more."""
+        loaded = sa.exists().where(MODELS.c.session_id == SESSIONS.c.session_id, MODELS.c.state.in_(_LOADED))
+        waiting = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state == "pending")
+        over = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < closed_before, ~loaded, ~waiting)
+        has_losses = sa.select(CUSTOM_LOSSES.c.session_id).distinct()
+        with self._db.read() as connection:
+            session_ids = list(connection.scalars(over.where(SESSIONS.c.session_id.in_(has_losses)).limit(100)))
+        if session_ids:
+            with self._db.write() as connection:
+                connection.execute(CUSTOM_LOSSES.delete().where(CUSTOM_LOSSES.c.session_id.in_(session_ids)))
+        return len(session_ids)
+
+
+_LOADED = ("creating", "ready")
+
+
+def insertion(new: NewCustomLoss) -> sa.Executable:
+    """A statement for the transaction that stores the creation."""
+    return CUSTOM_LOSSES.insert().values(
+        loss_id=new.loss_id,
+        session_id=new.session_id,
+        tenant_id=new.tenant_id,
+        name=new.name,
+        definition=zstandard.ZstdCompressor(level=3).compress(new.definition),
+        created_at=now(),
+    )

@@ -1,0 +1,204 @@
+"""Files that tenants upload, and those that are made for them: a row each, and the bytes below one directory or prefix.
+
+Invariants:
+- Bytes are durable before their row is there, and never change after it. What was written for a row that never came, or
+  whose row is gone, is swept.
+- A file belongs to one tenant; to every other it is not there. An expired one is there for nobody.
+- A file that the server makes has an id that its maker chose: made again after a crash, it is the same file.
+
+Knows nothing of what files hold. HTTP, and the batches that read and write files, are other modules' business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import UPLOADS
+from tinsmith.errors import NotFoundError
+from tinsmith.storage.directories import make_private
+from tinsmith.storage.stores import LocalStore, join, open_store
+
+BATCH, BATCH_OUTPUT = "batch", "batch_output"
+PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    position: int
+    file_id: str
+    tenant_id: str
+    filename: str
+    purpose: str
+    size_bytes: int
+    sha256: str
+    created_at: float
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes that have no row yet."""
+
+    file_id: str
+    size_bytes: int
+    sha256: str
+
+
+_COLUMNS = [UPLOADS.c[name] for name in File.__dataclass_fields__]
+_ID = UPLOADS.c.file_id
+
+
+def new_id() -> str:
+    return f"file-{uuid.uuid4().hex}"
+
+
+def derived_id(owner: str, name: str) -> str:
+    """The id of a file that the server makes: the same for the same owner and name."""
+    return f"file-{hashlib.sha256(f'{owner}:{name}'.encode()).hexdigest()[:32]}"
+
+
+class Files:
+    def __init__(self, db: Database, location: str) -> None:
+        self._db = db
+        self._store, self._root = open_store(location)
+        self._is_local = isinstance(self._store, LocalStore)
+
+    def _key(self, file_id: str) -> str:
+        return join(self._root, file_id)
+
+    def path(self, file_id: str) -> Path | None:
+        """Where a file's bytes are on this disk; None where they are in a bucket. `file_id` is one that this server
+        made.
+        """
+        return Path(self._key(file_id)) if self._is_local else None
+
+    def open(self, file_id: str) -> IO[bytes]:
+        """The bytes, for reading and seeking. Raises FileNotFoundError."""
+        return self._store.open(self._key(file_id))
+
+    def store(self, file_id: str, pieces: Iterable[bytes]) -> Stored:
+        """Write bytes and make them durable; what was there under this id is replaced."""
+        if self._is_local:
+            make_private(Path(self._root))
+        digest, size_bytes = hashlib.sha256(), 0
+        with self._store.open_writer(self._key(file_id)) as writer:
+            for piece in pieces:
+                digest.update(piece)
+                size_bytes += len(piece)
+                writer.write(piece)
+        return Stored(file_id, size_bytes, digest.hexdigest())
+
+    def share(self, file_id: str, location: str) -> None:
+        """The bytes under one more name, in the same store, which outlives this one. Raises FileNotFoundError."""
+        self._store.share(self._key(file_id), open_store(location)[1])
+
+    def add(self, tenant_id: str, stored: Stored, filename: str, purpose: str, expires_after_s: float | None) -> File:
+        """The row of bytes that are stored."""
+        at = now()
+        expires_at = None if expires_after_s is None else at + expires_after_s
+        with self._db.write() as connection:
+            add_row(connection, self._db, tenant_id, stored, filename, purpose, expires_at)
+        return self.find(tenant_id, stored.file_id)
+
+    def find(self, tenant_id: str, file_id: str) -> File:
+        """Raises NotFoundError."""
+        query = sa.select(*_COLUMNS).where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id, _alive())
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            raise NotFoundError(f"there is no file {file_id[:80]!a}; it may have been deleted, or have expired")
+        return File(*row)
+
+    def listing(
+        self, tenant_id: str, limit: int, *, after: str | None, ascending: bool, purpose: str | None
+    ) -> tuple[list[File], bool]:
+        """A page, newest first unless `ascending`, and whether there are more. Raises NotFoundError for `after`."""
+        query = sa.select(*_COLUMNS).where(UPLOADS.c.tenant_id == tenant_id, _alive())
+        if purpose is not None:
+            query = query.where(UPLOADS.c.purpose == purpose)
+        if after is not None:
+            position = self.find(tenant_id, after).position
+            query = query.where(UPLOADS.c.position > position if ascending else UPLOADS.c.position < position)
+        order = UPLOADS.c.position.asc() if ascending else UPLOADS.c.position.desc()
+        with self._db.read() as connection:
+            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
+        return [File(*row) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, tenant_id: str, file_id: str) -> None:
+        """Raises NotFoundError."""
+        self.find(tenant_id, file_id)
+        with self._db.write() as connection:
+            connection.execute(UPLOADS.delete().where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id))
+        self.discard(file_id)
+
+    def discard(self, file_id: str) -> None:
+        """Delete bytes that no row names."""
+        self._store.delete_many([self._key(file_id)])
+
+    def sweep_expired(self) -> list[str]:
+        """Delete the files whose time is over; returns their ids."""
+        expired = sa.select(_ID).where(UPLOADS.c.expires_at <= now()).limit(PAGE)
+        with self._db.write() as connection:
+            gone = list(connection.scalars(expired))
+            if gone:
+                connection.execute(UPLOADS.delete().where(_ID.in_(gone)))
+        for file_id in gone:
+            self.discard(file_id)
+        return gone
+
+    def sweep_unnamed(self, age_s: float) -> list[str]:
+        """Delete bytes that no row names, and that nobody has written to for `age_s` seconds."""
+        old = list(self._old(age_s))  # before the rows are read: a row that is added names newer bytes
+        swept: list[str] = []
+        for start in range(0, len(old), PAGE):
+            names = old[start : start + PAGE]
+            with self._db.read() as connection:
+                named = set(connection.scalars(sa.select(_ID).where(_ID.in_(names))))
+            for name in names:
+                if name not in named:
+                    self.discard(name)
+                    swept.append(name)
+        return swept
+
+    def _old(self, age_s: float) -> Iterator[str]:
+        before = time.time() - age_s
+        for entry in self._store.entries(self._root):
+            if entry.modified_at < before:
+                yield entry.key[len(self._root) + 1 :]
+
+
+def add_row(
+    connection: Connection,
+    db: Database,
+    tenant_id: str,
+    stored: Stored,
+    filename: str,
+    purpose: str,
+    expires_at: float | None,
+) -> None:
+    """In a transaction that others share; nothing where the row is there already."""
+    row = {
+        "file_id": stored.file_id,
+        "tenant_id": tenant_id,
+        "filename": filename,
+        "purpose": purpose,
+        "size_bytes": stored.size_bytes,
+        "sha256": stored.sha256,
+        "created_at": now(),
+        "expires_at": expires_at,
+    }
+    connection.execute(db.insert_once(UPLOADS), row)
+
+
+def _alive() -> sa.ColumnElement[bool]:
+    return sa.or_(UPLOADS.c.expires_at.is_(None), UPLOADS.c.expires_at > now())

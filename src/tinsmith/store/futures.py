@@ -1,0 +1,455 @@
+"""Futures: the durable queue between the server and the engines, and the log that model state is rebuilt from.
+
+States: pending -> done | failed; refused is a future that was invalid at admission and is settled at birth.
+Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled
+future never changes; settling a step, and every row that the step changes, is one transaction. The server
+submits and reads; only the engine settles. Payloads are opaque here: they are compared, never read.
+
+A request to cancel is a future, too, so that it outlives an engine; settling it deletes its row.
+
+The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
+polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
+engine; a server, what it refuses): on SQLite writers take turns, elsewhere the sampling session's row is locked first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import sqlalchemy as sa
+import zstandard
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS, SAMPLERS
+from tinsmith.db.statements import Effects, Prepared, execute
+from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
+from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.store import cancellation, retention
+from tinsmith.store.cancellation import Cancel
+from tinsmith.store.retention import Keep
+from tinsmith.telemetry.tracing import CURRENT
+from tinsmith.types import Pending
+
+# What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
+REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
+_CHUNK = 500  # variables of one IN (...) clause
+UNBOUNDED = 2**62
+
+
+class Give(Protocol):
+    """Which engine gets a sample that is bound to no run; None if nobody is there to get it."""
+
+    def __call__(self, base_model: str, request_id: str) -> str | None: ...
+
+
+class Count(Protocol):
+    """Counts a request that was stored."""
+
+    def __call__(self, kind: str, tenant_id: str, *, refused: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NewFuture:
+    """`run_id` is the run whose own version a sample is of; `engine_id` who has the run, as far as is known: it is
+    woken alone; `executor` who is to do what is bound to no run.
+    """
+
+    request_id: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    body: bytes
+    num_tokens: int = 0
+    model_id: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    run_id: str | None = None
+    engine_id: str | None = None
+    executor: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a future ended: `error` and `category`, or `body` of `result_type` proto or json.
+
+    A body that is larger than was asked for is None; `body_bytes` is its size.
+    """
+
+    result_type: str | None
+    body: bytes | None
+    error: str | None
+    category: str | None
+    body_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleCost:
+    """The tokens of one sample: its prompt, the part of the prompt that was in the cache, and all answers."""
+
+    prefill_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """When an engine worked on a request, and in which of its steps."""
+
+    started_at: float
+    ran_at: float
+    step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The end of one future. `effects` are statements of the same transaction; `clean_up` is for whoever settled to run
+    once everyone has been told. `cost` is what a sample took.
+    """
+
+    request_id: str
+    body: bytes | None = None
+    result_type: str = "json"
+    error: TinsmithError | None = None
+    keep_body: bool = False
+    effects: Effects = field(default=())
+    clean_up: Callable[[], None] | None = None
+    cost: SampleCost | None = None
+    work: Work | None = None
+
+
+# The statements of every request, built once: building and hashing them would cost more than SQLite does.
+_COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
+_FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
+_ADD_BODY = Prepared(BODIES.insert())
+_ADD_RESULT = Prepared(RESULTS.insert())
+_STORED = Prepared(
+    sa.select(FUTURES.c.kind, FUTURES.c.body_bytes, BODIES.c.body)
+    .select_from(FUTURES.outerjoin(BODIES, BODIES.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.request_id == sa.bindparam("request_id"))
+)
+_OUTCOME = Prepared(
+    sa.select(
+        FUTURES.c.state,
+        FUTURES.c.result_type,
+        FUTURES.c.error,
+        FUTURES.c.category,
+        sa.func.length(RESULTS.c.body).label("body_bytes"),
+        sa.case((sa.func.length(RESULTS.c.body) <= sa.bindparam("inline_bytes"), RESULTS.c.body)).label("body"),
+    )
+    .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
+)
+_BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+_BODY = Prepared(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
+_FREE = Prepared(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
+_COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
+_SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
+_NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
+_EARLIER = FUTURES.alias("earlier")
+_LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
+_NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
+_SETTLE = Prepared(
+    FUTURES.update()
+    .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
+    .values({name: sa.bindparam(name) for name in _SETTLED_COLUMNS})
+    .values(
+        settle_order=sa.case(
+            (FUTURES.c.sampling_session_id.is_not(None), sa.func.coalesce(_NEXT_ORDER.scalar_subquery(), 0) + 1)
+        )
+    )
+)
+_ORDER_OF = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_SESSIONS_OF = sa.select(FUTURES.c.sampling_session_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True))
+)
+# In one order, so that two transactions never wait for each other.
+_LOCKED_SESSIONS = sa.select(SAMPLERS.c.num_clones).order_by(SAMPLERS.c.sampling_session_id).with_for_update()
+_LOCK_SESSION = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+_LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESSIONS_OF))
+_SETTLED_AMONG = sa.select(FUTURES.c.request_id).where(
+    FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
+)
+_ADVANCE = Prepared(
+    MODELS.update()
+    .where(MODELS.c.model_id == sa.bindparam("advanced_id"), MODELS.c.applied_seq_id < sa.bindparam("to_seq_id"))
+    .values(applied_seq_id=sa.bindparam("to_seq_id"), last_request_at=sa.bindparam("at"))
+)
+
+
+def _text(error: TinsmithError) -> str:
+    """As any database stores it: Postgres refuses NUL, and no encoding has lone surrogates."""
+    return str(error).replace("\0", "\\x00").encode(errors="backslashreplace").decode()
+
+
+def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
+    created_at = now()
+    return {
+        "request_id": new.request_id,
+        "tenant_id": new.tenant_id,
+        "session_id": new.session_id,
+        "base_model": new.base_model,
+        "kind": new.kind,
+        "state": state,
+        "model_id": new.model_id,
+        "sampling_session_id": new.sampling_session_id,
+        "seq_id": new.seq_id,
+        "num_tokens": new.num_tokens,
+        "body_bytes": len(new.body) if state == "pending" else 0,
+        "error": _text(refusal) if refusal else None,
+        "category": refusal.category if refusal else None,
+        "result_type": "json" if state == "done" else None,
+        "created_at": created_at,
+        "settled_at": None if state == "pending" else created_at,
+        "settle_order": None,
+        "traceparent": CURRENT.get(),
+        "executor": new.executor,
+    }
+
+
+def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bool) -> None:
+    """Raises SeqIdTakenError unless `new`, which could not be added, is what was stored under its request_id.
+
+    A body is compared as far as it is known: its length for good, its bytes until it is freed. Requests without a
+    seq_id are named after what they do, and are not compared.
+    """
+    found = _STORED.one_or_none(connection, {"request_id": new.request_id})
+    owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
+    if found is None:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request, which came without a seq_id and took the next "
+            "number; send all requests of a model with a seq_id, or all without"
+        )
+    kind, body_bytes, packed = found
+    if new.seq_id is None:
+        return
+    same = kind == new.kind
+    if same and compare_bodies and body_bytes:
+        same = body_bytes == len(new.body)
+        if same and packed is not None:
+            same = zstandard.ZstdDecompressor().decompress(packed) == new.body
+    if not same:
+        raise SeqIdTakenError(
+            f"seq_id {new.seq_id} of {owner} belongs to another request ({kind}) with another body; only the very same "
+            "request may be sent again under its seq_id, so use the next number"
+        )
+
+
+class Futures:
+    def __init__(
+        self, db: Database, wake: Waker | None = None, count: Count | None = None, give: Give | None = None
+    ) -> None:
+        self._db = db
+        self._wake = wake
+        self._count = count
+        self._give = give
+        self._add = Prepared(db.insert_once(FUTURES))
+
+    # The server's side.
+
+    def submit(self, new: NewFuture, refusal: UserError | None = None) -> str:
+        """Store a request once; one that is sent again changes nothing. Returns the request_id.
+
+        Raises SeqIdTakenError if the seq_id belongs to another request: what is not stored gets no request_id.
+        """
+        self._submitted(new, refusal, self._db.write())
+        return new.request_id
+
+    def submit_at_once(self, new: NewFuture, refusal: UserError | None = None) -> bool:
+        """The same, if no writer has to be waited for; otherwise False, with nothing done. For an event loop."""
+        return self._submitted(new, refusal, self._db.write_at_once())
+
+    def _submitted(
+        self, new: NewFuture, refusal: UserError | None, writing: AbstractContextManager[sa.Connection | None]
+    ) -> bool:
+        hit("submit.before")
+        if self._give and new.kind == "sample" and not (refusal or new.run_id or new.executor):
+            new = replace(new, executor=self._give(new.base_model, new.request_id))
+        named = new.executor or new.engine_id
+        row = _row(new, "refused" if refusal else "pending", refusal)
+        # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
+        packed = None if refusal else zstandard.ZstdCompressor(level=1).compress(new.body)
+        with writing as connection:
+            if connection is None:
+                return False
+            if refusal and new.sampling_session_id:
+                row["settle_order"] = self._next_order(connection, new.sampling_session_id)
+            if self._add.count(connection, row) == 0:
+                _check_same(connection, new, compare_bodies=refusal is None)
+                return True
+            if packed is not None:
+                _ADD_BODY.count(connection, {"request_id": new.request_id, "body": packed})
+            self._db.notify(connection, engine_mailbox(new.base_model, named), [new.request_id])
+            if refusal:
+                self._db.notify(connection, SERVER, [new.request_id])
+        hit("submit.stored")
+        if self._count:
+            self._count(new.kind, new.tenant_id, refused=refusal is not None)
+        if self._wake:
+            self._wake(new.base_model, named)
+        return True
+
+    def record(self, new: NewFuture, answer: bytes, effects: Effects = ()) -> str:
+        """The same for a request that needs no engine: done at birth, in one transaction with what it makes."""
+        with self._db.write() as connection:
+            if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
+                return new.request_id
+            if self._add.count(connection, _row(new, "done")) == 0:
+                return new.request_id
+            _ADD_RESULT.count(connection, {"request_id": new.request_id, "body": answer})
+            for effect in effects:
+                execute(connection, effect)
+        return new.request_id
+
+    def _next_order(self, connection: sa.Connection, sampling_session_id: str) -> int:
+        session = {"sampling_session_id": sampling_session_id}
+        if not self._db.is_sqlite:
+            connection.execute(_LOCK_SESSION, session)
+        return (connection.scalar(_ORDER_OF, session) or 0) + 1
+
+    def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> Outcome | None:
+        """How a request ended; None while it is pending. A body of more than `inline_bytes` is left out.
+
+        Raises NotFoundError, and GoneError if the result was acknowledged and deleted.
+        """
+        asked = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
+        with self._db.read() as connection:
+            row = _OUTCOME.one_or_none(connection, asked)
+        if row is None:
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+        state, result_type, error, category, body_bytes, body = row
+        if state == "pending":
+            return None
+        if state == "done" and body_bytes is None:
+            raise GoneError(f"the result of {request_id!r} was acknowledged as retrieved, and deleted")
+        return Outcome(result_type, body, error, category, body_bytes)
+
+    def settled_among(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these have ended."""
+        found: list[str] = []
+        with self._db.read() as connection:
+            for start in range(0, len(request_ids), _CHUNK):
+                some = request_ids[start : start + _CHUNK]
+                found += connection.scalars(_SETTLED_AMONG, {"request_ids": some})
+        return found
+
+    def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
+        """Tell the engine to give up a pending sample; all else stays as it is. Raises NotFoundError."""
+        if found := cancellation.of_sample(self._db, tenant_id, request_id, reason):
+            self._submit_cancel(found)
+
+    def cancel_of_closed_sessions(self) -> int:
+        """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
+        found = cancellation.of_closed_sessions(self._db)
+        for cancel in found:
+            self._submit_cancel(cancel)
+        return len({cancel.name for cancel in found})
+
+    def _submit_cancel(self, cancel: Cancel) -> None:
+        new = NewFuture(
+            request_id=cancel.request_id,
+            tenant_id=cancel.tenant_id,
+            session_id=cancel.session_id,
+            base_model=cancel.base_model,
+            kind="cancel",
+            body=cancel.reason.encode(),
+            executor=cancel.owner,
+        )
+        self.submit(new)
+
+    def base_model_of(self, request_id: str) -> str | None:
+        """Whose queue a request waits in."""
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
+
+    def kind_of(self, tenant_id: str, request_id: str) -> str | None:
+        mine = (FUTURES.c.request_id == request_id) & (FUTURES.c.tenant_id == tenant_id)
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.kind).where(mine))
+
+    def next_seq_id(self, model_id: str) -> int:
+        """The number after the highest that any request of a model has; another request may take it first."""
+        with self._db.read() as connection:
+            highest = connection.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
+        return 1 if highest is None else highest + 1
+
+    def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
+        """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many."""
+        return retention.delete_of_sessions(self._db, session_ids, keep)
+
+    # The engine's side.
+
+    def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
+        """A model's requests from `from_seq_id` on that are to be skipped."""
+        mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
+        query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(query)]
+
+    def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
+        """The request bodies, as the client sent them."""
+        found: dict[str, bytes] = {}
+        unpack = zstandard.ZstdDecompressor().decompress
+        with self._db.read() as connection:
+            for start in range(0, len(request_ids), _CHUNK):
+                some = request_ids[start : start + _CHUNK]
+                one = len(some) == 1  # as it mostly is; a list is written out each time
+                rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
+                for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
+                    found[request_id] = unpack(body)
+        return found
+
+    def settle(self, settlements: Sequence[Settlement], applied: Mapping[str, int]) -> None:
+        """End a step: results, freed bodies, effects and each model's progress, in one transaction."""
+        freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
+        with self._db.write() as connection:
+            settled_at = now()  # not before it is our turn to write
+            if not self._db.is_sqlite:
+                connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
+            for settlement in settlements:
+                error = settlement.error
+                changed = _SETTLE.count(
+                    connection,
+                    {
+                        "settled_id": settlement.request_id,
+                        "state": "failed" if error else "done",
+                        "error": _text(error) if error else None,
+                        "category": error.category if error else None,
+                        "result_type": None if error else settlement.result_type,
+                        "settled_at": settled_at,
+                        **({name: getattr(settlement.cost, name) for name in _COST} if settlement.cost else _NO_COST),
+                        **({name: getattr(settlement.work, name) for name in _WORK} if settlement.work else _NO_WORK),
+                    },
+                )
+                if changed != 1:
+                    continue  # settled by a predecessor that we did not see
+                if settlement.body is not None and error is None:
+                    _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
+                for effect in settlement.effects:
+                    execute(connection, effect)
+            for request_id in freed:
+                _FREE.count(connection, {"freed_id": request_id})
+            for model_id, seq_id in applied.items():
+                _ADVANCE.count(connection, {"advanced_id": model_id, "to_seq_id": seq_id, "at": settled_at})
+            self._db.notify(connection, SERVER, [settlement.request_id for settlement in settlements])
+            hit("settle.uncommitted")
+
+    def log_of(self, model_id: str, after_seq_id: int, up_to_seq_id: int) -> list[Pending]:
+        """The operations to replay on a snapshot that covers `after_seq_id`, in order."""
+        query = (
+            sa.select(*_COLUMNS)
+            .where(FUTURES.c.model_id == model_id, FUTURES.c.kind.in_(REPLAYED_KINDS))
+            .where(FUTURES.c.state.in_(("done", "failed")))
+            .where(FUTURES.c.seq_id > after_seq_id, FUTURES.c.seq_id <= up_to_seq_id)
+            .order_by(FUTURES.c.seq_id)
+        )
+        with self._db.read() as connection:
+            return [Pending(**row._mapping) for row in connection.execute(query)]
+
+    def settled_at(self, request_id: str) -> float | None:
+        with self._db.read() as connection:
+            return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))

@@ -1,0 +1,262 @@
+"""Models in training: one row per adapter, from creation to unloading.
+
+States: creating -> ready | failed; ready -> unloaded; copied is a run that was never trained and never will be: the
+home of a copied checkpoint, `reason` says of which. A model_id is `{session_id}:train:{model_seq_id}`, so a
+repeated creation finds the first one. `applied_seq_id` is the scheduler's memory: every seq_id up to it has taken
+effect or was refused.
+
+A model comes back from its newest snapshot, or the one before, and the stored bodies of what came after. The newest is
+of no use to what it does not cover, and the one before is kept for when it turns out to be damaged; so a body is freed
+when both cover it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BODIES, FUTURES, MODELS, SESSIONS
+from tinsmith.db.statements import Prepared
+from tinsmith.errors import GoneError, NotFoundError, UserError
+from tinsmith.types import LoraSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NewModel:
+    model_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    lora: LoraSpec
+    optimizer_type: str = "adamw"
+    user_metadata: Mapping[str, str] | None = None
+    engine_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    model_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    state: str
+    reason: str | None
+    lora_rank: int
+    lora_seed: int | None
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    optimizer_type: str
+    user_metadata: Mapping[str, str] | None
+    applied_seq_id: int
+    snapshot_seq_id: int | None
+    snapshot_directory: str | None
+    previous_snapshot_seq_id: int | None
+    previous_snapshot_directory: str | None
+    created_at: float
+    last_request_at: float
+    project_id: str | None = None
+    engine_id: str | None = None
+
+    @property
+    def lora(self) -> LoraSpec:
+        return LoraSpec(self.lora_rank, self.lora_seed, self.train_attn, self.train_mlp, self.train_unembed)
+
+    def require_usable(self) -> None:
+        """Raise the reason why it takes no more requests, if there is one."""
+        if self.state == "failed":
+            raise UserError(f"model {self.model_id!r} could not be created: {self.reason}")
+        if self.state == "unloaded":
+            raise GoneError(f"model {self.model_id!r} was unloaded: {self.reason}")
+
+
+_COLUMNS = [column.name for column in MODELS.columns]
+# Built once: every request asks.
+_BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))
+_SESSION_ENDED = sa.case((SESSIONS.c.closed_at.is_not(None), sa.func.coalesce(SESSIONS.c.reason, ""))).label("ended")
+_WITH_SESSION = Prepared(
+    sa.select(MODELS, _SESSION_ENDED)
+    .select_from(MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id))
+    .where(MODELS.c.model_id == sa.bindparam("model_id"), MODELS.c.tenant_id == sa.bindparam("tenant_id"))
+)
+
+
+class Models:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def create(self, new: NewModel, admit: Callable[[int], None] | None = None) -> Model:
+        """Add a model in state `creating`, or return the one that has this id already. `admit` is told how many other
+        models the tenant has loaded, and raises if that is too many: however many servers create at once, no two of
+        them are told the same number.
+        """
+        with self._db.write() as connection:
+            if admit:
+                self._db.lock(connection, f"models of {new.tenant_id}")
+            model = _model(new, "creating")
+            if connection.execute(self._db.insert_once(MODELS), asdict(model)).rowcount == 0:
+                row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one()
+                return Model(**row._mapping)
+            if admit:
+                loaded = (MODELS.c.tenant_id == new.tenant_id) & MODELS.c.state.in_(("creating", "ready"))
+                admit((connection.scalar(sa.select(sa.func.count()).where(loaded)) or 1) - 1)
+        return model
+
+    def get(self, tenant_id: str, model_id: str) -> Model:
+        model = self.find(model_id)
+        if model is None or model.tenant_id != tenant_id:
+            raise NotFoundError(f"model_id {model_id!r} is unknown")
+        return model
+
+    def get_with_session(self, tenant_id: str, model_id: str) -> tuple[Model, str | None]:
+        """The model, and why its session has ended; None while it may still be used. Raises NotFoundError."""
+        asked = {"model_id": model_id, "tenant_id": tenant_id}
+        with self._db.read() as connection:
+            row = _WITH_SESSION.one_or_none(connection, asked)
+        if row is None:
+            raise NotFoundError(f"model_id {model_id!r} is unknown")
+        *columns, ended = row
+        return Model(**dict(zip(_COLUMNS, columns, strict=True))), ended
+
+    def find(self, model_id: str) -> Model | None:
+        """A model whoever owns it; for the engine."""
+        with self._db.read() as connection:
+            row = connection.execute(_BY_ID, {"model_id": model_id}).one_or_none()
+        return None if row is None else Model(**row._mapping)
+
+    def of_session(self, session_id: str) -> list[Model]:
+        query = sa.select(MODELS).where(MODELS.c.session_id == session_id).order_by(MODELS.c.created_at)
+        with self._db.read() as connection:
+            return [Model(**row._mapping) for row in connection.execute(query)]
+
+    def orphaned(self) -> list[tuple[Model, str]]:
+        """Models still loaded although their session is closed, and why it ended."""
+        query = (
+            sa.select(MODELS, SESSIONS.c.reason.label("session_reason"))
+            .join(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+            .where(SESSIONS.c.closed_at.is_not(None), MODELS.c.state.in_(("creating", "ready")))
+        )
+        with self._db.read() as connection:
+            rows = [dict(row._mapping) for row in connection.execute(query)]
+        reasons = [str(row.pop("session_reason")) for row in rows]
+        return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
+
+    def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
+        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the one before.
+
+        The bodies that both cover are freed. Returns the directory that nobody needs any more: that of the third
+        newest, or this one if the model was unloaded meanwhile or has a newer snapshot.
+        """
+        mine = MODELS.c.model_id == model_id
+        with self._db.write() as connection:
+            row = connection.execute(sa.select(MODELS).where(mine).with_for_update()).one_or_none()
+            if row is None or row.state == "unloaded":
+                return directory
+            if row.snapshot_seq_id is not None and row.snapshot_seq_id >= seq_id:
+                return directory
+            values = {
+                "snapshot_seq_id": seq_id,
+                "snapshot_directory": directory,
+                "previous_snapshot_seq_id": row.snapshot_seq_id,
+                "previous_snapshot_directory": row.snapshot_directory,
+            }
+            connection.execute(MODELS.update().where(mine).values(**values))
+            if row.snapshot_seq_id is not None:
+                # What lies below was freed when the newest but two was recorded.
+                freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
+                between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
+                ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
+                connection.execute(BODIES.delete().where(BODIES.c.request_id.in_(ids)))
+            return row.previous_snapshot_directory
+
+    def forget_snapshot(self, model_id: str, directory: str) -> None:
+        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
+        mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
+        values = {
+            "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,
+            "snapshot_directory": MODELS.c.previous_snapshot_directory,
+            "previous_snapshot_seq_id": None,
+            "previous_snapshot_directory": None,
+        }
+        with self._db.write() as connection:
+            connection.execute(MODELS.update().where(mine).values(values))
+
+    def snapshot_directories(self) -> set[str]:
+        """The directories of all snapshots that any model may come back from."""
+        columns = MODELS.c.snapshot_directory, MODELS.c.previous_snapshot_directory
+        with self._db.read() as connection:
+            rows = connection.execute(sa.select(*columns).where(MODELS.c.snapshot_directory.is_not(None)))
+            return {name for row in rows for name in row if name is not None}
+
+    def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
+        """The tenant's models (of one project, if it is named), newest first, and how many there are."""
+        mine = MODELS.c.tenant_id == tenant_id
+        if project_id is not None:
+            mine = mine & MODELS.c.model_id.in_(ids_of_project(project_id))
+        query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc(), MODELS.c.model_id.desc())
+        query = query.limit(limit).offset(offset)
+        with self._db.read() as connection:
+            rows = [Model(**row._mapping) for row in connection.execute(query)]
+            total = connection.scalar(sa.select(sa.func.count()).select_from(MODELS).where(mine)) or 0
+        return rows, total
+
+
+def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executable:
+    """A statement for the transaction that adds the copied checkpoint; it fails if the run exists."""
+    return MODELS.insert().values(**asdict(_model(new, "copied", reason, project_id)))
+
+
+def _model(new: NewModel, state: str, reason: str | None = None, project_id: str | None = None) -> Model:
+    created_at = now()
+    return Model(
+        model_id=new.model_id,
+        session_id=new.session_id,
+        tenant_id=new.tenant_id,
+        base_model=new.base_model,
+        state=state,
+        reason=reason,
+        lora_rank=new.lora.rank,
+        lora_seed=new.lora.seed,
+        train_attn=new.lora.train_attn,
+        train_mlp=new.lora.train_mlp,
+        train_unembed=new.lora.train_unembed,
+        optimizer_type=new.optimizer_type,
+        user_metadata=new.user_metadata,
+        applied_seq_id=-1,
+        snapshot_seq_id=None,
+        snapshot_directory=None,
+        previous_snapshot_seq_id=None,
+        previous_snapshot_directory=None,
+        created_at=created_at,
+        last_request_at=created_at,
+        project_id=project_id,
+        engine_id=new.engine_id,
+    )
+
+
+def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
+    """The models of a project: a copy's own, any other's is that of its session."""
+    project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
+    of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+    return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
+
+
+def unloading(model_id: str, reason: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading: nothing comes back of this model."""
+    snapshots = ("snapshot_seq_id", "snapshot_directory", "previous_snapshot_seq_id", "previous_snapshot_directory")
+    gone = dict.fromkeys((*snapshots, "engine_id"))
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(state="unloaded", reason=reason, **gone)
+
+
+def log_deletion(model_id: str) -> sa.Executable:
+    """A statement for the transaction that settles the unloading of a model: nothing of it is replayed any more."""
+    ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, FUTURES.c.state != "pending")
+    return BODIES.delete().where(BODIES.c.request_id.in_(ids))
+
+
+def set_state(model_id: str, state: str, reason: str | None = None) -> sa.Executable:
+    """A statement for the transaction that settles the operation which changed the model."""
+    return MODELS.update().where(MODELS.c.model_id == model_id).values(state=state, reason=reason)

@@ -1,0 +1,167 @@
+"""Overview: what a tenant has and waits for, over several tables at once, for people to look at. Reads only.
+
+Every query is of one tenant, and of rows that an index finds. Numbers that describe a queue are of the moment: they are
+shown, and nothing is decided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import BATCH, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
+from tinsmith.errors import NotFoundError
+from tinsmith.store.census import ACTIVE_SESSION, ENDED_JOB, LOADED
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model, and what its session is called."""
+
+    model_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    state: str
+    reason: str | None
+    lora_rank: int
+    optimizer_type: str
+    applied_seq_id: int
+    created_at: float
+    last_request_at: float
+    user_metadata: Mapping[str, str] | None
+    display_name: str | None
+    project_id: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """The unfinished requests of one kind in one lane."""
+
+    base_model: str
+    kind: str
+    lane: str
+    requests: int
+    tokens: int
+    oldest_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class SeatRow:
+    """An engine or dedicated sampler: since when it is there, how many runs of the tenant's it has, and how many of the
+    tenant's requests were given to it and wait.
+    """
+
+    base_model: str
+    engine_id: str
+    kind: str
+    state: str
+    reason: str | None
+    started_at: float
+    runs: int
+    waiting_requests: int
+
+
+_PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
+_RUN_COLUMNS = [
+    {"display_name": SESSIONS.c.display_name, "project_id": _PROJECT}.get(field.name, MODELS.c.get(field.name))
+    for field in fields(Run)
+]
+_RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+SORTS: Mapping[str, sa.ColumnElement[object]] = {
+    name: MODELS.c[name] for name in ("created_at", "last_request_at", "base_model", "lora_rank", "state", "model_id")
+}
+
+
+class Overview:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def runs(
+        self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
+    ) -> tuple[list[Run], int]:
+        """A page of the tenant's runs and how many there are; each word of `search` is part of a name of the run."""
+        where = MODELS.c.tenant_id == tenant_id
+        named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT)
+        for word in search.lower().split():
+            where &= sa.or_(
+                *(sa.func.lower(sa.func.coalesce(name, "")).contains(word, autoescape=True) for name in named)
+            )
+        key, same = SORTS[sort], MODELS.c.model_id
+        order = (key.desc(), same.desc()) if descending else (key.asc(), same.asc())
+        query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(where).order_by(*order)
+        with self._db.read() as connection:
+            rows = [Run(*row) for row in connection.execute(query.limit(limit).offset(offset))]
+            total = connection.scalar(sa.select(sa.func.count()).select_from(_RUNS).where(where)) or 0
+        return rows, total
+
+    def run(self, tenant_id: str, model_id: str) -> Run:
+        mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
+        with self._db.read() as connection:
+            row = connection.execute(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine)).one_or_none()
+        if row is None:
+            raise NotFoundError(f"model_id {model_id!r} is unknown")
+        return Run(*row)
+
+    def waiting(self, tenant_id: str) -> list[Waiting]:
+        """What the tenant waits for, the oldest first."""
+        lane = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
+        oldest = sa.func.min(FUTURES.c.created_at)
+        tokens = sa.func.sum(FUTURES.c.num_tokens)
+        query = (
+            sa.select(FUTURES.c.base_model, FUTURES.c.kind, lane, sa.func.count(), tokens, oldest)
+            .where(FUTURES.c.tenant_id == tenant_id, FUTURES.c.state == "pending")
+            .group_by(FUTURES.c.base_model, FUTURES.c.kind, lane)
+            .order_by(oldest)
+        )
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        return [Waiting(base, kind, where, count, int(total), at) for base, kind, where, count, total, at in rows]
+
+    def seats(self, tenant_id: str) -> list[SeatRow]:
+        """The engines and samplers of all base models; one whose lease has ended is `silent`, whatever it was."""
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
+        state = sa.case((silent, "silent"), else_=ENGINES.c.state)
+        mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
+        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine).scalar_subquery()
+        given = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given).scalar_subquery()
+        columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.kind, state, ENGINES.c.reason)
+        query = sa.select(*columns, ENGINES.c.started_at, runs, waiting)
+        query = query.order_by(ENGINES.c.base_model, ENGINES.c.kind, ENGINES.c.engine_id)
+        with self._db.read() as connection:
+            return [SeatRow(*row) for row in connection.execute(query)]
+
+    def counts(self, tenant_id: str) -> dict[str, int]:
+        """How many of everything the tenant has now."""
+        unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
+        stored = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.state == "completed") & unexpired
+        waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
+        sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH.jobs.c.tenant_id == tenant_id
+        queries = {
+            "runs": _count(MODELS, MODELS.c.tenant_id == tenant_id),
+            "loaded_runs": _count(MODELS, (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)),
+            "sessions": _count(SESSIONS, sessions),
+            "active_sessions": _count(SESSIONS, sessions & ACTIVE_SESSION),
+            "checkpoints": _count(CHECKPOINTS, stored),
+            "checkpoint_bytes": _sum(CHECKPOINTS.c.size_bytes, stored),
+            "waiting_requests": _count(FUTURES, waiting),
+            "waiting_bytes": _sum(FUTURES.c.body_bytes, waiting),
+            "file_bytes": _sum(UPLOADS.c.size_bytes, UPLOADS.c.tenant_id == tenant_id),
+            "jobs": _count(BATCH.jobs, jobs),
+            "unfinished_jobs": _count(BATCH.jobs, jobs & BATCH.jobs.c.status.not_in(ENDED_JOB)),
+        }
+        with self._db.read() as connection:
+            return {name: int(connection.scalar(query) or 0) for name, query in queries.items()}
+
+
+def _count(table: sa.Table, where: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(sa.func.count()).select_from(table).where(where)
+
+
+def _sum(column: sa.Column[int], where: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(where)

@@ -1,0 +1,165 @@
+"""Recorded sequences: what was sampled with record_stability_info, and whether training may refer to it.
+
+A row is written in the transaction that settles its sample, and is good for a day; each training use begins the day
+again. `Sequences.admit` holds a pass of stable_reinforce to what its spans claim (the SDK's types/provenance_spans.py
+says what that is), with one query for the whole pass. The tokens themselves are not kept, so they are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import SEQUENCES
+from tinsmith.errors import UserError
+from tinsmith.types import DatumSpans, Pass, Span, SparseRows
+
+VALID_S = 86400.0
+"""How long a recorded sequence may be trained on, after its sampling and after each use."""
+
+SLACK_S = 3600.0
+"""Added at each writing, so that a use within the hour after another one writes nothing."""
+
+_MAX_VARIABLES = 10_000  # of one IN (...) clause; SQLite takes 32,766
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSequence:
+    session_id: str
+    prompt_tokens: int
+    sampled_tokens: int
+    valid_until: float
+
+
+_FIND = sa.select(SEQUENCES).where(SEQUENCES.c.sequence_id.in_(sa.bindparam("sequence_ids", expanding=True)))
+_RENEW = (
+    SEQUENCES.update()
+    .where(SEQUENCES.c.sequence_id.in_(sa.bindparam("sequence_ids", expanding=True)))
+    .values(valid_until=sa.bindparam("until"))
+)
+
+
+class Sequences:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def admit(self, session_id: str, pass_: Pass, spans: Sequence[DatumSpans]) -> None:
+        """Raise UserError unless the spans of every datum hold; a pass that trains begins their day again."""
+        sequence_ids = sorted({span.sequence_id for datum in spans for _, _, span in _all_spans(datum)})
+        found = self._find(sequence_ids)
+        check_spans(session_id, pass_, spans, found, now())
+        soon = now() + VALID_S
+        ageing = [sequence_id for sequence_id in sequence_ids if found[sequence_id].valid_until < soon]
+        if ageing and not pass_.forward_only:
+            with self._db.write() as connection:
+                for some in _cut(ageing):
+                    connection.execute(_RENEW, {"sequence_ids": some, "until": soon + SLACK_S})
+
+    def sweep(self) -> int:
+        """Forget what may not be trained on any more."""
+        with self._db.write() as connection:
+            return connection.execute(SEQUENCES.delete().where(SEQUENCES.c.valid_until < now())).rowcount
+
+    def _find(self, sequence_ids: Sequence[str]) -> dict[str, RecordedSequence]:
+        found: dict[str, RecordedSequence] = {}
+        with self._db.read() as connection:
+            for some in _cut(sequence_ids):
+                for row in connection.execute(_FIND, {"sequence_ids": some}):
+                    found[row.sequence_id] = RecordedSequence(
+                        row.session_id, row.prompt_tokens, row.sampled_tokens, row.valid_until
+                    )
+        return found
+
+
+def insertion(session_id: str, request_id: str, prompt_tokens: int, sampled_tokens: Sequence[int]) -> sa.Executable:
+    """A statement for the transaction that settles a sample; `sampled_tokens` are the lengths of its sequences."""
+    valid_until = now() + VALID_S + SLACK_S
+    return SEQUENCES.insert().values(
+        [
+            {
+                "sequence_id": f"{request_id}:{index}",
+                "session_id": session_id,
+                "prompt_tokens": prompt_tokens,
+                "sampled_tokens": length,
+                "valid_until": valid_until,
+            }
+            for index, length in enumerate(sampled_tokens)
+        ]
+    )
+
+
+def check_spans(
+    session_id: str,
+    pass_: Pass,
+    spans: Sequence[DatumSpans],
+    recorded: Mapping[str, RecordedSequence],
+    moment: float,
+) -> None:
+    """Raise UserError that names datum, span, value and rule."""
+    for index, (datum, its) in enumerate(zip(pass_.data, spans, strict=True)):
+        where = f"data[{index}]"
+        if not its.model_input or not its.loss_fn_inputs:
+            missing = "model_input_spans" if not its.model_input else "loss_fn_input_spans"
+            raise UserError(
+                f"{where}.{missing} is empty; stable_reinforce needs both lists of spans (Datum.with_provenance)"
+            )
+        targets = datum.inputs["target_tokens"]
+        _check_tiling(f"{where}.model_input_spans", its.model_input, len(datum.tokens_N), "model_input")
+        _check_tiling(f"{where}.loss_fn_input_spans", its.loss_fn_inputs, targets.shape[0], "target_tokens")
+        for name, number, span in _all_spans(its):
+            _check_span(f"{where}.{name}[{number}]", span, session_id, recorded.get(span.sequence_id), moment)
+        advantages = datum.inputs["advantages"]
+        assert not isinstance(advantages, SparseRows)  # one per position, and those are dense
+        sampled_N = np.repeat([span.sampled for span in its.loss_fn_inputs], [s.length for s in its.loss_fn_inputs])
+        wrong_N = np.flatnonzero((advantages != 0) & ~sampled_N)
+        if len(wrong_N):
+            position = int(wrong_N[0])
+            raise UserError(
+                f"{where}.loss_fn_inputs['advantages'] is {advantages[position]} at position {position}, which "
+                "loss_fn_input_spans says was not sampled; stable_reinforce takes advantages on sampled tokens only"
+            )
+
+
+def _check_tiling(where: str, spans: Sequence[Span], length: int, field: str) -> None:
+    for number, span in enumerate(spans):
+        if span.length < 0 or span.offset < 0:
+            raise UserError(
+                f"{where}[{number}] has offset {span.offset} and length {span.length}; neither may be negative"
+            )
+    covered = sum(span.length for span in spans)
+    if covered != length:
+        raise UserError(f"{where} cover {covered} positions, and {field} has {length}; they must tile it exactly")
+
+
+def _check_span(where: str, span: Span, session_id: str, found: RecordedSequence | None, moment: float) -> None:
+    name = ascii(span.sequence_id[:128])
+    if found is None or found.session_id != session_id:
+        raise UserError(
+            f"{where} names sequence {name}, which is not recorded in session {session_id!r}: it must be sampled "
+            "there with record_stability_info, and be trained on within a day"
+        )
+    if found.valid_until < moment:
+        raise UserError(
+            f"{where} names sequence {name}, which was recorded, or last trained on, more than a day ago; sample again"
+        )
+    length, what = (found.sampled_tokens, "sampled") if span.sampled else (found.prompt_tokens, "prompt")
+    if span.offset + span.length > length:
+        raise UserError(
+            f"{where} claims {what} tokens {span.offset} to {span.offset + span.length} of sequence {name}, which "
+            f"has {length} of them"
+        )
+
+
+def _all_spans(datum: DatumSpans) -> Iterator[tuple[str, int, Span]]:
+    for name, spans in (("model_input_spans", datum.model_input), ("loss_fn_input_spans", datum.loss_fn_inputs)):
+        for number, span in enumerate(spans):
+            yield name, number, span
+
+
+def _cut(sequence_ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(sequence_ids), _MAX_VARIABLES):
+        yield sequence_ids[start : start + _MAX_VARIABLES]

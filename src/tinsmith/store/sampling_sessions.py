@@ -1,0 +1,246 @@
+"""Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target), and
+what was sampled of it, in the order in which it was settled.
+
+A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints;
+those of ephemeral publishes are created in the transaction that settles the publish.
+
+Several clients may share a sampling session: each has a number, and a block of CLONE_SIZE seq_ids of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import FUTURES, RESULTS, SAMPLERS, SESSIONS
+from tinsmith.db.statements import Bound, Prepared
+from tinsmith.errors import NotFoundError, SeqIdTakenError
+
+CLONE_SIZE = 1_000_000_000
+"""The seq_ids of one client of a sampling session."""
+
+MAX_COMPLETIONS = 1000
+"""Of one answer; whoever follows asks again for the rest."""
+
+_CHUNK = 500  # variables of one IN (...) clause
+
+
+@dataclass(frozen=True, slots=True)
+class NewSamplingSession:
+    sampling_session_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    model_path: str | None = None
+    version_id: str | None = None
+    model_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSession:
+    sampling_session_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    model_path: str | None
+    version_id: str | None
+    model_id: str | None
+    directory: str | None
+    created_at: float
+    num_clones: int
+
+    @property
+    def is_inflight(self) -> bool:
+        """Whether its version is the one of its model that every publish replaces."""
+        return self.model_id is not None and self.version_id == inflight_version(self.model_id)
+
+
+def inflight_version(model_id: str) -> str:
+    """The one version that all inflight samplers of a model share."""
+    return f"{model_id}:inflight"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A settled sample; `body_bytes` is the size of its result, None if it has none."""
+
+    request_id: str
+    settle_order: int
+    state: str
+    body_bytes: int | None
+
+
+_ADD = Prepared(SAMPLERS.insert())
+_BY_ID = Prepared(
+    sa.select(*(SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__)).where(
+        SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")
+    )
+)
+# Built once: every poll asks.
+_COMPLETIONS = (
+    sa.select(
+        FUTURES.c.request_id,
+        FUTURES.c.settle_order,
+        FUTURES.c.state,
+        sa.func.length(RESULTS.c.body).label("body_bytes"),
+    )
+    .select_from(FUTURES.outerjoin(RESULTS, RESULTS.c.request_id == FUTURES.c.request_id))
+    .where(FUTURES.c.sampling_session_id == sa.bindparam("sampling_session_id"))
+    .where(FUTURES.c.settle_order > sa.bindparam("after_order"))
+    .where(FUTURES.c.seq_id >= sa.bindparam("first_seq_id"), FUTURES.c.seq_id <= sa.bindparam("last_seq_id"))
+    .order_by(FUTURES.c.settle_order)
+    .limit(MAX_COMPLETIONS)
+)
+_LAST_ORDERS = sa.select(
+    SAMPLERS.c.sampling_session_id,
+    sa.select(sa.func.max(FUTURES.c.settle_order))
+    .where(FUTURES.c.sampling_session_id == SAMPLERS.c.sampling_session_id)
+    .scalar_subquery()
+    .label("settle_order"),
+).where(SAMPLERS.c.sampling_session_id.in_(sa.bindparam("sampling_session_ids", expanding=True)))
+_DELETE_RESULTS = RESULTS.delete().where(RESULTS.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
+
+
+class SamplingSessions:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._acknowledged: deque[str] = deque()  # appended to and taken from by different threads
+
+    def create(self, new: NewSamplingSession) -> str:
+        """Add a sampling session once; one that is sent again changes nothing. Returns the id.
+
+        Raises SeqIdTakenError if there is one of this id over another model.
+        """
+        with self._db.write() as connection:
+            if connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()}).rowcount == 0:
+                row = _BY_ID.one_or_none(connection, {"sampling_session_id": new.sampling_session_id})
+                found = None if row is None else SamplingSession(*row)
+                if found and (found.base_model, found.model_path) != (new.base_model, new.model_path):
+                    raise SeqIdTakenError(
+                        f"sampling session {new.sampling_session_id!r} exists already, and samples from "
+                        f"{found.model_path or found.base_model!r}; use another sampling_session_seq_id"
+                    )
+        return new.sampling_session_id
+
+    def get(self, tenant_id: str, sampling_session_id: str) -> SamplingSession:
+        sampling_session = self.find(sampling_session_id)
+        if sampling_session is None or sampling_session.tenant_id != tenant_id:
+            raise NotFoundError(f"sampling_session_id {sampling_session_id!r} is unknown")
+        return sampling_session
+
+    def find(self, sampling_session_id: str) -> SamplingSession | None:
+        """A sampling session whoever owns it; for the engine."""
+        with self._db.read() as connection:
+            row = _BY_ID.one_or_none(connection, {"sampling_session_id": sampling_session_id})
+        return None if row is None else SamplingSession(*row)
+
+    def join(self, tenant_id: str, sampling_session_id: str) -> int:
+        """The number of one more client; its first one, who created the session, has 0. Raises NotFoundError."""
+        mine = SAMPLERS.c.sampling_session_id == sampling_session_id, SAMPLERS.c.tenant_id == tenant_id
+        with self._db.write() as connection:
+            joined = connection.execute(SAMPLERS.update().where(*mine).values(num_clones=SAMPLERS.c.num_clones + 1))
+            if joined.rowcount != 1:
+                raise NotFoundError(f"sampling_session_id {sampling_session_id!r} is unknown")
+            return connection.scalar(sa.select(SAMPLERS.c.num_clones).where(*mine)) or 0
+
+    def completions(self, sampling_session_id: str, clone: int, after_order: int) -> list[Completion]:
+        """What was settled of one client's samples after `after_order`, at most MAX_COMPLETIONS."""
+        asked = {
+            "sampling_session_id": sampling_session_id,
+            "first_seq_id": clone * CLONE_SIZE,
+            "last_seq_id": clone * CLONE_SIZE + CLONE_SIZE - 1,
+            "after_order": after_order,
+        }
+        with self._db.read() as connection:
+            return [Completion(**row._mapping) for row in connection.execute(_COMPLETIONS, asked)]
+
+    def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
+        """The newest settlement of each of these sampling sessions."""
+        found: dict[str, int | None] = {}
+        with self._db.read() as connection:
+            for start in range(0, len(sampling_session_ids), _CHUNK):
+                some = sampling_session_ids[start : start + _CHUNK]
+                rows = connection.execute(_LAST_ORDERS, {"sampling_session_ids": some})
+                found |= {row.sampling_session_id: row.settle_order for row in rows}
+        return found
+
+    def acknowledge(self, sampling_session_id: str, request_ids: Iterable[str]) -> None:
+        """Note that the client has these results of its sampling session; what belongs elsewhere is passed over.
+
+        A server that stops forgets it: they go with their session then.
+        """
+        mine = f"{sampling_session_id}:"
+        self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(mine))
+
+    def delete_acknowledged(self) -> int:
+        """Delete the results that were acknowledged since the last time; returns how many that were.
+
+        Not at once: a write for each poll would be in the way of every other.
+        """
+        ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
+        for start in range(0, len(ids), _CHUNK):
+            with self._db.write() as connection:
+                connection.execute(_DELETE_RESULTS, {"request_ids": ids[start : start + _CHUNK]})
+        return len(ids)
+
+    def written(self, version_id: str, directory: str) -> str | None:
+        """Record where a version's files are; returns the directory that they were in before, or, if no sampling
+        session wants them any more, this one.
+        """
+        theirs = SAMPLERS.c.version_id == version_id
+        closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
+        wanted = theirs & ~closed.where(SESSIONS.c.session_id == SAMPLERS.c.session_id).exists()
+        with self._db.write() as connection:
+            before = connection.scalar(sa.select(sa.func.max(SAMPLERS.c.directory)).where(theirs))
+            changed = connection.execute(SAMPLERS.update().where(wanted).values(directory=directory))
+        return before if changed.rowcount else directory
+
+    def directory_of(self, version_id: str) -> str | None:
+        """Where a version's files are, if it has any."""
+        query = sa.select(sa.func.max(SAMPLERS.c.directory)).where(SAMPLERS.c.version_id == version_id)
+        with self._db.read() as connection:
+            return connection.scalar(query)
+
+    def directories(self) -> set[str]:
+        """The directories of all versions that may be sampled."""
+        with self._db.read() as connection:
+            return set(connection.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
+
+    def forget_written(self) -> list[str]:
+        """The directories of versions whose session is closed; they are forgotten here and now."""
+        # Asked of each sampler that has files, since the closed sessions are many.
+        closed = sa.exists().where(SESSIONS.c.session_id == SAMPLERS.c.session_id, SESSIONS.c.closed_at.is_not(None))
+        theirs = SAMPLERS.c.directory.is_not(None) & closed
+        with self._db.write() as connection:
+            directories = list(connection.scalars(sa.select(SAMPLERS.c.directory).where(theirs)))
+            if directories:
+                connection.execute(SAMPLERS.update().where(theirs).values(directory=None))
+        return directories
+
+    def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
+        """Which of these sessions gave no sign of life for `silent_s` seconds."""
+        found: set[str] = set()
+        silent = SESSIONS.c.last_heartbeat_at < now() - silent_s
+        with self._db.read() as connection:
+            for start in range(0, len(session_ids), _CHUNK):
+                some = SESSIONS.c.session_id.in_(session_ids[start : start + _CHUNK])
+                found.update(connection.scalars(sa.select(SESSIONS.c.session_id).where(some, silent)))
+        return found
+
+    def of_session(self, session_id: str) -> list[str]:
+        query = (
+            sa.select(SAMPLERS.c.sampling_session_id)
+            .where(SAMPLERS.c.session_id == session_id)
+            .order_by(SAMPLERS.c.created_at)
+        )
+        with self._db.read() as connection:
+            return list(connection.scalars(query))
+
+
+def insertion(new: NewSamplingSession) -> Bound:
+    """A statement for the transaction that settles an ephemeral publish."""
+    return Bound(_ADD, asdict(new) | {"created_at": now()})

@@ -1,0 +1,279 @@
+"""Sessions: who is connected, and when that ended.
+
+States: active -> finished (the client said so) | expired (its heartbeats stopped). A session that ended is closed
+once its models have been told to unload. A finished session may still be used until it is closed, since the
+SDK's last requests can arrive after its farewell. The first farewell counts, and none after the session expired.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import FUTURES, SESSIONS
+from tinsmith.db.statements import Prepared
+from tinsmith.errors import GoneError, NotFoundError
+from tinsmith.runtime.clocks import TOLERANCE_S
+
+FINISH_TYPES = ("success", "errored", "interrupted")
+_SCANNED_AT_A_TIME = 500  # rows of a search whose filter is not SQL's
+_FORGOTTEN_AT_A_TIME = 100
+
+POLL_SIGN_S = 15.0
+"""How often a poll is looked at as a sign of life. The SDK's heartbeats, which come every 10 s, are newer than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    tags: Sequence[str] = ()
+    user_metadata: Mapping[str, object] | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    session_id: str
+    tenant_id: str
+    state: str
+    reason: str | None
+    tags: Sequence[str]
+    user_metadata: Mapping[str, object] | None
+    sdk_version: str | None
+    project_id: str | None
+    display_name: str | None
+    created_at: float
+    last_heartbeat_at: float
+    ended_at: float | None = None
+    closed_at: float | None = None
+    finish_type: str | None = None
+    forgotten_at: float | None = None
+
+    @property
+    def finish_detail(self) -> str | None:
+        """The client's own words at its farewell."""
+        if self.state != "finished" or self.reason is None:
+            return None
+        return self.reason.removeprefix(_finish_reason(self.finish_type or "", "")).removeprefix(": ") or None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the sessions that are looked for have in common; None does not filter.
+
+    With both, `session_id` or `display_name` must match; every word of the latter occurs in the session's, whatever
+    the case. `finish_types` are those of finished sessions; `states` are without them.
+    """
+
+    session_id: str | None = None
+    display_name: str | None = None
+    project_ids: Sequence[str] | None = None
+    states: Sequence[str] | None = None
+    finish_types: Sequence[str] = ()
+    limit: int = 50
+    after: tuple[float, str] | None = None  # created_at and id of the last one of the previous page
+
+
+# Built once: every request asks.
+_BY_ID = Prepared(
+    sa.select(*(SESSIONS.c[name] for name in Session.__dataclass_fields__)).where(
+        SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
+    )
+)
+
+
+class Sessions:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._polled_at: dict[str, float] = {}  # by the monotonic clock; the oldest first
+
+    def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
+        """A session of a new id; of a given one, it is opened once, and then found."""
+        created_at = now()
+        session = Session(
+            session_id=session_id or str(uuid.uuid4()),
+            tenant_id=tenant_id,
+            state="active",
+            reason=None,
+            tags=list(new.tags),
+            user_metadata=new.user_metadata,
+            sdk_version=new.sdk_version,
+            project_id=new.project_id,
+            display_name=new.display_name,
+            created_at=created_at,
+            last_heartbeat_at=created_at,
+        )
+        with self._db.write() as connection:
+            connection.execute(self._db.insert_once(SESSIONS), asdict(session))
+        return session if session_id is None else self.get(tenant_id, session_id)
+
+    def get(self, tenant_id: str, session_id: str) -> Session:
+        with self._db.read() as connection:
+            row = _BY_ID.one_or_none(connection, {"session_id": session_id, "tenant_id": tenant_id})
+        if row is None:
+            raise NotFoundError(f"session_id {session_id!r} is unknown; create a new ServiceClient")
+        return Session(*row)
+
+    def require_active(self, tenant_id: str, session_id: str) -> Session:
+        """The session, if it may still be used. Raises GoneError with the reason why it ended."""
+        session = self.get(tenant_id, session_id)
+        if session.closed_at is not None:
+            raise session_has_ended(session_id, session.reason)
+        return session
+
+    def heartbeat(self, tenant_id: str, session_id: str) -> None:
+        self.require_active(tenant_id, session_id)
+        with self._db.write() as connection:
+            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
+            connection.execute(mine.values(last_heartbeat_at=now()))
+
+    def is_sign_due(self, session_id: str) -> bool:
+        """Whether `polled` is worth calling for this poll: once in POLL_SIGN_S. To be called by one thread."""
+        moment = time.monotonic()
+        if moment - self._polled_at.get(session_id, -POLL_SIGN_S) < POLL_SIGN_S:
+            return False
+        self._polled_at.pop(session_id, None)
+        self._polled_at[session_id] = moment
+        while moment - self._polled_at[oldest := next(iter(self._polled_at))] >= POLL_SIGN_S:
+            del self._polled_at[oldest]
+        return True
+
+    def polled(self, tenant_id: str, session_id: str) -> None:
+        """A client that waits for results is there, whether it sends heartbeats or not."""
+        mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
+        stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
+        with self._db.read() as connection:
+            if connection.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is None:
+                return
+        with self._db.write() as connection:
+            connection.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
+
+    def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
+        """The client's farewell, one of FINISH_TYPES; False if it was not the first, or the session had expired."""
+        self.get(tenant_id, session_id)
+        reason = _finish_reason(finish_type, detail)
+        with self._db.write() as connection:
+            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
+            ended = mine.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+            return connection.execute(ended).rowcount == 1
+
+    def set_project(self, tenant_id: str, session_id: str, project_id: str) -> None:
+        self.get(tenant_id, session_id)
+        with self._db.write() as connection:
+            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
+            connection.execute(mine.values(project_id=project_id))
+
+    def list_ids(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> list[str]:
+        """Newest first."""
+        query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.tenant_id == tenant_id)
+        if project_id is not None:
+            query = query.where(SESSIONS.c.project_id == project_id)
+        query = query.order_by(SESSIONS.c.created_at.desc(), SESSIONS.c.session_id.desc()).limit(limit).offset(offset)
+        with self._db.read() as connection:
+            return list(connection.scalars(query))
+
+    def of_ids(self, session_ids: Sequence[str]) -> dict[str, Session]:
+        """Sessions whoever owns them; the caller has their ids from rows of its tenant."""
+        query = sa.select(SESSIONS).where(SESSIONS.c.session_id.in_(session_ids))
+        with self._db.read() as connection:
+            return {row.session_id: Session(**row._mapping) for row in connection.execute(query)}
+
+    def search(
+        self, tenant_id: str, asked: Search, has_metadata: Callable[[Session], bool]
+    ) -> tuple[list[Session], bool]:
+        """A page of the tenant's sessions, newest first, and whether there are more.
+
+        `has_metadata` says whether a session has the metadata that is asked for.
+        """
+        found: list[Session] = []
+        after = asked.after
+        while len(found) <= asked.limit:
+            some = self._scan(tenant_id, asked, after)
+            found += [session for session in some if _is_named(session, asked) and has_metadata(session)]
+            if len(some) < _SCANNED_AT_A_TIME:
+                break
+            after = (some[-1].created_at, some[-1].session_id)
+        return found[: asked.limit], len(found) > asked.limit
+
+    def _scan(self, tenant_id: str, asked: Search, after: tuple[float, str] | None) -> list[Session]:
+        """The next sessions that satisfy what SQL can tell the same way on every database."""
+        created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
+        query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
+        if asked.session_id is not None and asked.display_name is None:
+            query = query.where(session_id == asked.session_id)
+        if asked.project_ids is not None:
+            query = query.where(SESSIONS.c.project_id.in_(asked.project_ids))
+        if asked.states is not None or asked.finish_types:
+            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(asked.finish_types)
+            query = query.where(SESSIONS.c.state.in_(asked.states or ()) | finished)
+        if after is not None:
+            query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
+        query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
+        with self._db.read() as connection:
+            return [Session(**row._mapping) for row in connection.execute(query)]
+
+    def forget_future_heartbeats(self) -> None:
+        """A clock that was set back must not keep silent sessions for as long: what is to come counts as now."""
+        with self._db.write() as connection:
+            to_come = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
+            connection.execute(SESSIONS.update().where(*to_come).values(last_heartbeat_at=now()))
+
+    def silent(self, timeout_s: float) -> list[Session]:
+        """Open sessions whose last heartbeat is older than `timeout_s`."""
+        query = sa.select(SESSIONS).where(
+            SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
+        )
+        with self._db.read() as connection:
+            return [Session(**row._mapping) for row in connection.execute(query)]
+
+    def close(self, session_id: str, reason: str, *, timeout_s: float = 0.0) -> bool:
+        """Close a session silent for `timeout_s`; False if a heartbeat or another sweep came first."""
+        open_and_silent = (
+            SESSIONS.c.session_id == session_id,
+            SESSIONS.c.closed_at.is_(None),
+            SESSIONS.c.last_heartbeat_at <= now() - timeout_s,
+        )
+        with self._db.write() as connection:
+            locked = sa.select(SESSIONS.c.state).where(*open_and_silent).with_for_update()
+            row = connection.execute(locked).one_or_none()
+            if row is None:
+                return False
+            values: dict[str, object] = {"closed_at": now()}
+            if row.state == "active":
+                values |= {"state": "expired", "reason": reason, "ended_at": now()}
+            connection.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
+        return True
+
+    def closed_before(self, moment: float, *, tenant_id: str | None = None) -> list[str]:
+        """Some sessions (of one tenant) that were closed before `moment` and not forgotten; none that can only wait."""
+        theirs = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        ready = theirs.where(FUTURES.c.state != "pending") | ~theirs
+        unforgotten = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
+        query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(_FORGOTTEN_AT_A_TIME)
+        if tenant_id is not None:
+            query = query.where(SESSIONS.c.tenant_id == tenant_id)
+        with self._db.read() as connection:
+            return list(connection.scalars(query))
+
+
+def session_has_ended(session_id: str, reason: str | None) -> GoneError:
+    """What whoever uses a closed session is told."""
+    return GoneError(f"session {session_id!r} has ended ({reason}); create a new ServiceClient")
+
+
+def _finish_reason(finish_type: str, detail: str) -> str:
+    return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
+
+
+def _is_named(session: Session, asked: Search) -> bool:
+    if asked.display_name is None:
+        return True  # the id alone, if it is asked for, was SQL's to compare
+    name = (session.display_name or "").casefold()
+    by_name = all(word in name for word in asked.display_name.casefold().split())
+    return by_name or (asked.session_id is not None and session.session_id == asked.session_id)

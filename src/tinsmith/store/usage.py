@@ -1,0 +1,212 @@
+"""Usage: how many tokens, checkpoints and bytes a tenant used, hour by hour.
+
+The rule: a request counts once it is done, in the hour in which it was settled; what failed or was refused does not
+count. Nothing is written for it: the rows of the futures are the record, and whoever deletes them adds `folded` to
+the same transaction, so that a request is counted in one of the two places at any moment. Checkpoints are the
+exception: each one is `added` in the transaction that makes it.
+
+What is stored is read from the checkpoints that exist: of one that was deleted, no history is kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
+from tinsmith.store.retention import Spent
+
+HOUR_S = 3600
+TRAINING_KINDS = ("forward", "forward_backward")
+TYPES = ("training", "sampling_prefill", "sampling_cached", "sampling_sample", "checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class UsageRow:
+    """`quantity` is tokens, or for `checkpoint` how many. `sampling_prefill` is without what the cache held."""
+
+    bucket_start: float
+    session_id: str
+    base_model: str
+    type: str
+    quantity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One checkpoint that exists, and which project it counts for."""
+
+    session_id: str
+    project_id: str | None
+    base_model: str
+    size_bytes: int
+    created_at: float
+    expires_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRow:
+    bucket_start: float
+    project_id: str | None
+    base_model: str
+    byte_seconds: float
+
+
+class Usage:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def rows(self, tenant_id: str, start: float, end: float) -> list[UsageRow]:
+        """What the tenant used from `start` until before `end`, both full hours; by hour, then by quantity."""
+        # One statement, so that a row which is folded meanwhile is seen in one place and not in two or none.
+        both = sa.union_all(self._live(tenant_id, start, end), _folded(tenant_id, start, end)).subquery()
+        keys = [both.c.bucket_start, both.c.session_id, both.c.base_model]
+        query = sa.select(*keys, *(sa.func.sum(both.c[name]).label(name) for name in TYPES)).group_by(*keys)
+        with self._db.read() as connection:
+            found = [
+                UsageRow(float(row.bucket_start), row.session_id, row.base_model, name, int(row._mapping[name]))
+                for row in connection.execute(query)
+                for name in TYPES
+                if row._mapping[name]
+            ]
+        return sorted(found, key=lambda row: (row.bucket_start, -row.quantity, row.session_id, row.type))
+
+    def _live(self, tenant_id: str, start: float, end: float) -> sa.Select:
+        passed = FUTURES.c.kind.in_(TRAINING_KINDS)
+        cached = sa.func.coalesce(FUTURES.c.cached_tokens, 0)
+        measures = {
+            "training": sa.case((passed, FUTURES.c.num_tokens), else_=0),
+            "sampling_prefill": sa.func.coalesce(FUTURES.c.prefill_tokens, 0) - cached,
+            "sampling_cached": cached,
+            "sampling_sample": sa.func.coalesce(FUTURES.c.sampled_tokens, 0),
+            "checkpoint": sa.literal(0),
+        }
+        bucket = self._hour_of(FUTURES.c.settled_at)
+        return (
+            sa.select(bucket.label("bucket_start"), FUTURES.c.session_id, FUTURES.c.base_model)
+            .add_columns(*(sa.func.sum(measures[name]).label(name) for name in TYPES))
+            .where(FUTURES.c.tenant_id == tenant_id, FUTURES.c.state == "done")
+            .where(FUTURES.c.settled_at >= start, FUTURES.c.settled_at < end)
+            .group_by(bucket, FUTURES.c.session_id, FUTURES.c.base_model)
+        )
+
+    def _hour_of(self, moment: sa.ColumnElement[float]) -> sa.ColumnElement:
+        # SQLite's cast cuts, Postgres' rounds; and floor is not in every SQLite.
+        hours = moment / float(HOUR_S)
+        whole = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
+        return whole * float(HOUR_S)
+
+    def stored(self, tenant_id: str, project_id: str | None = None) -> list[Stored]:
+        """The tenant's checkpoints as they are now; those of one project, if it is named."""
+        project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
+        query = (
+            sa.select(
+                sa.func.coalesce(MODELS.c.session_id, "").label("session_id"),
+                project.label("project_id"),
+                CHECKPOINTS.c.base_model,
+                sa.func.coalesce(CHECKPOINTS.c.size_bytes, 0).label("size_bytes"),
+                CHECKPOINTS.c.created_at,
+                CHECKPOINTS.c.expires_at,
+            )
+            .select_from(CHECKPOINTS)
+            .outerjoin(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
+            .outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
+            .where(CHECKPOINTS.c.tenant_id == tenant_id, _kept())
+        )
+        if project_id is not None:
+            query = query.where(project == project_id)
+        with self._db.read() as connection:
+            return [Stored(**row._mapping) for row in connection.execute(query)]
+
+    def stored_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """How many checkpoints each of these sessions has now, and their bytes; without an entry, none."""
+        query = (
+            sa.select(MODELS.c.session_id, sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
+            .select_from(CHECKPOINTS)
+            .join(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
+            .where(MODELS.c.session_id.in_(session_ids), _kept())
+            .group_by(MODELS.c.session_id)
+        )
+        with self._db.read() as connection:
+            return {session_id: (count, int(size)) for session_id, count, size in connection.execute(query)}
+
+    def storage_rows(self, tenant_id: str, start: float, end: float) -> list[StorageRow]:
+        """For each hour, how long how many bytes of what exists now were kept in it."""
+        totals: Counter[tuple[float, str | None, str]] = Counter()
+        end = min(end, now())
+        for one in self.stored(tenant_id):
+            since = max(start, one.created_at)
+            bucket = since // HOUR_S * HOUR_S
+            while bucket < end:
+                held_s = min(bucket + HOUR_S, end) - max(bucket, since)
+                totals[bucket, one.project_id, one.base_model] += one.size_bytes * held_s  # type: ignore[assignment]
+                bucket += HOUR_S
+        rows = [StorageRow(*key, byte_seconds) for key, byte_seconds in totals.items()]
+        return sorted(rows, key=lambda row: (row.bucket_start, row.project_id or "", row.base_model))
+
+
+def _kept() -> sa.ColumnElement[bool]:
+    unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
+    return (CHECKPOINTS.c.state == "completed") & unexpired
+
+
+def _folded(tenant_id: str, start: float, end: float) -> sa.Select:
+    keys = [USAGE.c.bucket_start, USAGE.c.session_id, USAGE.c.base_model]
+    of_type = (sa.func.sum(sa.case((USAGE.c.type == name, USAGE.c.quantity), else_=0)).label(name) for name in TYPES)
+    return (
+        sa.select(*keys, *of_type)
+        .where(USAGE.c.tenant_id == tenant_id, USAGE.c.bucket_start >= start, USAGE.c.bucket_start < end)
+        .group_by(*keys)
+    )
+
+
+def folded(spent: Iterable[Spent]) -> list[sa.Executable]:
+    """Statements that keep what these futures used, for the transaction that deletes them."""
+    totals: Counter[tuple[str, float, str, str, str]] = Counter()
+    for one in spent:
+        if one.state != "done" or one.settled_at is None:
+            continue
+        where = (one.tenant_id, one.settled_at // HOUR_S * HOUR_S, one.session_id, one.base_model)
+        if one.kind in TRAINING_KINDS:
+            totals[*where, "training"] += one.num_tokens
+        cached = one.cached_tokens or 0
+        totals[*where, "sampling_prefill"] += (one.prefill_tokens or 0) - cached
+        totals[*where, "sampling_cached"] += cached
+        totals[*where, "sampling_sample"] += one.sampled_tokens or 0
+    statements = [
+        added(tenant_id, session_id, base_model, type_, quantity, bucket)
+        for (tenant_id, bucket, session_id, base_model, type_), quantity in totals.items()
+        if quantity
+    ]
+    return [statement for pair in statements for statement in pair]
+
+
+def added(
+    tenant_id: str, session_id: str, base_model: str, type_: str, quantity: int, at: float | None = None
+) -> list[sa.Executable]:
+    """Statements that count `quantity` more in the hour of `at` (now)."""
+    bucket_start = (now() if at is None else at) // HOUR_S * HOUR_S
+    key = (
+        (USAGE.c.bucket_start == bucket_start)
+        & (USAGE.c.session_id == session_id)
+        & (USAGE.c.base_model == base_model)
+        & (USAGE.c.type == type_)
+    )
+    values = {
+        "bucket_start": bucket_start,
+        "session_id": session_id,
+        "base_model": base_model,
+        "type": type_,
+        "tenant_id": tenant_id,
+        "quantity": 0,
+    }
+    literals = [sa.literal(value, USAGE.c[name].type) for name, value in values.items()]
+    missing = sa.select(*literals).where(~sa.exists().where(key))
+    return [
+        USAGE.insert().from_select(list(values), missing),
+        USAGE.update().where(key).values(quantity=USAGE.c.quantity + quantity),
+    ]

@@ -1,0 +1,109 @@
+"""A session's timeline in Chrome's trace format, which Perfetto opens: one process per model and sampler.
+
+Each request is an asynchronous slice from its arrival to its settlement, and in it its parts: `queued` until an
+engine began to work on it, `run` until that had its result, `settle` until the result was stored. Requests of a sampler
+overlap freely. Those of a model take effect in order, so the model has a thread, too, that shows the work itself, step
+by step. An engine numbers its steps from 1, and packs passes of several models into one, those of other sessions, too.
+
+Made from the rows of the futures while it is read. What is still pending has no end, what was refused no length, and
+what an earlier version settled no parts. Requests whose results were forgotten (`result_grace_s` after the end of their
+session) are gone from the timeline, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+import sqlalchemy as sa
+
+from tinsmith.db.database import Database
+from tinsmith.db.schema import FUTURES
+
+_ROWS_AT_A_TIME = 2000
+_ARGUMENTS = (
+    "request_id",
+    "seq_id",
+    "state",
+    "category",
+    "num_tokens",
+    "body_bytes",
+    "prefill_tokens",
+    "cached_tokens",
+    "sampled_tokens",
+    "step",
+)
+_TIMES = ("created_at", "started_at", "ran_at", "settled_at")
+_COLUMNS = ("arrival", "kind", "model_id", "sampling_session_id", *_TIMES, *_ARGUMENTS)
+_PARTS = ("queued", "run", "settle")
+_REQUESTS, _WORK = 0, 1  # threads of a process
+
+Event = dict[str, object]
+
+
+class Traces:
+    def __init__(self, db: Database) -> None:
+        self._db = db
+
+    def write(self, session_id: str) -> Iterator[bytes]:
+        """The trace's JSON in parts; never more than some rows are in memory."""
+        yield b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps({"session_id": session_id}) + b',"traceEvents":['
+        processes: dict[str, int] = {}
+        separator = b""
+        for row in self._rows(session_id):
+            lane = row.model_id or row.sampling_session_id or session_id
+            events = [] if lane in processes else _process(lane, len(processes) + 1, works=row.model_id is not None)
+            number = processes.setdefault(lane, len(processes) + 1)
+            events += _slices(row, number)
+            yield separator + b",".join(orjson.dumps(event) for event in events)
+            separator = b","
+        yield b"]}"
+
+    def _rows(self, session_id: str) -> Iterator[sa.Row]:
+        after = -1
+        while True:
+            query = (
+                sa.select(*(FUTURES.c[name] for name in _COLUMNS))
+                .where(FUTURES.c.session_id == session_id, FUTURES.c.arrival > after)
+                .order_by(FUTURES.c.arrival)
+                .limit(_ROWS_AT_A_TIME)
+            )
+            with self._db.read() as connection:
+                rows = connection.execute(query).all()
+            yield from rows
+            if len(rows) < _ROWS_AT_A_TIME:
+                return
+            after = rows[-1].arrival
+
+
+def _process(lane: str, number: int, *, works: bool) -> list[Event]:
+    names = [("process_name", _REQUESTS, lane), ("thread_name", _REQUESTS, "requests")]
+    if works:
+        names.append(("thread_name", _WORK, "work"))
+    return [{"ph": "M", "name": name, "pid": number, "tid": tid, "args": {"name": value}} for name, tid, value in names]
+
+
+def _slices(row: sa.Row, process: int) -> list[Event]:
+    shared = {"cat": "request", "id": row.request_id, "pid": process, "tid": _REQUESTS}
+    arguments = {name: row._mapping[name] for name in _ARGUMENTS if row._mapping[name] is not None}
+    times = _times(row)
+    events = [shared | {"name": row.kind, "ph": "b", "ts": times[0], "args": arguments}]
+    if len(times) == len(_TIMES):
+        for name, start, end in zip(_PARTS, times, times[1:], strict=False):
+            events += [shared | {"name": name, "ph": "b", "ts": start}, shared | {"name": name, "ph": "e", "ts": end}]
+    if row.settled_at is not None:
+        events.append(shared | {"name": row.kind, "ph": "e", "ts": times[-1]})
+    if row.model_id is not None and len(times) == len(_TIMES):
+        work: Event = {"ph": "X", "cat": "work", "pid": process, "tid": _WORK, "name": row.kind}
+        events.append(work | {"ts": times[1], "dur": times[2] - times[1], "args": arguments})
+    return events
+
+
+def _times(row: sa.Row) -> list[int]:
+    """The known ones of a request in microseconds, in their order: clocks of two processes may differ by a little."""
+    times: list[int] = []
+    for name in _TIMES:
+        moment_s = row._mapping[name]
+        if moment_s is not None:
+            times.append(max(round(moment_s * 1e6), times[-1] if times else 0))
+    return times

@@ -1,0 +1,56 @@
+"""Tokens of samples that still run, from the engine that draws them to whoever shows them as they come.
+
+They go with the wake-ups and are hints like these: they may be lost, and nobody waits for one. The stored result is
+the authority: it completes what is missing, and what contradicts it is an error. Each says where in its answer it
+begins, so that a gap is seen. `Partials` lives on the server's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import orjson
+
+from tinsmith.types import Partial
+
+MARK = "+"
+"""Begins a line that is a partial and no request_id."""
+
+
+def line_of(partial: Partial) -> str:
+    fields = [partial.request_id, partial.index, partial.start, partial.tokens, partial.logprobs, partial.topk]
+    return MARK + orjson.dumps(fields).decode()
+
+
+def _read(line: str) -> Partial | None:
+    try:
+        request_id, index, start, tokens, logprobs, topk = orjson.loads(line.removeprefix(MARK))
+        return Partial(request_id, index, start, tuple(tokens), tuple(logprobs), tuple(topk))
+    except (ValueError, TypeError):
+        return None  # cut short on its way
+
+
+class Partials:
+    def __init__(self) -> None:
+        self._queues: dict[str, asyncio.Queue[Partial]] = {}
+
+    @contextlib.contextmanager
+    def listen(self, request_ids: Sequence[str]) -> Iterator[asyncio.Queue[Partial]]:
+        """What arrives of these samples from now on."""
+        queue: asyncio.Queue[Partial] = asyncio.Queue()
+        self._queues |= dict.fromkeys(request_ids, queue)
+        try:
+            yield queue
+        finally:
+            for request_id in request_ids:
+                self._queues.pop(request_id, None)
+
+    def arrived(self, lines: Iterable[str]) -> None:
+        """In the order of their answers: wake-ups have none."""
+        found = [partial for line in lines if self._queues and (partial := _read(line))]
+        for partial in sorted(found, key=lambda one: (one.request_id, one.index, one.start)):
+            queue = self._queues.get(partial.request_id)
+            if queue is not None:
+                queue.put_nowait(partial)
