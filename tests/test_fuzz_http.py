@@ -30,8 +30,8 @@ from schemathesis.specs.openapi.checks import (
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from properties import examples
 from tinsmith.api.openapi import document
+from tinsmith.api.operation import PREFIX
 from tinsmith.api.requests import REQUESTS, SHARED
-from tinsmith.api.routes import PREFIX
 from tinsmith.wire.bodies import PROTO_TYPE
 
 AT_MOST_S = 5.0

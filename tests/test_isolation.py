@@ -17,10 +17,10 @@ from httpx import Response
 from starlette.routing import Route
 
 from http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
+from tinsmith.api.app import API
 from tinsmith.api.openapi import ELSEWHERE, OPERATIONS
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
 from tinsmith.api.requests import REQUESTS
-from tinsmith.api.routes import API, PREFIX
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path

@@ -22,9 +22,10 @@ from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
 
 from http_harness import Harness
+from tinsmith.api.app import API
 from tinsmith.api.openapi import OPERATIONS, document, takes_body
+from tinsmith.api.operation import PREFIX
 from tinsmith.api.requests import REQUESTS, SHARED, Schema
-from tinsmith.api.routes import API, PREFIX
 
 # What the SDK sends, and where.
 SENT: Mapping[str, type[pydantic.BaseModel]] = {

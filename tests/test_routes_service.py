@@ -20,8 +20,9 @@ from tinker.types import (
 )
 
 from http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
+from tinsmith.api.app import API
 from tinsmith.api.openapi import ELSEWHERE
-from tinsmith.api.routes import API, PREFIX
+from tinsmith.api.operation import PREFIX
 from tinsmith.api.routes.downloads import DOWNLOAD
 
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}

@@ -15,8 +15,7 @@ import http_harness
 import raw_client
 from attack.sending import Request
 from test_isolation import BODIES, QUERIES, Things, openai_batch
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI
-from tinsmith.api.routes import PREFIX
+from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
 
 MODEL = raw_client.BASE
 BOUNDARY = "attack-boundary"

@@ -21,11 +21,35 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.api import errors
-from tinsmith.api.dashboard import pages
+from tinsmith.api import errors, legacy, openapi
+from tinsmith.api.dashboard import curves, overview, pages, samples
+from tinsmith.api.openai import anthropic, batches, chat, files
+from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
-from tinsmith.api.operation import Services, answer, run
-from tinsmith.api.routes import API, metrics
+from tinsmith.api.operation import PREFIX, Services, answer, run
+from tinsmith.api.routes import (
+    audit,
+    auth,
+    batch,
+    checkpoints,
+    copies,
+    downloads,
+    futures,
+    hub,
+    losses,
+    metrics,
+    models,
+    sampling,
+    search,
+    service,
+    sessions,
+    telemetry,
+    traces,
+    training,
+    uploads,
+    usage,
+    weights,
+)
 from tinsmith.api.routes.service import healthz
 from tinsmith.batch.operations.openai_request import VERB
 from tinsmith.wire.fields import show
@@ -33,6 +57,43 @@ from tinsmith.wire.fields import show
 __all__ = ["Services", "create_app", "create_probe_app"]
 
 HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
+
+# Routes are matched in order, so those that a client calls all the time come first. A flat list, since a Mount would
+# have every request matched twice.
+API = [
+    Route(PREFIX + route.path, route.endpoint, methods=route.methods)
+    for noun in (
+        futures,
+        sampling,
+        training,
+        weights,
+        sessions,
+        search,
+        models,
+        losses,
+        checkpoints,
+        copies,
+        downloads,
+        uploads,
+        auth,
+        usage,
+        audit,
+        traces,
+        curves,
+        overview,
+        samples,
+        batch,
+        telemetry,
+        service,
+        metrics,
+        openapi,
+        legacy,
+    )
+    for route in noun.ROUTES
+] + [*legacy.ROOT_ROUTES, *openapi.ROOT_ROUTES, *metrics.ROOT_ROUTES]
+API += [*chat.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *files.ROOT_ROUTES, *batches.ROOT_ROUTES]
+API += [*openai_models.ROOT_ROUTES, *hub.ROOT_ROUTES]
+
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 

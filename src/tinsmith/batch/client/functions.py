@@ -30,7 +30,7 @@ VERSION = "1.0"
 KINDS = ("loop", "row", "batch", "class")
 SERIALIZERS = ("source", "cloudpickle")
 OURS = "tinsmith.batch"
-SKY = "tinsmith.batch.client.sky"
+SKY = "tinsmith.batch.sky"
 Function = TypeVar("Function", bound=Callable[..., object])
 
 

@@ -63,7 +63,9 @@ class Registry(Generic[Kind]):
 
 
 def _ours(kind: str, names: str) -> dict[str, str]:
-    return {name: f"tinsmith.batch.{kind}.{module}" for module, _, name in (n.partition(":") for n in names.split())}
+    return {
+        name: f"tinsmith.batch.formats.{kind}.{module}" for module, _, name in (n.partition(":") for n in names.split())
+    }
 
 
 INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
