@@ -35,7 +35,7 @@ from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
 
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
-from tinsmith.samplers.local.capture import capture_for, plain
+from tinsmith.samplers.local.cuda_graphs import capture_for, plain
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
 

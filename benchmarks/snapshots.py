@@ -26,8 +26,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import nano, read_shape
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE
-from tinsmith.engine.writer import Job, Writer
+from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, Job, Writer
 from tinsmith.storage.directories import Directories
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 

@@ -15,7 +15,7 @@ from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
 from tinsmith.db.wakeups import Mailbox
-from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.telemetry import Records
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
@@ -101,7 +101,7 @@ class Bench:
     def restart(self) -> None:
         """What memory held is gone, as after a kill."""
         self.backend = FlakyBackend(SHAPE)
-        nouns = Nouns(
+        nouns = Stores(
             self.futures,
             self.models,
             self.samplers,

@@ -26,8 +26,7 @@ from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Keeper, Parts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.dispatch import Dispatch
-from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS
 from tinsmith.db.wakeups import Waiters
@@ -36,17 +35,14 @@ from tinsmith.runtime.threads import Threads
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
-from tinsmith.store.census import Census
 from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint, completion
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
-from tinsmith.store.history import Curves
+from tinsmith.store.history import Curves, KeptSamples, RecentSteps
 from tinsmith.store.implicit_sessions import StandingSessions
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models, set_state
-from tinsmith.store.overview import Overview
-from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from tinsmith.cli.plan import billions
 from tinsmith.plan import memory
 from tinsmith.plan.architecture import Architecture, read
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, choose, needs_of
-from tinsmith.plan.report import billions
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "plan.md"
 FACTS = Path(__file__).parent / "data" / "known_models.json"

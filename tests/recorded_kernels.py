@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tinsmith.samplers.local.capture import Run
+from tinsmith.samplers.local.cuda_graphs import Run
 
 LOOKS = ("_local_scalar_dense", "item", "nonzero", "lift_fresh", "equal", "is_nonzero", "masked_select", "unique")
 """Kernels that a GPU's host must wait for, or that bring numbers along from the host."""

@@ -13,8 +13,7 @@ from http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
 from tinsmith.auth.quotas import Limits
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
-from tinsmith.batch.coordinator.model_requests import Desk, Question
+from tinsmith.batch.coordinator.model_gateway import Desk, Question, ServiceAnswers
 from tinsmith.batch.formats.protocols import Assignment
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row

@@ -26,7 +26,7 @@ TASKS_OF_THEIR_CALLERS = {
     "batch/coordinator/coordinator.py": "one for each job, whose end it notes",
     "batch/pools/ray.py": "a driver's answers, for as long as its process",
     "batch/pools/ray_driver.py": "one for each worker, reported to the coordinator",
-    "batch/coordinator/model_requests.py": "one for each question, whose error is its answer",
+    "batch/coordinator/model_gateway.py": "one for each question, whose error is its answer",
     "batch/coordinator/job_run.py": "parts of one job, which ends with them",
     "cluster/supervisor.py": "waits that their creator awaits",
     "api/routes/futures.py": "a poll's look at its connection",

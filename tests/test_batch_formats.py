@@ -29,7 +29,7 @@ from tinsmith.batch.formats.protocols import (
     part_base,
     part_name,
 )
-from tinsmith.batch.worker import planning, reducing
+from tinsmith.batch.worker import reducing, runtime
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
 
@@ -400,15 +400,15 @@ def spec_of(tmp_path: Path, **fields: object) -> JobSpec:
 
 
 def test_batches_cover_each_row_once(tmp_path: Path) -> None:
-    assert list(planning.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
-    assert list(planning.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
+    assert list(runtime.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
+    assert list(runtime.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
     empty = batch.ItemsReader(items=[]).to_dict()
-    assert list(planning.plan(spec_of(tmp_path, batch_input_format=empty))) == []
+    assert list(runtime.plan(spec_of(tmp_path, batch_input_format=empty))) == []
     with pytest.raises(UserError, match="batch_tokens"):
-        planning.plan(spec_of(tmp_path, batch_tokens=10))
+        runtime.plan(spec_of(tmp_path, batch_tokens=10))
     (tmp_path / "o.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="if_exists"):
-        planning.plan(spec_of(tmp_path))
+        runtime.plan(spec_of(tmp_path))
 
 
 def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"t": "x" * size}) + "\n" for size in sizes))
     reader = batch.JsonReader(str(path))
     tokens = list(reader.row_sizes())
-    spans = list(planning.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
+    spans = list(runtime.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
     assert [index for start, end in spans for index in range(start, end + 1)] == list(range(8))
     assert all(end == start or sum(tokens[start : end + 1]) <= 20 for start, end in spans)
     assert (3, 3) in spans and all(end - start < 3 for start, end in spans) and len(spans) < 8
@@ -454,7 +454,7 @@ def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Pa
     script = f"""
 import hashlib, json, os, resource
 from tinsmith.batch.formats.protocols import PartInfo, Span
-from tinsmith.batch.formats.writers.lines import JsonWriter
+from tinsmith.batch.formats.readers.lines import JsonWriter
 writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
 row = [{{"text": "x" * 1000}}] * 1024
 parts = [writer.write_part(row, Span(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]

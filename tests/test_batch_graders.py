@@ -11,8 +11,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch.operations import graders, patterns, payload_of, steps_of
-from tinsmith.batch.operations.base import RowService
-from tinsmith.batch.operations.templates import check_template, render
+from tinsmith.batch.operations.base import RowService, check_template, render
 from tinsmith.errors import NotSupportedError, UserError
 
 ROW_ONLY: Any = None  # a grade by a rule asks the service nothing

@@ -12,7 +12,7 @@ from tinsmith import batch
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.formats.protocols import Assignment, JobSpec, MapperStartError, Outcome, OutputWriter, part_base
 from tinsmith.batch.formats.readers.items import ItemsReader
-from tinsmith.batch.worker import planning, reducing, runtime
+from tinsmith.batch.worker import reducing, runtime
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": index} for index in range(10)]
@@ -40,7 +40,7 @@ class Ran:
         )
         self.outcomes: list[Outcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
-        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(planning.plan(self.spec))]
+        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(runtime.plan(self.spec))]
         runtime.run(self.spec, assignments, self.outcomes.append)
         self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
         assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))

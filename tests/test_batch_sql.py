@@ -20,8 +20,8 @@ from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.protocols import OutputInfo, PartInfo, Row, Span, part_base, staging_of
-from tinsmith.batch.formats.sql import split_url
-from tinsmith.batch.formats.writers import sql as writing
+from tinsmith.batch.formats.readers import sql
+from tinsmith.batch.formats.readers.sql import split_url
 from tinsmith.batch.worker import reducing
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
@@ -202,7 +202,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
     with pytest.raises(FileExistsError):
         writer.write_part([{"n": 7}], Span(0, 0), lost.path.rpartition("/")[0])
 
-    values = writing._values
+    values = sql._values
     taken = iter(range(6))
 
     def die(*arguments: Any) -> Row:  # noqa: ANN401
@@ -210,7 +210,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
             raise KeyboardInterrupt
         return values(*arguments)
 
-    monkeypatch.setattr(writing, "_values", die)
+    monkeypatch.setattr(sql, "_values", die)
     with pytest.raises(KeyboardInterrupt):
         publish(writer, parts)
     assert "results" not in names(url)

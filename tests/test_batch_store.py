@@ -11,9 +11,8 @@ import pytest
 
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.protocols import Assignment, Span
-from tinsmith.batch.formats.readers.lines import JsonReader
-from tinsmith.batch.formats.writers.images import ImageWriter
-from tinsmith.batch.formats.writers.lines import JsonWriter
+from tinsmith.batch.formats.readers.images import ImageWriter
+from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import PIECE_BYTES, Source, join, locations, open_store, split
 

@@ -22,8 +22,8 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch.client import functions
-from tinsmith.batch.coordinator.dispatch import Pace
-from tinsmith.batch.coordinator.share import FairShare
+from tinsmith.batch.coordinator.coordinator import FairShare
+from tinsmith.batch.coordinator.job_run import Pace
 from tinsmith.batch.formats.protocols import JobSpec, Limits
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost

@@ -12,9 +12,21 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import CURVE_POINTS
 from tinsmith.db.statements import execute
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.store.history import KEPT_POINTS, MOST_NAMES, MOST_POINTS, Curves, thinning
-from tinsmith.store.kept_samples import KeptSamples, KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
+from tinsmith.store.history import (
+    KEPT_POINTS,
+    KEPT_STEPS,
+    MOST_NAMES,
+    MOST_POINTS,
+    Curves,
+    KeptSamples,
+    KeptSequence,
+    RecentStep,
+    RecentSteps,
+    SampleContent,
+    keeping,
+    new_sample,
+    thinning,
+)
 
 RUN, OTHER = "s:train:0", "s:train:1"
 

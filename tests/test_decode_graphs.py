@@ -25,16 +25,15 @@ from test_decoder import other
 from tinsmith.backends.torch import TorchBackend, grouped
 from tinsmith.backends.torch import slots as slots_module
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.ledger import BASE, DECODING, Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.memory import BASE, DECODING, Ledger
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.slots import AdapterSlots, SegmentWork
 from tinsmith.engine.__main__ import _options
 from tinsmith.errors import SettingsError
 from tinsmith.samplers.local import cuda_graphs as graphs_module
 from tinsmith.samplers.local import engine as local_module
-from tinsmith.samplers.local.capture import plain
-from tinsmith.samplers.local.cuda_graphs import LEAST_CONTEXT, ROWS, DecodeGraphs, _context_for
+from tinsmith.samplers.local.cuda_graphs import LEAST_CONTEXT, ROWS, DecodeGraphs, _context_for, plain
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.settings import load
 from tinsmith.types import Sample, SamplingParams

@@ -12,11 +12,11 @@ from starlette.testclient import TestClient
 from http_harness import BOB, Harness, pass_bytes, send_pass
 from live import API_KEY, LiveServer
 from raw_client import pass_body
+from tinsmith.api.legacy import pass_message, pass_result, sample_result
 from tinsmith.errors import UserError
 from tinsmith.store.futures import Settlement
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Fields
-from tinsmith.wire.legacy import pass_message, pass_result, sample_result
 from tinsmith.wire.training import read_pass
 
 TOKENS = [1, 2, 3]

@@ -140,7 +140,7 @@ def test_the_engine_goes_on_while_a_snapshot_is_written_and_takes_one_at_a_time(
 
 
 def test_captures_beyond_the_memory_for_them_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.engine.writer.MAX_CAPTURED_BYTES", ADAPTER_BYTES)
+    monkeypatch.setattr("tinsmith.engine.snapshots.MAX_CAPTURED_BYTES", ADAPTER_BYTES)
     one, other = bench.model(), bench.model("t:train:0")
     captured: list[str] = []
     capture = bench.backend.capture

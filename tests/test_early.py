@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.cluster import early
-from tinsmith.cluster.early import EarlyEngine
+from tinsmith.cluster import supervisor
+from tinsmith.cluster.supervisor import EarlyEngine
 from tinsmith.settings import Settings
 
 ENGINE = """
@@ -31,7 +31,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "engine.py"} "$@"\n')
     path.chmod(0o700)
     (tmp_path / "engine.py").write_text(ENGINE)
-    monkeypatch.setattr(early.sys, "executable", str(path))
+    monkeypatch.setattr(supervisor.sys, "executable", str(path))
     return path
 
 

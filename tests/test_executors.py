@@ -12,12 +12,10 @@ import pytest
 import sqlalchemy as sa
 
 from databases import fresh_url
-from tinsmith.cluster.dispatch import Dispatch
 from tinsmith.cluster.engines import Engines, LeaseLostError, Seat, fence
-from tinsmith.cluster.executors import Executors
-from tinsmith.cluster.loads import FRESH_S
+from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.cluster.routing import Candidate
+from tinsmith.cluster.routing import FRESH_S, Candidate
 from tinsmith.db.database import Database
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -229,7 +227,7 @@ def test_a_view_is_asked_for_twice_a_second_at_most_and_counts_what_was_given_ou
     live = rows.executors.live
     monkeypatch.setattr(rows.executors, "live", lambda base: looks.append(base) or live(base))
     moment = [100.0]
-    monkeypatch.setattr("tinsmith.cluster.loads.time.monotonic", lambda: moment[0])
+    monkeypatch.setattr("tinsmith.cluster.routing.time.monotonic", lambda: moment[0])
     dispatch = Dispatch(rows.executors)
     new, sample = request_and_sample(1, [1, 2, 3])
     given = Counter(dispatch.assigned(replace(new, num_tokens=5000), sample).executor for _ in range(10))

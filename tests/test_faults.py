@@ -105,7 +105,7 @@ class ThreadedWriter:
 def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.db.write_lock.MOST_IN_SQLITE_S", 0.1)
+    monkeypatch.setattr("tinsmith.db.sqlite.MOST_IN_SQLITE_S", 0.1)
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
     with contextlib.ExitStack() as waiting:

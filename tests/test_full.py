@@ -20,7 +20,7 @@ from live import API_KEY, LiveServer, serving
 from raw_client import engine_of, wait_until_gone
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.engine.external import open_backend
+from tinsmith.engine.__main__ import open_backend
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.losses import LOSSES, dense
 from tinsmith.settings import Settings

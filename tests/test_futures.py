@@ -13,9 +13,8 @@ from arrived import incoming, waiting_ids
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS
 from tinsmith.errors import EngineFailedError, NotFoundError, SeqIdTakenError, UserError
-from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.futures import Futures, NewFuture, Settlement, Spent
 from tinsmith.store.models import Models, NewModel, log_deletion, unloading
-from tinsmith.store.retention import Spent
 from tinsmith.types import LoraSpec
 
 MODEL = "s:train:0"

@@ -14,7 +14,7 @@ import zstandard
 
 from live import LiveServer, serving
 from raw_client import PROTO, RawClient, connect, engine_of, pass_body, resident_bytes
-from tinsmith.wire import messages
+from tinsmith.wire import bodies
 
 MIB = 1 << 20
 WARM, REQUESTS = 700, 2000
@@ -120,7 +120,7 @@ def test_what_is_small_on_the_wire_stays_bearable_in_memory(server: LiveServer, 
     """Ten megabytes of brackets or of empty messages would be hundreds as objects."""
     before = resident_bytes(server.process.pid)
     brackets = b'{"a":[' + b",".join([b"[]"] * (3 * MIB)) + b"]}"
-    empty = b"\x1a\x00" * (messages.FREE_BYTES // 2 + 1000) * 2
+    empty = b"\x1a\x00" * (bodies.FREE_BYTES // 2 + 1000) * 2
     sent = [("asample", brackets, JSON), ("forward_backward", empty, PASS)] * 2
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda each: client.send(each[0], each[1], **each[2]), sent))

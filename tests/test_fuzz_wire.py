@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 
 from http_harness import SHAPES, pass_bytes, sample_request
 from properties import examples
+from tinsmith.api import legacy
 from tinsmith.api.admission import check_lora, check_optimizer, check_sample
 from tinsmith.errors import TooLargeError, UserError
 from tinsmith.losses import check_pass, loss_id_of
 from tinsmith.losses.graphs import check_graph
-from tinsmith.wire import bodies, custom_loss, fields, legacy, messages, sampling, training, weights
+from tinsmith.wire import bodies, custom_loss, fields, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20
@@ -395,31 +396,31 @@ def framed(number: int, body: bytes) -> bytes:
 
 def counted(count: int) -> bytes:
     """So many empty data, in a body that is large enough to be counted."""
-    return b"\x1a\x00" * count + framed(4, b"x" * messages.FREE_BYTES)
+    return b"\x1a\x00" * count + framed(4, b"x" * bodies.FREE_BYTES)
 
 
 def test_messages_at_their_limit() -> None:
-    messages.check_messages(counted(messages.MAX_MESSAGES), pb.ForwardBackwardRequest)
-    messages.check_messages(framed(1, b"\x1a\x00" * messages.FREE_BYTES), pb.ForwardBackwardRequest)  # bytes are none
+    bodies.check_messages(counted(bodies.MAX_MESSAGES), pb.ForwardBackwardRequest)
+    bodies.check_messages(framed(1, b"\x1a\x00" * bodies.FREE_BYTES), pb.ForwardBackwardRequest)  # bytes are none
     for wrong in (
-        counted(messages.MAX_MESSAGES + 1),
-        framed(3, b"\x0a\x00" * messages.FREE_BYTES),
-        framed(3, framed(2, framed(2, b"\x12\x00" * messages.FREE_BYTES))),
+        counted(bodies.MAX_MESSAGES + 1),
+        framed(3, b"\x0a\x00" * bodies.FREE_BYTES),
+        framed(3, framed(2, framed(2, b"\x12\x00" * bodies.FREE_BYTES))),
     ):
         with pytest.raises(UserError, match="protobuf messages"):
-            messages.check_messages(wrong, pb.ForwardBackwardRequest)
+            bodies.check_messages(wrong, pb.ForwardBackwardRequest)
 
 
 @FUZZ
 @given(CHANGES)
 def test_messages_are_counted_in_any_bytes(changes: list[tuple[int, int, bytes]]) -> None:
-    found = messages._count(changed(VALID, changes), pb.ForwardBackwardRequest.DESCRIPTOR, 1000)  # type: ignore[arg-type]
+    found = bodies._count(changed(VALID, changes), pb.ForwardBackwardRequest.DESCRIPTOR, 1000)  # type: ignore[arg-type]
     assert 0 <= found <= 1000
 
 
 def test_a_valid_message_is_counted_as_it_is() -> None:
     # Datum, chunk, text; two entries and their tensors; the entry of the config and its value.
-    assert messages._count(VALID, pb.ForwardBackwardRequest.DESCRIPTOR, 1000) == 3 + 4 + 2  # type: ignore[arg-type]
+    assert bodies._count(VALID, pb.ForwardBackwardRequest.DESCRIPTOR, 1000) == 3 + 4 + 2  # type: ignore[arg-type]
 
 
 def test_data_chunks_tensors_and_dimensions_at_their_limits() -> None:

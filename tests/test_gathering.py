@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_bench import Bench
-from tinsmith.engine.batching_window import LATE_S, MOST_S, SHARE, Gathering, Rhythm
-from tinsmith.engine.queues import Lane
+from tinsmith.engine.queues import LATE_S, MOST_S, SHARE, Gathering, Lane, Rhythm
 from tinsmith.types import Pending
 
 SECONDS = st.floats(0.0, 1.0, allow_nan=False)
@@ -217,8 +216,8 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
-    monkeypatch.setattr("tinsmith.engine.batching_window.MOST_S", 1000.0)  # however slow this machine is
-    monkeypatch.setattr("tinsmith.engine.batching_window.LATE_S", 1000.0)
+    monkeypatch.setattr("tinsmith.engine.queues.MOST_S", 1000.0)  # however slow this machine is
+    monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
     for seq_id in (1, 2):
         bench.train(alice, seq_id)

@@ -24,7 +24,7 @@ from tinsmith.api.requests import REQUESTS
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.kept_samples import KeptSequence, SampleContent, keeping, new_sample
+from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.wire.bodies import PROTO_TYPE
 
 

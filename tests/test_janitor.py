@@ -22,7 +22,7 @@ from tinsmith.store.checkpoints import CheckpointRef, Checkpoints, NewCheckpoint
 from tinsmith.store.custom_losses import CustomLosses, NewCustomLoss
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture, Settlement
-from tinsmith.store.kept_samples import KeptSamples
+from tinsmith.store.history import KeptSamples
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions

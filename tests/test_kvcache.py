@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
-from tinsmith.samplers.local.blocks import BlockPool, chain_key, root_key
-from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, LayerShape, chain_key, root_key
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.request import Request, Sequence, Weights
 from tinsmith.samplers.local.scheduler import Batcher, Step

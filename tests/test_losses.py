@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from float64_reference import loss
 from properties import examples
-from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
+from tinsmith.backends.torch.loss import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.errors import UserError
 from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, check_pass, dense, resolve_config
 from tinsmith.types import Array, Datum, ModelShape, Pass, SparseRows

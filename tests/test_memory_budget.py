@@ -19,13 +19,12 @@ from live import serving
 from local_sampling import assert_same, finish, make_prompt, make_sample
 from properties import examples
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger
-from tinsmith.backends.torch.memory import OverBudgetError
+from tinsmith.backends.torch.memory import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger, OverBudgetError
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.engine.fitting import check_fit
+from tinsmith.engine.__main__ import check_fit
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.samplers.local.blocks import BlockPool, chain_key, root_key
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import BlockPool, chain_key, root_key
 from tinsmith.settings import Settings
 from tinsmith.types import (
     AdamParams,
@@ -402,10 +401,10 @@ def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
 
 
 def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.engine.fitting._device", lambda _settings, _devices: (2**30, True))
+    monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (2**30, True))
     with pytest.raises(SettingsError, match=r"needs .* GiB of each device.*there is 1\.0 GiB: .* GiB less"):
         check_fit(Settings(), shape)
-    monkeypatch.setattr("tinsmith.engine.fitting._device", lambda _settings, _devices: (8 * 2**30, True))
+    monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (8 * 2**30, True))
     check_fit(Settings(), shape)
 
 

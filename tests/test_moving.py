@@ -20,9 +20,9 @@ from tinsmith.cluster.engines import Engines, Lease, LeaseLostError, Seat, fence
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, MODELS
-from tinsmith.engine import batching_window
-from tinsmith.engine.loop import Engine, Nouns
-from tinsmith.engine.run_migration import PATIENCE
+from tinsmith.engine import queues
+from tinsmith.engine.loop import Engine, Stores
+from tinsmith.engine.snapshots import PATIENCE
 from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -195,7 +195,7 @@ class Pair(Bench):
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
         ownership = Ownership(self.db, BASE, engine_id, IDLE_S)
-        nouns = Nouns(*durable, versions, snapshots, CustomLosses(self.db), ownership)
+        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), ownership)
         engine = Engine(self.shape, backend, nouns, self.mailbox, self.settings)
         engine.start()
         self.engines.append(engine)
@@ -234,7 +234,7 @@ class Pair(Bench):
 @pytest.fixture(params=["fake", "torch"])
 def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     # Passes held for others run in steps that depend on how fast this machine is, and so do their last bits.
-    monkeypatch.setattr(batching_window, "MOST_S", 0.0)
+    monkeypatch.setattr(queues, "MOST_S", 0.0)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
         made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
         yield made

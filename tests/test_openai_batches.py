@@ -16,10 +16,9 @@ from databases import database_url
 from http_harness import ALICE, BOB, Harness
 from live import LiveServer, free_port, serving
 from tinsmith.auth.keys import Keys
-from tinsmith.batch.openai import checking, rows
-from tinsmith.batch.openai.checking import check
+from tinsmith.batch.openai import rows
 from tinsmith.batch.openai.reconciler import Keeper, in_turns
-from tinsmith.batch.openai.rows import Batch
+from tinsmith.batch.openai.rows import Batch, check
 from tinsmith.db.database import Database
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -342,13 +341,13 @@ def test_what_a_file_must_be(tmp_path: Path, content: bytes, found: list[tuple[s
 def test_a_file_has_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "in.jsonl"
     path.write_bytes(as_lines([chat(str(number)) for number in range(5)]))
-    monkeypatch.setattr(checking, "MAX_REQUESTS", 4)
+    monkeypatch.setattr(rows, "MAX_REQUESTS", 4)
     assert [each["code"] for each in check(str(path), CHAT, LINE_BYTES).problems] == ["too_many_tasks"]
-    monkeypatch.setattr(checking, "MAX_INPUT_BYTES", 100)
+    monkeypatch.setattr(rows, "MAX_INPUT_BYTES", 100)
     assert [each["code"] for each in check(str(path), CHAT, LINE_BYTES).problems] == ["file_too_large"]
     path.write_bytes(b"5\n" * 1000)
     monkeypatch.undo()
-    assert len(check(str(path), CHAT, LINE_BYTES).problems) == checking.MAX_SHOWN
+    assert len(check(str(path), CHAT, LINE_BYTES).problems) == rows.MAX_SHOWN
 
 
 def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harness) -> None:

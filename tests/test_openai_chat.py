@@ -23,14 +23,12 @@ from tinsmith.chat.completions import read_completion
 from tinsmith.chat.generation_request import Plan, read_target
 from tinsmith.chat.messages import read_message
 from tinsmith.chat.refusals import RequestError
-from tinsmith.chat.texts import Text
-from tinsmith.chat.thinking import Thinking, thinking_of
+from tinsmith.chat.texts import Text, Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError
 from tinsmith.types import ModelShape, SamplingParams
-from tinsmith.wire.extras import sample_body
 from tinsmith.wire.fields import Fields, json_bytes
-from tinsmith.wire.sampling import read_sample, sample_of
+from tinsmith.wire.sampling import read_sample, sample_body, sample_of
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = Text(SHAPE)

@@ -8,9 +8,8 @@ from collections import Counter
 import pytest
 
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.loads import FRESH_S
-from tinsmith.cluster.ownership import Ownership, preferred
-from tinsmith.cluster.view import Fleet
+from tinsmith.cluster.ownership import Fleet, Ownership, preferred
+from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import MODELS
 from tinsmith.store.futures import Futures, NewFuture, Settlement

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
 from engine_bench import BASE, Bench
-from tinsmith.engine.cost_model import Prices
+from tinsmith.engine.loop import Prices
 from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession

@@ -24,9 +24,17 @@ from databases import fresh_url
 from raw_client import wait_until_gone
 from tinsmith.cli import up
 from tinsmith.cluster.ray import shell as shells
-from tinsmith.cluster.ray.controller import LOST_S, Controller, Seat
-from tinsmith.cluster.ray.depths import QueueDepths
-from tinsmith.cluster.ray.fleet import Fleet, Resources, Role, counts_from, others_from
+from tinsmith.cluster.ray.controller import (
+    LOST_S,
+    Controller,
+    Fleet,
+    QueueDepths,
+    Resources,
+    Role,
+    Seat,
+    counts_from,
+    others_from,
+)
 from tinsmith.cluster.ray.scaling import Depths, Rule
 from tinsmith.cluster.ray.shell import Shell
 from tinsmith.db.database import Database, now

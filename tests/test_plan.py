@@ -21,11 +21,11 @@ import families
 from known_models import DOCUMENT, KNOWN, Known, render
 from tinsmith.backends.torch import backend
 from tinsmith.cli import main as cli
+from tinsmith.cli.plan import as_json, rows, summary
 from tinsmith.errors import SettingsError
 from tinsmith.plan import architecture, memory
 from tinsmith.plan.architecture import FAMILIES, Architecture, read, read_directory, size_of_files
 from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, judged, needs_of, problem_of
-from tinsmith.plan.report import as_json, rows, summary
 
 GPU = 80 * 10**9
 MEASURED = Path(__file__).parent / "measured_memory.py"

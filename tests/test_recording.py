@@ -23,9 +23,7 @@ from tinsmith.engine import telemetry
 from tinsmith.engine.scheduler import Step
 from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
 from tinsmith.losses import LOSSES, token_weight
-from tinsmith.store.history import Curves, Point
-from tinsmith.store.kept_samples import KeptSamples
-from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import (
     AdamParams,

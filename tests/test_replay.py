@@ -15,7 +15,7 @@ from engine_bench import BASE, ENGINE, Bench
 from test_captures import same, state
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.loop import Engine, Stores
 from tinsmith.storage.directories import Directories
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.models import NewModel
@@ -38,7 +38,7 @@ class TorchBench(Bench):
         self.backend = torch_backend  # type: ignore[assignment]
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
-        nouns = Nouns(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
+        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
         self.engine = Engine(self.shape, torch_backend, nouns, self.mailbox, self.settings)
         self.engine.start()
 

@@ -408,7 +408,7 @@ def test_a_report_is_bounded_and_its_words_go_nowhere(
     harness: Harness, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict] = []
-    monkeypatch.setattr("tinsmith.api.routes.telemetry.log.debug", lambda event, **words: seen.append(words))
+    monkeypatch.setattr("tinsmith.api.routes.service.log.debug", lambda event, **words: seen.append(words))
     events = [
         {"event": "GENERIC_EVENT", "severity": "ERROR", "event_name": "tml-alice", "event_data": {"x": "tml-alice"}},
         {"event": "tml-alice", "severity": "tml-alice"},
@@ -423,5 +423,5 @@ def test_a_report_is_bounded_and_its_words_go_nowhere(
 
 
 def test_a_huge_report_is_refused_before_it_is_read(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.api.routes.telemetry.MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr("tinsmith.api.routes.service.MAX_BODY_BYTES", 1000)
     assert harness.post("telemetry", {"events": ["x" * 1000]}).status_code == 413

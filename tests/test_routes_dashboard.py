@@ -15,11 +15,9 @@ from tinsmith.auth.quotas import Limits
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.schema import BATCH, MODELS
 from tinsmith.db.statements import execute
-from tinsmith.store.census import Census
 from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.history import Curves
-from tinsmith.store.kept_samples import KeptSequence, SampleContent, keeping, new_sample
-from tinsmith.store.recent_steps import RecentStep
+from tinsmith.store.history import Curves, KeptSequence, RecentStep, SampleContent, keeping, new_sample
+from tinsmith.store.overview import Census
 
 FILES = Path(assets.__file__).parent
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}

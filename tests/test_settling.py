@@ -23,9 +23,9 @@ from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
 from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
 from tinsmith.engine.__main__ import open_nouns
-from tinsmith.engine.fetching import Fetcher, Places
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.settling import TurnFailedError
+from tinsmith.engine.transfer import Fetcher, Places
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
 from tinsmith.store.futures import Outcome, Settlement

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from properties import examples
 from ranked import NAMED_LOSSES, pass_of, samples
-from tinsmith.backends.distributed.codec import decode, encode
 from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.backends.distributed.trainer import share_out
 from tinsmith.errors import NotFoundError
 from tinsmith.types import AdamParams, LoraSpec, ModelShape, SparseRows

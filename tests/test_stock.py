@@ -9,10 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from properties import examples
-from tinsmith.engine.fetching import Fetched, Wanted
-from tinsmith.engine.transfer import NotHereError
-from tinsmith.engine.version_cache import Stock
-from tinsmith.engine.version_files import Shelf
+from tinsmith.engine.sampler_loop import Shelf, Stock
+from tinsmith.engine.transfer import Fetched, NotHereError, Wanted
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Pending
 

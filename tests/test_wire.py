@@ -30,8 +30,9 @@ from tinker.types import (
 
 from properties import examples
 from tinsmith import types
+from tinsmith.api import legacy
 from tinsmith.errors import NotSupportedError, TooLargeError, UnsupportedMediaError, UserError
-from tinsmith.wire import bodies, fields, legacy, sampling, training, weights
+from tinsmith.wire import bodies, fields, sampling, training, weights
 from tinsmith.wire import tinker_public_pb2 as pb
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.engine.writer import Job, Writer
+from tinsmith.engine.snapshots import Job, Writer
 
 
 def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:

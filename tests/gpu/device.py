@@ -13,7 +13,7 @@ import torch
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local.capture import Capture, capture_for, plain
+from tinsmith.samplers.local.cuda_graphs import Capture, capture_for, plain
 from tinsmith.types import LoraSpec, ModelShape
 
 NAMED = bool(os.environ.get("TEST_DEVICE"))

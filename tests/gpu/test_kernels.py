@@ -13,7 +13,7 @@ from local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend, grouped, varlen
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.quantization import QuantisedLinear
-from tinsmith.samplers.local.capture import capture_for, plain
+from tinsmith.samplers.local.cuda_graphs import capture_for, plain
 from tinsmith.types import ModelShape
 
 

@@ -28,23 +28,16 @@ from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
 from tinsmith.api.operation import PREFIX, Services, answer, run
 from tinsmith.api.routes import (
-    audit,
     auth,
     batch,
     checkpoints,
-    copies,
     downloads,
     futures,
     hub,
-    losses,
-    metrics,
     models,
     sampling,
-    search,
     service,
     sessions,
-    telemetry,
-    traces,
     training,
     uploads,
     usage,
@@ -68,29 +61,22 @@ API = [
         training,
         weights,
         sessions,
-        search,
         models,
-        losses,
         checkpoints,
-        copies,
         downloads,
         uploads,
         auth,
         usage,
-        audit,
-        traces,
         curves,
         overview,
         samples,
         batch,
-        telemetry,
         service,
-        metrics,
         openapi,
         legacy,
     )
     for route in noun.ROUTES
-] + [*legacy.ROOT_ROUTES, *openapi.ROOT_ROUTES, *metrics.ROOT_ROUTES]
+] + [*legacy.ROOT_ROUTES, *openapi.ROOT_ROUTES, *service.ROOT_ROUTES]
 API += [*chat.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *files.ROOT_ROUTES, *batches.ROOT_ROUTES]
 API += [*openai_models.ROOT_ROUTES, *hub.ROOT_ROUTES]
 
@@ -216,7 +202,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     """What a process that answers no clients shows to probes and to Prometheus."""
     probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
-    routes = [*probes, *metrics.ROOT_ROUTES]
+    routes = [*probes, *service.ROOT_ROUTES]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.answers.register(VERB, partial(answer_request, services))

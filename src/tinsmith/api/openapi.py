@@ -24,7 +24,7 @@ from tinsmith.api.requests import ANYTHING, FLAG, NUMBER, REQUESTS, SHARED, Sche
 from tinsmith.api.routes.batch import EVENT_STREAM
 from tinsmith.api.routes.checkpoints import BARE_CHECKPOINT, CHECKPOINT, RUN
 from tinsmith.api.routes.downloads import DOWNLOAD
-from tinsmith.api.routes.forms import FORM_TYPE
+from tinsmith.api.routes.uploads import FORM_TYPE
 from tinsmith.store.audit import PREFIXES
 from tinsmith.store.overview import SORTS
 from tinsmith.telemetry.metrics import CONTENT_TYPE as METRICS_TYPE

@@ -36,34 +36,27 @@ if TYPE_CHECKING:
     from tinsmith.batch.client.http import Client
     from tinsmith.batch.client.job import Job, JobFailedError
     from tinsmith.batch.formats.protocols import InputReader, JobSpec, OutputWriter
-    from tinsmith.batch.formats.readers.csv import CsvReader
+    from tinsmith.batch.formats.readers.csv import CsvReader, CsvWriter
     from tinsmith.batch.formats.readers.huggingface import HuggingFaceReader
-    from tinsmith.batch.formats.readers.images import ImageReader
+    from tinsmith.batch.formats.readers.images import ImageReader, ImageWriter
     from tinsmith.batch.formats.readers.items import ItemsReader
-    from tinsmith.batch.formats.readers.lines import JsonReader, TextReader
-    from tinsmith.batch.formats.readers.openai import OpenAIBatchReader
-    from tinsmith.batch.formats.readers.parquet import ParquetReader
-    from tinsmith.batch.formats.readers.sql import SqlReader
-    from tinsmith.batch.formats.readers.webdataset import WebdatasetReader
+    from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter, TextReader, TextWriter
+    from tinsmith.batch.formats.readers.openai import OpenAIBatchReader, OpenAIBatchWriter
+    from tinsmith.batch.formats.readers.parquet import ParquetReader, ParquetWriter
+    from tinsmith.batch.formats.readers.sql import SqlReader, SqlWriter
+    from tinsmith.batch.formats.readers.webdataset import WebdatasetReader, WebdatasetWriter
     from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-    from tinsmith.batch.formats.writers.csv import CsvWriter
-    from tinsmith.batch.formats.writers.images import ImageWriter
-    from tinsmith.batch.formats.writers.lines import JsonWriter, TextWriter
-    from tinsmith.batch.formats.writers.openai import OpenAIBatchWriter
-    from tinsmith.batch.formats.writers.parquet import ParquetWriter
-    from tinsmith.batch.formats.writers.sql import SqlWriter
-    from tinsmith.batch.formats.writers.webdataset import WebdatasetWriter
+    from tinsmith.batch.operations.base import row_seed
     from tinsmith.batch.operations.environments import Retry, Turns
     from tinsmith.batch.operations.grade import Grade
     from tinsmith.batch.operations.rollout import Rollout
     from tinsmith.batch.operations.sample import Sample
-    from tinsmith.batch.operations.seeds import row_seed
     from tinsmith.batch.worker.runtime import RowError, load, save_results
 
 WHERE = {
     "client.http": "Client",
-    "client.dataset": "Dataset from_huggingface from_items read_csv read_images read_json read_openai_batch read_parquet "
-    "read_sql read_text read_webdataset resume",
+    "client.dataset": "Dataset from_huggingface from_items read_csv read_images read_json read_openai_batch "
+    "read_parquet read_sql read_text read_webdataset resume",
     "client.functions": "is_remote_function remote_function",
     "client.job": "Job JobFailedError",
     "worker.runtime": "RowError load save_results",

@@ -18,8 +18,7 @@ from tinsmith.chat.generation_request import (
     read_stream,
 )
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
-from tinsmith.chat.texts import Text
-from tinsmith.chat.thinking import Thinking, thinking_of
+from tinsmith.chat.texts import Text, Thinking, thinking_of
 from tinsmith.chat.tools import OPEN, ToolUse, read_tools
 from tinsmith.types import Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show

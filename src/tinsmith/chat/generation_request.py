@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tinsmith.chat.refusals import RequestError, not_supported
-from tinsmith.chat.thinking import Thinking
+from tinsmith.chat.texts import Thinking
 from tinsmith.chat.tools import ToolUse
 from tinsmith.types import Adjustments, Grammar, SamplingParams
 from tinsmith.wire.fields import Fields, show

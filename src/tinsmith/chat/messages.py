@@ -15,8 +15,7 @@ from tinsmith.chat.choices import Choice, Piece
 from tinsmith.chat.generation_request import Plan, read_within
 from tinsmith.chat.refusals import RequestError, not_supported, refuse_unknown
 from tinsmith.chat.results import read_sequence
-from tinsmith.chat.texts import Text
-from tinsmith.chat.thinking import SWITCH, marks_of, thinking_of
+from tinsmith.chat.texts import SWITCH, Text, marks_of, thinking_of
 from tinsmith.chat.tools import ToolCall
 from tinsmith.types import SampleResult
 from tinsmith.wire.fields import Fields, show

@@ -2,6 +2,17 @@
 
 `Texts` reads each model's files once, when they are first needed. Everything here is called from several threads; the
 tokenizer itself is safe to share. A model without a tokenizer or a template is refused by name, request by request.
+
+Chat templates: a model's own Jinja program that writes a conversation as text, run in a sandbox.
+
+The environment is the one that transformers gives such programs (its version 5, utils/chat_template_utils.py): the
+same filters, functions and white space, so that the text is the same. Templates come with the model; what they are
+given comes from strangers and is plain JSON.
+
+Thinking: what a model writes between two tokens of its own before it answers, and is shown apart from the answer.
+
+A base model thinks if its chat template speaks of the mark and its tokenizer has both marks as tokens, as Qwen3's do:
+text that only looks like a mark is text. Some templates begin the thought in the prompt.
 """
 
 from __future__ import annotations
@@ -9,19 +20,97 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
+
+import jinja2
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith.base_models import json_object, named_tokens
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import NotSupportedError
 from tinsmith.types import ModelShape
 
+Message = Mapping[str, object]
+
+MAX_RENDERED = 16 << 20
+"""Characters of one conversation."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model said, for training. To a reader it is not there."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2's own declaration
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_as_it_is"), [], [], body).set_lineno(line)
+
+    @staticmethod
+    def _as_it_is(caller: jinja2.runtime.Macro) -> str:
+        return caller()
+
+
+class ChatTemplate:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens` by the names that templates call them: bos_token, eos_token, ..."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self.source = source
+        self._special_tokens = dict(special_tokens)
+        self._template = environment.from_string(source)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, variables: Mapping[str, object]
+    ) -> str:
+        """The conversation up to where the model's turn begins. Raises RequestError with the template's own reason."""
+        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": True}
+        try:
+            parts: list[str] = []
+            size = 0
+            for part in self._template.generate(**(self._special_tokens | dict(variables) | given)):
+                parts.append(part)
+                size += len(part)
+                if size > MAX_RENDERED:
+                    raise RequestError("messages", f"messages become more than {MAX_RENDERED} characters of prompt")
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise RequestError("messages", f"messages do not fit the model's chat template: {error}") from error
+        return "".join(parts)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape what HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from tinsmith.chat.templates import ChatTemplate, Message
 
 UNFINISHED = "\ufffd"
 
@@ -47,7 +136,6 @@ class Text:
 
     @cached_property
     def template(self) -> ChatTemplate:
-        from tinsmith.chat.templates import ChatTemplate
 
         source = self._template_source()
         if source is None:
@@ -154,3 +242,42 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTES = _byte_alphabet()
+
+
+OPEN, CLOSE = "<think>", "</think>"
+SWITCH = "enable_thinking"
+"""The template's variable that turns thinking on and off, where it has one."""
+
+MOST_SPACE = 4
+"""Tokens of white space that a template may write after the mark."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """The marks' tokens; `begun`: the prompt ends inside a thought."""
+
+    open_id: int
+    close_id: int
+    begun: bool = False
+
+
+def thinking_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+    """How a model thinks in its answer to a prompt; None for one that does not."""
+    return marks_of(text, prompt) if CLOSE in text.template.source else None
+
+
+def marks_of(text: Text, prompt: Sequence[int] = ()) -> Thinking | None:
+    """The marks of any model that has them as tokens, whatever its template says."""
+    open_id, close_id = text.token_id(OPEN), text.token_id(CLOSE)
+    if open_id is None or close_id is None:
+        return None
+    return Thinking(open_id, close_id, _is_begun(text, prompt, open_id))
+
+
+def _is_begun(text: Text, prompt: Sequence[int], open_id: int) -> bool:
+    for token_id in reversed(prompt[-MOST_SPACE - 1 :]):
+        if token_id == open_id:
+            return True
+        if text.token_bytes(token_id).strip():
+            return False
+    return False

@@ -274,7 +274,7 @@ def export(
 ) -> None:
     """Write what a job has so far, or all of it, to another place."""
     from tinsmith.batch.client.job import Job
-    from tinsmith.batch.formats.writers.lines import LinesWriter
+    from tinsmith.batch.formats.readers.lines import LinesWriter
 
     with _client() as client:
         what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)

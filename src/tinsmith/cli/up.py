@@ -19,7 +19,16 @@ from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
-from tinsmith.cluster.ray.fleet import BATCH_WORKER, ENGINE, SAMPLER, Fleet, Resources, Role, counts_from, others_from
+from tinsmith.cluster.ray.controller import (
+    BATCH_WORKER,
+    ENGINE,
+    SAMPLER,
+    Fleet,
+    Resources,
+    Role,
+    counts_from,
+    others_from,
+)
 from tinsmith.cluster.ray.scaling import Rule
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root

@@ -8,17 +8,26 @@ engine or sampler that it was given to (`futures.executor`), or to nobody. A ser
 A run changes hands in one of two ways only: its engine hands it over, idle, to one that has at least two fewer; or
 somebody ends that engine's epoch in the transaction that frees what it had (`engines.vacate`). So whoever is not the
 owner can write nothing.
+
+Fleet: the engines of a base model as a server sees them, for giving new work away as it is stored.
+
+A new run goes to the engine that has the fewest; a sample that is bound to no run goes to any of them, by its name.
+Who there is and what they have is asked at most twice a second; in between, what was given away is added. A view that
+is a moment old does no harm: what was given to an engine that is gone is freed by the others (`ownership`), and what
+nobody was there for is nobody's, and claimed by whoever comes. Called from any thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
 
 from tinsmith.cluster.engines import vacate
+from tinsmith.cluster.routing import Loads
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS, SAMPLERS
 from tinsmith.db.statements import Prepared
@@ -258,3 +267,36 @@ def _arrival(row: Mapping[str, object]) -> Arrival:
     values = dict(row)
     owner, run_id = values.pop("owner"), values.pop("run_id")
     return Arrival(Pending(**values), owner is None, None if run_id is None else str(run_id))  # type: ignore[arg-type]
+
+
+class Fleet:
+    def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
+        self._db = db
+        self._runs = Loads(self._look, clock)
+
+    def for_run(self, base_model: str) -> str | None:
+        """The engine of a new run; None if there is none now."""
+        runs = self._runs.of(base_model)
+        with self._runs.lock:
+            if not runs:
+                return None
+            engine_id = min(runs, key=lambda one: (runs[one], one))
+            runs[engine_id] += 1
+            return engine_id
+
+    def for_sample(self, base_model: str, request_id: str) -> str | None:
+        """The engine of a sample of a base model or a checkpoint; None if there is none now."""
+        runs = self._runs.of(base_model)
+        with self._runs.lock:
+            return preferred(request_id, list(runs)) if runs else None
+
+    def _look(self, base_model: str) -> dict[str, int]:
+        # One that is loading will be there; if all others are, they are quicker.
+        alive = ENGINES.c.lease_expires_at > self._db.clock()
+        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & alive
+        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
+        query = sa.select(ENGINES.c.engine_id, ENGINES.c.state, runs.label("runs")).where(mine)
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+        ready = [row for row in rows if row.state == "ready"]
+        return {row.engine_id: int(row.runs) for row in ready or rows if row.state in ("ready", "loading")}

@@ -30,8 +30,8 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 
 from tinsmith.db import sqlite as sqlite_pool
+from tinsmith.db.sqlite import MOST_IN_SQLITE_S, Turns
 from tinsmith.db.wakeups import payloads
-from tinsmith.db.write_lock import MOST_IN_SQLITE_S, Turns
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.failpoints import hit
 

@@ -4,6 +4,16 @@ Reads one line of JSON from standard input (`EngineSpec`) and works until SIGTER
 when the server dies, however it dies, its engines follow. Settings come by pipe, since a command line can be read
 by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
 this engine was taken for dead.
+
+The backend of a process, with the sampler that the settings choose: its own, or another engine's.
+
+A process that trains has a device of its own; where another engine samples, one that only samples holds nothing but
+files (`VersionFiles`), and loads no torch.
+
+Whether a base model can be laid over this engine's devices as the settings say: asked before a weight is loaded.
+
+The plan's arithmetic, for the families that it counts. What cannot divide is refused, and so is what a GPU or a memory
+budget has no room for; of a CPU's memory, which can be swapped, a shortage is only told.
 """
 
 from __future__ import annotations
@@ -16,7 +26,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +36,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith import backends
 from tinsmith.backends import Backend
-from tinsmith.base_models import read_shape
-from tinsmith.cluster.early import EARLY
+from tinsmith.base_models import eos_token_ids, read_shape
 from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
@@ -43,18 +52,19 @@ from tinsmith.cluster.engines import (
 from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import left_behind, note_path
 from tinsmith.cluster.ownership import Ownership
+from tinsmith.cluster.supervisor import EARLY
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import WakeUps, engine_mailbox
-from tinsmith.engine.external import open_backend
-from tinsmith.engine.fetching import Fetcher, Places
-from tinsmith.engine.fitting import check_fit
-from tinsmith.engine.handing import Handing, Peering
-from tinsmith.engine.loop import Engine, Nouns
+from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.telemetry import Records
+from tinsmith.engine.transfer import Fetcher, Handing, Peering, Places
 from tinsmith.engine.versions import SHARE_OF_ROOM
 from tinsmith.errors import SettingsError
+from tinsmith.plan.architecture import Architecture, read_directory
+from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged, problem_of
+from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
 from tinsmith.settings import Settings
@@ -67,6 +77,103 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.types import ModelShape
+
+LEAST_RANK, LEAST_CONTEXT = 8, 256
+"""An engine for which less than this fits is of no use."""
+
+
+def check_fit(settings: Settings, shape: ModelShape) -> None:
+    """Raises SettingsError, with the reason or with what is missing."""
+    degrees = Degrees(settings.data_parallel, settings.tensor_parallel, settings.shard_base)
+    if settings.memory_budget and settings.resolved_backend != "torch":
+        raise SettingsError(
+            f"memory_budget is for an engine on one device with backend 'torch'; this one has "
+            f"{described(degrees)} with backend {settings.resolved_backend!r}"
+        )
+    if settings.resolved_backend not in ("torch", "sharded"):
+        return
+    try:
+        model = read_directory(Path(shape.path))
+    except SettingsError as error:
+        log.debug("the plan does not count this model", base_model=shape.name, reason=str(error))
+        return
+    if problem := problem_of(model, degrees, quantize=settings.quantize):
+        raise SettingsError(f"{shape.name}: {problem}")
+    plan = _plan(model, settings, degrees)
+    if plan.fits:
+        return
+    needed = gib(plan.needs.total("in turns"))
+    problem = (
+        f"{shape.name} over {described(degrees)} needs {needed} of each device, base {gib(plan.needs.base)} among it, "
+        f"and there is {gib(plan.wanted.memory_bytes)}: {gib(plan.missing_bytes)} less"
+    )
+    if plan.wanted.cuda:
+        raise SettingsError(f"{problem}; `tinsmith doctor {shape.path} --gpus N --memory M` plans for more devices")
+    log.warning("this may not fit into the machine's memory", problem=problem)
+
+
+def _plan(model: Architecture, settings: Settings, degrees: Degrees) -> Plan:
+    memory_bytes, cuda = _device(settings, degrees.devices)
+    dtype = settings.dtype if settings.dtype in NUMBER_BYTES else "bfloat16" if cuda else "float32"
+    wanted = Wanted(
+        degrees.devices,
+        memory_bytes,
+        rank=LEAST_RANK,
+        context=LEAST_CONTEXT,
+        dtype=dtype,
+        quantize=settings.quantize,
+        cuda=cuda,
+    )
+    return judged(model, wanted, degrees)
+
+
+def _device(settings: Settings, devices: int) -> tuple[int, bool]:
+    """Bytes of one device, and whether it is a GPU."""
+    if settings.device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_properties(0).total_memory, True
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
+
+
+def open_backend(
+    settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str], *, trains: bool = True
+) -> Backend:
+    """`place` names this process among others of the data directory, `options` are the backend's.
+
+    Raises SettingsError if they cannot be had together.
+    """
+    if settings.backend == "full":
+        for name, usual in (("sampler", "local"), ("data_parallel", 1), ("tensor_parallel", 1), ("shard_base", False)):
+            if (value := getattr(settings, name)) != usual:
+                raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
+    if settings.sampler == "local":
+        return backends.load(settings.resolved_backend, shape, **options)
+    if settings.sampler_url and len(settings.models) > 1:
+        raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
+    from tinsmith.backends.with_remote_sampler import VersionFiles, options_of, sample_elsewhere
+    from tinsmith.samplers.remote.client import Engine as InferenceServer
+
+    root = settings.resolved_data_dir
+    logs = root / "logs"
+    logs.mkdir(mode=0o700, parents=True, exist_ok=True)
+    engine = InferenceServer(
+        directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
+        log_path=logs / f"sampler-{place}.log",
+        url=settings.sampler_url.rstrip("/"),
+        python=settings.sampler_python or sys.executable,
+        options=options_of(settings.sampler_options),
+        shares_device=settings.sampler_shares_device,
+        most_adapters=settings.sampler_loaded_adapters,
+    )
+    held = (
+        backends.load(settings.resolved_backend, shape, **options)
+        if trains
+        else VersionFiles(root / "sampler" / f"{place}-versions")
+    )
+    return sample_elsewhere(held, settings.sampler, engine, shape, eos_token_ids(shape))
+
 
 log = structlog.get_logger()
 
@@ -172,7 +279,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
 
 
 def _engine(
-    place: _Place, backend: Backend, nouns: Nouns, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[Engine, Callable[[], None]]:
     """An engine, and how to close what it has open."""
     directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
@@ -183,7 +290,7 @@ def _engine(
 
 
 def _sampler(
-    place: _Place, backend: Backend, nouns: Nouns, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[SamplerEngine, Callable[[], None]]:
     """The same for a dedicated sampler."""
     executors = Executors(database)
@@ -195,8 +302,8 @@ def _sampler(
     return sampler, fetcher.close
 
 
-def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Nouns:
-    return Nouns(
+def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Stores:
+    return Stores(
         futures=Futures(database),
         models=Models(database),
         samplers=SamplingSessions(database),

@@ -5,12 +5,21 @@ settles all its futures in one transaction, and lets the sampler decode for abou
 bounds both while several tenants are there. An error of one request is that request's answer; an exception out of a
 packed step makes the engine run its requests one by one, so that only the guilty fail; what ends the process itself is
 found by its successors (`suspects`). The engine is the only settler of futures.
+
+What work cost lately: seconds per token of passes, and how many tokens take as long as one save, load or creation.
+
+Singles have medians of the last few: one that had to bring its model back first must not make all of its kind look
+expensive. A step's price is by the token, too, and the larger of two: the median over the tokens of the last steps,
+where a short step, which is mostly overhead, counts for little; and the mean of the last two, so that a change to more
+expensive work shows after one step. Without a pass to compare with there are no prices. Knows no request.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -24,25 +33,17 @@ from tinsmith.backends import Backend
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.arrivals import Arrivals
-from tinsmith.engine.batching_window import Gathering
-from tinsmith.engine.cost_model import Prices
-from tinsmith.engine.metering import EngineMeters
-from tinsmith.engine.nouns import Nouns
-from tinsmith.engine.operations import Operations
+from tinsmith.engine.operations import POLL_S, Operations, Sending, Sendings
 from tinsmith.engine.pacing import Pace
 from tinsmith.engine.passes import PassReader
 from tinsmith.engine.quarantine import Suspects
-from tinsmith.engine.queues import Queues
-from tinsmith.engine.recovery import Between, Recovery
-from tinsmith.engine.request_timings import Worklog
-from tinsmith.engine.run_migration import Moving
+from tinsmith.engine.queues import Arrivals, Gathering, Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
 from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
-from tinsmith.engine.snapshots import RETRY_S, Snapshots
-from tinsmith.engine.telemetry import Recorder
-from tinsmith.engine.uploads import POLL_S, Sending, Sendings
+from tinsmith.engine.snapshots import RETRY_S, Between, Moving, Recovery, Snapshots
+from tinsmith.engine.stores import Stores
+from tinsmith.engine.telemetry import EngineMeters, Recorder, Worklog
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
@@ -56,6 +57,47 @@ from tinsmith.types import ModelShape, Partial, Pass, PassResult, Pending
 from tinsmith.wire.token_stream import line_of
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
+REMEMBERED = 9
+NEWEST = 2
+
+
+class Prices:
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds
+        self._single_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
+
+    def note_passes(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens:
+            self._steps.append((num_tokens, seconds))
+
+    def note_single(self, kind: str, seconds: float) -> None:
+        self._single_s[kind].append(seconds)
+
+    def in_tokens(self) -> dict[str, int]:
+        """By kind of single; no entry where there is nothing to go by."""
+        if not self._steps or not (token_s := statistics.median(seconds / tokens for tokens, seconds in self._steps)):
+            return {}
+        return {kind: round(statistics.median(seconds) / token_s) for kind, seconds in self._single_s.items()}
+
+    def token_s(self) -> float | None:
+        """Seconds that one token of a step is expected to take; None before the first pass."""
+        if not self._steps:
+            return None
+        newest = list(self._steps)[-NEWEST:]
+        mean = sum(seconds for _, seconds in newest) / sum(tokens for tokens, _ in newest)
+        return max(mean, self._median())
+
+    def _median(self) -> float:
+        """Half of the tokens took at least this long each."""
+        prices = sorted((seconds / tokens, tokens) for tokens, seconds in self._steps)
+        left = sum(tokens for _, tokens in prices) / 2
+        for price, tokens in prices:
+            left -= tokens
+            if left <= 0:
+                return price
+        return prices[-1][0]
+
+
 QUIET_S = 0.05
 """An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
 
@@ -63,7 +105,9 @@ log = structlog.get_logger()
 
 
 class Engine:
-    def __init__(self, shape: ModelShape, backend: Backend, nouns: Nouns, mailbox: WakeUps, settings: Settings) -> None:
+    def __init__(
+        self, shape: ModelShape, backend: Backend, nouns: Stores, mailbox: WakeUps, settings: Settings
+    ) -> None:
         self._shape = shape
         self._backend = backend
         self._nouns = nouns

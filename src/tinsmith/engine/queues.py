@@ -1,17 +1,135 @@
 """The engine's view of its waiting requests: metadata in memory, mirrored from the database.
 
 Holds which seq_id each model may run next; skips refused and given-up numbers. Knows no SQL and no device.
+
+What arrives for an engine: its requests out of the rows and into its queues, each once.
+
+The engine reads what came after the last row that it saw, what a wake-up names, and once a second what it may have
+missed. What is nobody's it claims: at once what it is `preferred` for, what others are a second later, since they may
+be busy or about to die. Once a second it also frees what lapsed engines had. With the runs of a dead engine comes the
+word of what that was working on (`suspects`).
+
+Whether passes that could run now wait for others that will be here in a moment, so that all share one step.
+
+A short step takes about as long for one model as for several. Clients that work in lockstep send within milliseconds of
+each other, and an engine that begins with the first of them has the others wait for all of its step. So each model's
+`Rhythm` notes when its client sends. A model is expected if its last two passes came at the same time as those of one
+that is here again, or if both came right after an answer. Passes are held for as long as somebody is expected, and for
+a share of what a short step takes at most, whatever comes; so a model that is alone never waits, and a wait for nobody
+costs little. An optimizer step with a pass behind it is as good as that pass.
+
+Seconds and moments are given: no clock here. Knows no request, no tenant and no device.
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from tinsmith.engine.batching_window import LATE_S, Rhythm
+import structlog
+
+from tinsmith.cluster.ownership import Arrival, Ownership, preferred
+from tinsmith.db.wakeups import EVERYTHING
+from tinsmith.engine.quarantine import Suspects
 from tinsmith.engine.scheduler import PASS_KINDS, ModelQueue
+from tinsmith.engine.telemetry import Worklog
+from tinsmith.errors import GoneError, TinsmithError, UserError
+from tinsmith.runtime.failpoints import hit
+from tinsmith.store.futures import Futures
+from tinsmith.store.models import Models
 from tinsmith.types import Pending
+
+MOST_S = 0.1
+SHARE = 0.5
+"""Passes are held for MOST_S, or this share of a short step's time, whichever is less."""
+
+LATE_S = 0.002
+"""Somebody is expected until this much later than before, and by half of the time that it took then."""
+
+REMEMBERED = 9
+
+
+class Rhythm:
+    """When one model's client sends a pass while nothing else of the model is left to do."""
+
+    __slots__ = ("_answered_at", "_came_at", "_pauses_s")
+
+    def __init__(self) -> None:
+        self._answered_at: float | None = None
+        self._pauses_s: deque[float] = deque(maxlen=2)
+        self._came_at: deque[float] = deque(maxlen=3)
+
+    def answered(self, moment: float) -> None:
+        """Nothing of the model is left to do."""
+        self._answered_at = moment
+
+    def came(self, moment: float) -> None:
+        """A pass is there, and nothing was before it."""
+        self._came_at.append(moment)
+        if self._answered_at is not None:
+            self._pauses_s.append(max(0.0, moment - self._answered_at))
+            self._answered_at = None
+
+    @property
+    def pause_s(self) -> float | None:
+        """The pause after the next answer; None if it cannot be told."""
+        return max(self._pauses_s) if len(self._pauses_s) == self._pauses_s.maxlen else None
+
+    def due_in_s(self, moment: float) -> float | None:
+        """Until when the next pass is expected after the last answer; None if it is not, or not any more."""
+        if self._answered_at is None or (pause_s := self.pause_s) is None:
+            return None
+        return _left(self._answered_at, pause_s, moment)
+
+    def due_beside_s(self, first: Rhythm, moment: float) -> float | None:
+        """Until when the next pass is expected because `first`, who came with this one before, is here again."""
+        if len(first._came_at) < 3 or len(self._came_at) < 2:
+            return None
+        again, *before = reversed(first._came_at)
+        lags_s = [mine - others for mine, others in zip(reversed(self._came_at), before, strict=False)]
+        if max(map(abs, lags_s)) > MOST_S:
+            return None
+        return _left(again, max(0.0, *lags_s), moment)
+
+
+def _left(since: float, usual_s: float, moment: float) -> float | None:
+    left = since + 1.5 * usual_s + LATE_S - moment
+    return left if left > 0.0 else None
+
+
+class Gathering:
+    """Of one engine's passes."""
+
+    def __init__(self) -> None:
+        self._steps_s: deque[float] = deque(maxlen=REMEMBERED)
+        self._held_since: float | None = None
+
+    def ran(self, passes_s: float) -> None:
+        """Passes ran, and nothing is held any more."""
+        self._steps_s.append(passes_s)
+        self._held_since = None
+
+    def most_s(self) -> float:
+        """For how long passes are held at most."""
+        return min(MOST_S, SHARE * min(self._steps_s, default=0.0))
+
+    def wait_s(self, beside_s: Sequence[float], quick_s: Sequence[float], moment: float) -> float:
+        """For how long to hold what is ready, if nothing comes; 0 to run it. `beside_s` says until when others are
+        expected who came with the first of those that are ready: all of them, or there are two steps all the same.
+        `quick_s` are those that come right after their answers; they may have nothing to do with who is here, who waits
+        for them half as long.
+        """
+        since = moment if self._held_since is None else self._held_since
+        left = self.most_s() - (moment - since)
+        worth = [due_s for due_s in quick_s if 2 * due_s <= left]
+        if beside_s and max(beside_s) <= left:
+            worth += beside_s
+        if not worth:
+            return 0.0
+        self._held_since = since
+        return max(worth)
+
 
 IDLE_LANE_S = 600.0
 """After so long the rhythm of a run says nothing any more."""
@@ -187,3 +305,131 @@ class Queues:
         """Drop a model's lane; returns what still waited in it."""
         lane = self.lanes.pop(model_id, None)
         return list(lane.waiting.values()) if lane else []
+
+
+_WITHOUT_LANE = ("sample", "unload_model", "cancel")
+
+Fail = Callable[[Sequence[Pending], TinsmithError], None]
+
+log = structlog.get_logger()
+
+
+class Arrivals:
+    def __init__(
+        self,
+        ownership: Ownership,
+        futures: Futures,
+        models: Models,
+        queues: Queues,
+        suspects: Suspects,
+        worklog: Worklog,
+        fail: Fail,
+    ) -> None:
+        self._ownership = ownership
+        self._futures = futures
+        self._models = models
+        self._queues = queues
+        self._suspects = suspects
+        self._worklog = worklog
+        self._fail = fail
+        self._last_arrival = 0
+        self._others: list[str] = []
+        self._left_to_others: set[str] = set()
+        self._is_to_heed = False
+
+    def fetch(self, named: Collection[str] = ()) -> None:
+        """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
+        found = self._ownership.incoming(self._last_arrival)
+        if found:
+            hit("engine.fetched")
+            self._last_arrival = max(self._last_arrival, found[-1].request.arrival)
+        if late := set(named) - {"", EVERYTHING, *self._queues.known, *(one.request.request_id for one in found)}:
+            found += self._ownership.named(sorted(late))
+        self._take(found)
+        if EVERYTHING in named:
+            self._take(self._missed())
+
+    def fetch_late(self) -> list[str]:
+        """The slow poll: rows whose wake-up was lost, or that were committed out of order, or that nobody wanted.
+        Returns the engines that were found to be dead.
+        """
+        gone = self._ownership.free_lapsed()
+        if gone:
+            log.warning("engines were not heard of; what they had is free", engine_ids=gone)
+        self._others = self._ownership.others()
+        self.fetch()
+        missed = self._missed()
+        self._take(missed)
+        # What is free still at the next look is claimed then, whoever was to have it.
+        self._left_to_others = {one.request.request_id for one in missed if one.free} - self._queues.known
+        for lane in self._queues.lanes.values():
+            if lane.has_gap:
+                for request in self._futures.refused_of(lane.model_id, lane.next_seq_id):
+                    lane.add(request)
+        return gone
+
+    def _missed(self) -> list[Arrival]:
+        return self._ownership.named(sorted(self._ownership.waiting_ids() - self._queues.known))
+
+    def _take(self, found: Sequence[Arrival]) -> None:
+        wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
+        self._is_to_heed |= bool(wanted)  # also where the database does not say what was claimed
+        claimed = self._ownership.claim(wanted) if wanted else set[str]()
+        if claimed:
+            hit("engine.claimed")
+        for one in found:
+            if not one.free or one.request.request_id in claimed:
+                self._enqueue(one.request)
+        if claimed:
+            # Rows of the same runs may have been passed over while they were another's.
+            for one in self._missed():
+                if not one.free:
+                    self._enqueue(one.request)
+        if self._is_to_heed:
+            self._suspects.heed(self._ownership.suspects(), self._queues.known)
+            self._is_to_heed = False
+
+    def _is_to_claim(self, one: Arrival) -> bool:
+        if not self._others or one.request.request_id in self._left_to_others:
+            return True
+        me = self._ownership.engine_id
+        return preferred(one.run_id or one.request.request_id, [me, *self._others]) == me
+
+    def _enqueue(self, request: Pending) -> None:
+        if request.request_id in self._queues.known:
+            return
+        lane, refusal = None, None
+        if request.kind not in _WITHOUT_LANE and request.model_id is not None:
+            # First, since it reads: what the database interrupts here is found again by the slow poll.
+            lane, refusal = self._lane_of(request, request.model_id)
+        if request.state == "pending":
+            self._queues.known.add(request.request_id)
+            self._worklog.arrived(request)
+        if request.kind == "sample":
+            if request.state == "pending":
+                self._queues.add_sample(request)
+        elif request.kind == "unload_model":
+            self._queues.unloads.append(request)
+        elif request.kind == "cancel":
+            self._queues.cancels.append(request)
+        elif lane is not None:
+            lane.add(request)
+        elif refusal is not None and request.state == "pending":
+            self._fail([request], refusal)
+
+    def _lane_of(self, request: Pending, model_id: str) -> tuple[Lane, None] | tuple[None, TinsmithError]:
+        """The lane that a request belongs to, or why it cannot run any more."""
+        lane = self._queues.lanes.get(model_id)
+        if lane is None:
+            model = self._models.find(model_id)
+            if model is None:
+                return None, UserError(f"model_id {model_id!r} is unknown")
+            if request.state == "pending" and model.state == "unloaded":
+                # What was waiting at its end was failed without being applied: a new lane would wait for it.
+                return None, GoneError(f"model {model_id!r} was unloaded: {model.reason}")
+            lane = Lane(model_id, model.tenant_id, model.applied_seq_id + 1)
+            self._queues.lanes[model_id] = lane
+        if request.state == "pending" and request.seq_id is not None and request.seq_id < lane.next_seq_id:
+            late = f"seq_id {request.seq_id} arrived after seq_id {lane.next_seq_id - 1} had taken effect"
+            return None, UserError(late)
+        return lane, None

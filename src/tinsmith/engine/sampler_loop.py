@@ -5,12 +5,25 @@ ever changes: an ephemeral version by its id, a checkpoint by its path and the d
 arrived, so that what is overwritten is never served again. What cannot be had from here is left to the engines, which
 can make every version again. Admission, decoding and settling are those of an engine (`sampling`), and so are the fence
 and the suspects.
+
+The stock of a dedicated sampler: which versions it has, which are on their way, and which samples wait for those.
+
+A sample whose version is not here waits; versions are sent for in the order in which samples began to wait for them.
+From the moment that it is ready to the moment that it is removed it uses its version, which stays so long (`shelf`). As
+long as one version finds no room, because all of it is in use, whoever comes later waits behind it, even for a version
+that is here: otherwise a busy one could keep the others out for ever. Called from the sampler's thread.
+
+What a sampler keeps of versions: least recently used first out beyond a budget of bytes, and never one in use.
+
+Versions are called by keys. There is always room for one, whatever its size. Pure: knows no device and no clock.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,25 +34,189 @@ from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import Executors
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.fetching import Fetcher, Wanted
-from tinsmith.engine.metering import EngineMeters
-from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.quarantine import Suspects
 from tinsmith.engine.queues import Queues
-from tinsmith.engine.request_timings import Worklog
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
-from tinsmith.engine.version_cache import Failure, Stock
+from tinsmith.engine.stores import Stores
+from tinsmith.engine.telemetry import EngineMeters, Worklog
+from tinsmith.engine.transfer import Fetched, Fetcher, Wanted
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
-from tinsmith.store.cancellation import cancelled_name
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import Settlement
+from tinsmith.store.futures import Settlement, cancelled_name
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Partial, Pending
 from tinsmith.wire.token_stream import line_of
+
+
+class Shelf:
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._users: Counter[str] = Counter()
+        self._largest_bytes = 0
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._sizes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def has_room(self, num_coming: int) -> bool:
+        """Whether one more may be sent for while some are on their way: what is not in use would go."""
+        in_use = sum(size for key, size in self._sizes.items() if self._users[key])
+        coming = num_coming * (self._largest_bytes or max(1, self._budget_bytes // 4))  # a guess, for the first
+        return in_use + coming < self._budget_bytes or (in_use == 0 and num_coming == 0)
+
+    def evict(self, coming_bytes: int) -> list[str]:
+        """Take off what has to go so that this much fits; returns the keys. What is in use stays, whatever fits."""
+        gone: list[str] = []
+        excess = self.num_bytes + coming_bytes - self._budget_bytes
+        for key, size in list(self._sizes.items()):
+            if excess <= 0:
+                break
+            if not self._users[key]:
+                del self._sizes[key]
+                excess -= size
+                gone.append(key)
+        return gone
+
+    def add(self, key: str, num_bytes: int) -> None:
+        self._sizes[key] = num_bytes
+        self._largest_bytes = max(self._largest_bytes, num_bytes)
+
+    def use(self, key: str) -> None:
+        """One more request needs this version until it is released."""
+        self._users[key] += 1
+        if key in self._sizes:
+            self._sizes.move_to_end(key)
+
+    def release(self, key: str) -> None:
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+
+
+@dataclass(slots=True)
+class _Awaited:
+    wanted: Wanted
+    requests: list[Pending]
+    coming: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Samples whose version cannot be had here, and why."""
+
+    requests: list[Pending]
+    error: Exception
+
+
+class Stock:
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        budget_bytes: int,
+        load: Callable[[str, Path, list[Pending]], None],
+        drop: Callable[[str], None],
+    ) -> None:
+        """`load` puts a version's files into memory, for some requests; `drop` forgets a version."""
+        self._fetcher = fetcher
+        self._shelf = Shelf(budget_bytes)
+        self._load = load
+        self._drop = drop
+        self._keys: dict[str, str] = {}  # of every sample that was added and not removed
+        self._using: dict[str, str] = {}  # of those that are ready
+        self._awaited: OrderedDict[str, _Awaited] = OrderedDict()
+
+    @property
+    def is_fetching(self) -> bool:
+        return self._fetcher.num_running > 0
+
+    def key_of(self, request_id: str) -> str | None:
+        """Under which key the weights of a sample are in memory; None for the base model's own."""
+        return self._keys.get(request_id)
+
+    def add(self, request: Pending, wanted: Wanted) -> None:
+        """A sample of a version; it comes out of `ready` sooner or later."""
+        self._keys[request.request_id] = wanted.key
+        self._awaited.setdefault(wanted.key, _Awaited(wanted, [])).requests.append(request)
+
+    def ready(self) -> tuple[list[Pending], list[Failure]]:
+        """Load what has come, send for what is missing; the samples that can be admitted, and those that never can."""
+        ready: list[Pending] = []
+        failures: list[Failure] = []
+        for fetched in self._fetcher.collect():
+            error = self._put(fetched)
+            if error is None:
+                ready += self._take(fetched.key)
+            else:
+                failures.append(Failure(self._awaited.pop(fetched.key).requests, error))
+        for key, awaited in list(self._awaited.items()):
+            if awaited.coming:
+                continue
+            if key in self._shelf:
+                ready += self._take(key)
+            elif self._shelf.has_room(self._fetcher.num_running):
+                awaited.coming = True
+                self._fetcher.begin(awaited.wanted)
+            else:
+                break
+        return ready, failures
+
+    def _put(self, fetched: Fetched) -> Exception | None:
+        """On the shelf; or why that is impossible."""
+        try:
+            if fetched.path is None:
+                return fetched.error
+            for key in self._shelf.evict(fetched.num_bytes):
+                self._drop(key)
+            self._load(fetched.key, fetched.path, self._awaited[fetched.key].requests)
+            self._shelf.add(fetched.key, fetched.num_bytes)
+            return None
+        except Exception as error:  # noqa: BLE001  told to whoever asked for the version
+            return error
+        finally:
+            fetched.close()
+
+    def _take(self, key: str) -> list[Pending]:
+        requests = self._awaited.pop(key).requests
+        for request in requests:
+            self._shelf.use(key)
+            self._using[request.request_id] = key
+        return requests
+
+    def waiting(self) -> list[Pending]:
+        """The samples whose version is not here."""
+        return [request for awaited in self._awaited.values() for request in awaited.requests]
+
+    def withdraw(self, name: str) -> list[Pending]:
+        """Let go of one waiting sample, or of all of one sampling session, which stay until they are removed."""
+        found = [one for one in self.waiting() if name in (one.request_id, one.sampling_session_id)]
+        for request in found:
+            self._leave(request.request_id)
+        return found
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """These are settled, or another's."""
+        for request_id in request_ids:
+            if request_id in self._keys:
+                self._leave(request_id)
+                del self._keys[request_id]
+                if (key := self._using.pop(request_id, None)) is not None:
+                    self._shelf.release(key)
+
+    def _leave(self, request_id: str) -> None:
+        key = self._keys[request_id]
+        if (awaited := self._awaited.get(key)) is not None:
+            awaited.requests = [one for one in awaited.requests if one.request_id != request_id]
+            if not awaited.requests and not awaited.coming:
+                del self._awaited[key]
+
 
 FETCHING_POLL_S = 0.005
 """How often a sampler that waits for versions looks whether one has come."""
@@ -55,7 +232,7 @@ class SamplerEngine:
         self,
         seat: tuple[str, str],
         holder: VersionHolder,
-        nouns: Nouns,
+        nouns: Stores,
         executors: Executors,
         mailbox: WakeUps,
         fetcher: Fetcher,

@@ -23,20 +23,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.db.statements import Effect
-from tinsmith.engine.metering import DECODE, EngineMeters
-from tinsmith.engine.nouns import Nouns
 from tinsmith.engine.quarantine import Suspects
 from tinsmith.engine.queues import Queues
-from tinsmith.engine.request_timings import Worklog
 from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import Outbox, TurnFailedError
-from tinsmith.engine.telemetry import BegunSample, SampleKeeper
+from tinsmith.engine.stores import Stores
+from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, SampleKeeper, Worklog
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
 from tinsmith.store import recorded_sequences
-from tinsmith.store.cancellation import cancelled_name, deletion
-from tinsmith.store.futures import SampleCost, Settlement
+from tinsmith.store.futures import SampleCost, Settlement, cancelled_name, deletion
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Partial, Pending, SampleResult
 from tinsmith.wire.sampling import read_sample, write_sample_result
@@ -79,7 +76,7 @@ class Sampling:
     def __init__(
         self,
         backend: VersionHolder,
-        nouns: Nouns,
+        nouns: Stores,
         prepare_version: Callable[[SamplingSession, Pending], str | None],
         suspects: Suspects,
         outbox: Outbox,

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
-from tinsmith.engine.request_timings import Worklog
+from tinsmith.engine.telemetry import Worklog
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import Futures, Settlement
 

@@ -12,24 +12,127 @@ costs.
 
 Models beyond the room for them leave memory, the least recently used first, once a snapshot covers everything; the
 next request brings them back (`recovery`).
+
+Writing behind: one thread that does what waits for a disk, while the engine goes on.
+
+A job is `work`, which runs on that thread and must not touch what lives on the engine's, and `done`, which runs on the
+engine's thread at its next `collect`, with the error if there was one. Jobs are done in order, one at a time. The
+thread ends when nothing is left to do; what is no Exception (the engine was taken for dead) ends it at once, and is
+raised where the engine's thread looks next. Knows nothing of what is written.
+
+Model state across restarts: a model comes back, when a request names it, from a snapshot and what came after it.
+
+A model's state is its newest snapshot plus the acknowledged operations after it, whose bodies are still stored; so is
+every earlier state whose bodies are. A snapshot whose files are not what was written is passed over, and the one
+before it, or the creation, is where the replay begins. Ephemeral versions that have no files are published again.
+
+Moving: an idle run goes to another engine of its base model that has far fewer: one that joins gets its share.
+
+Once a second at most one run is handed over, and to an engine that has at least two fewer: the difference shrinks, and
+nothing comes back. A run is idle when nothing waits of it and nothing took effect for a while; so long, too, must the
+other engine have been there. First everything of the run is written (a snapshot with optimizer and gradient, its
+versions), which takes its time and is given up if the run wakes; then one transaction makes it the other's, and then it
+is forgotten here. The other brings it back from its files at its next request, as after a restart, bit for bit.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.wakeups import EVERYTHING, WakeUps, engine_mailbox
+from tinsmith.engine.operations import Operations
+from tinsmith.engine.passes import PassReader
+from tinsmith.engine.queues import Queues
+from tinsmith.engine.telemetry import Recorder
 from tinsmith.engine.versions import Versions
-from tinsmith.engine.writer import Job, Writer
+from tinsmith.errors import LostStateError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
-from tinsmith.storage.directories import Directories
+from tinsmith.storage.directories import Directories, UnreachableError
+from tinsmith.store.futures import Futures
 from tinsmith.store.models import Model, Models
+from tinsmith.types import Pending
+from tinsmith.wire.training import read_optim_step
+from tinsmith.wire.weights import read_load
+
+MAX_CAPTURED_BYTES = 2**30
+"""From here on no more is captured until something was written; one capture may be larger."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    num_bytes: int
+    work: Callable[[], None]
+    done: Callable[[Exception | None], None]
+
+
+class Writer:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[Job] = deque()
+        self._finished: deque[tuple[Job, Exception | None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._captured_bytes = 0
+        self._end: BaseException | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._captured_bytes >= MAX_CAPTURED_BYTES
+
+    def submit(self, job: Job) -> None:
+        self._captured_bytes += job.num_bytes
+        with self._lock:
+            self._jobs.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
+                self._thread.start()
+
+    def collect(self) -> None:
+        """Call `done` of what was finished since the last time."""
+        if self._end is not None:
+            raise self._end
+        while self._finished:
+            job, error = self._finished.popleft()
+            self._captured_bytes -= job.num_bytes
+            job.done(error)
+
+    def flush(self) -> None:
+        """Wait until nothing is left to write."""
+        while thread := self._thread:
+            thread.join()
+        self.collect()
+
+    def _run(self) -> None:
+        while job := self._next():
+            try:
+                job.work()
+            except Exception as error:  # noqa: BLE001  reported to whoever wanted it written
+                self._finished.append((job, error))
+            except BaseException as end:  # noqa: BLE001  raised on the engine's thread
+                with self._lock:
+                    self._end, self._thread = end, None
+                    self._jobs.clear()
+                return
+            else:
+                self._finished.append((job, None))
+
+    def _next(self) -> Job | None:
+        with self._lock:
+            if self._jobs:
+                return self._jobs.popleft()
+            self._thread = None
+            return None
+
 
 SNAPSHOT_OPTIM_STEPS = 16
 """Fewest optimizer steps between snapshots."""
@@ -298,3 +401,192 @@ class Snapshots:
 
 def _fail(error: Exception, _directory: Path) -> None:
     raise error
+
+
+Between = Callable[[], None]
+
+
+class Recovery:
+    def __init__(
+        self,
+        backend: Backend,
+        futures: Futures,
+        models: Models,
+        operations: Operations,
+        directories: Directories,
+        snapshots: Snapshots,
+        passes: PassReader,
+    ) -> None:
+        self._backend = backend
+        self._futures = futures
+        self._models = models
+        self._operations = operations
+        self._directories = directories
+        self._snapshots = snapshots
+        self._passes = passes
+
+    def restore(self, model: Model, between: Between | None = None) -> None:
+        """Bring a model to its acknowledged state. `between` is called now and then: others need not stand still.
+
+        Raises LostStateError if that is impossible, and leaves nothing of it in memory.
+        """
+        failures: list[str] = []
+        for seq_id, directory in _beginnings(model):
+            try:
+                self._begin(model, directory)
+            except UnreachableError:  # says nothing of the snapshot
+                raise
+            except (TinsmithError, OSError) as error:
+                log.error("a snapshot cannot be used", model_id=model.model_id, seq_id=seq_id, error=str(error))
+                failures.append(f"its snapshot after seq_id {seq_id}: {error}")
+                continue
+            try:
+                num_replayed = self._replay_after(model, seq_id, between)
+            except BaseException as error:
+                self._backend.unload_model(model.model_id)
+                self._snapshots.left(model.model_id)
+                if failures and isinstance(error, LostStateError):
+                    raise LostStateError(_cannot(model, [*failures, str(error)])) from error
+                raise
+            if failures and model.snapshot_directory:
+                self._models.forget_snapshot(model.model_id, model.snapshot_directory)
+            log.info("model restored", model_id=model.model_id, snapshot_seq_id=seq_id, replayed=num_replayed)
+            return
+        raise LostStateError(_cannot(model, failures))
+
+    def _begin(self, model: Model, directory: str | None) -> None:
+        if directory is None:
+            self._backend.create_model(model.model_id, model.lora, model.optimizer_type)
+            return
+        with self._directories.reading(directory) as path:
+            self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
+
+    def _replay_after(self, model: Model, seq_id: int, between: Between | None) -> int:
+        replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
+        # These are still to be covered: an engine that dies again and again must not replay ever more.
+        changed_seq_id = model.applied_seq_id if replayed else seq_id
+        self._snapshots.entered(model.model_id, covered_seq_id=seq_id, changed_seq_id=changed_seq_id)
+        for request in replayed:
+            body = self._futures.bodies([request.request_id]).get(request.request_id)
+            if body is not None:
+                self._replay(model, request, body, between)
+                steps = int(request.kind == "optim_step")
+                self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
+            elif request.state == "done" and request.kind != "save_weights_for_sampler":
+                # What failed changed nothing (a refused optim_step did, and keeps its body), a named save neither.
+                raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
+            if between:
+                between()
+        return len(replayed)
+
+    def _replay(self, model: Model, request: Pending, body: bytes, between: Between | None) -> None:
+        hit("model.replaying")
+        if request.kind == "forward_backward":
+            self._replay_pass(request, body, between)
+        elif request.kind == "optim_step":
+            (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
+            _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
+        elif request.state == "done" and request.kind == "save_weights_for_sampler":
+            self._operations.publish_again(model, body)
+        elif request.state == "done":
+            try:
+                as_of = self._futures.settled_at(request.request_id)
+                self._operations.load_into(model, read_load(body), as_of=as_of)
+            except TinsmithError as error:
+                raise LostStateError(_cannot(model, [str(error)])) from error
+
+    def _replay_pass(self, request: Pending, body: bytes, between: Between | None) -> None:
+        try:
+            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)], between=between)
+        except UserError as error:
+            outcome = error
+        _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
+
+
+def _must_be_as_before(request: Pending, error: UserError | None) -> None:
+    if error is not None and request.state == "done":
+        raise LostStateError(f"request {request.request_id!r} cannot be replayed: {error}") from error
+
+
+def _beginnings(model: Model) -> Iterator[tuple[int, str | None]]:
+    """Where a replay may begin, the shortest first: snapshots, or the creation."""
+    if model.snapshot_seq_id is not None:
+        yield model.snapshot_seq_id, model.snapshot_directory
+    if model.previous_snapshot_seq_id is not None:
+        yield model.previous_snapshot_seq_id, model.previous_snapshot_directory
+    else:
+        yield -1, None
+
+
+def _cannot(model: Model, reasons: list[str]) -> str:
+    return f"model {model.model_id!r} could not be restored: {'; '.join(reasons)}"
+
+
+PATIENCE = 30
+"""Looks at a run that is still not written, until another is tried: a disk may be full."""
+
+
+class Moving:
+    def __init__(
+        self,
+        ownership: Ownership,
+        queues: Queues,
+        snapshots: Snapshots,
+        recorder: Recorder,
+        operations: Operations,
+        mailbox: WakeUps,
+    ) -> None:
+        self._ownership = ownership
+        self._queues = queues
+        self._snapshots = snapshots
+        self._recorder = recorder
+        self._operations = operations
+        self._mailbox = mailbox
+        self._chosen: str | None = None
+        self._looks = 0
+        self._tried: set[str] = set()
+
+    def look(self) -> None:
+        """Once a second: hand over one run, or come nearer to it, if another engine has far fewer."""
+        taker = self._ownership.lighter()
+        self._choose(self._idle() if taker else [])
+        if taker is None or self._chosen is None or not self._snapshots.is_parked(self._chosen):
+            return
+        hit("run.parked")
+        model_id, self._chosen = self._chosen, None
+        try:
+            if not self._ownership.hand_over(model_id, taker):
+                return
+        except SQLAlchemyError:
+            # It may have been committed. All of the run is in files, so it can be forgotten in either case; what stayed
+            # in memory would be out of date if the run came back.
+            self._forget(model_id)
+            raise
+        hit("run.moved")
+        self._forget(model_id)
+        self._mailbox.wake(engine_mailbox(self._ownership.base_model, taker), [EVERYTHING])
+        log.info("an idle run was handed over", model_id=model_id, engine_id=taker)
+
+    def _forget(self, model_id: str) -> None:
+        self._queues.forget_lane(model_id)
+        self._recorder.forget(model_id)
+        self._operations.unload(model_id)
+        self._snapshots.left(model_id)
+
+    def _idle(self) -> list[str]:
+        lanes = self._queues.lanes
+        runs = self._ownership.idle_runs()
+        return [run for run in runs if run not in lanes or not lanes[run].waiting]
+
+    def _choose(self, idle: list[str]) -> None:
+        """Stay with the run that is being written, as long as it is idle."""
+        self._looks += 1
+        if self._chosen in idle and self._looks < PATIENCE:
+            return
+        if self._chosen in idle:
+            self._tried.add(self._chosen)
+        untried = [run for run in idle if run not in self._tried]
+        if not untried:
+            self._tried.clear()
+        self._chosen = next(iter(untried or idle), None)
+        self._looks = 0

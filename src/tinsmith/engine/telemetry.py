@@ -4,6 +4,16 @@ What passes say of their losses is gathered in memory until the optimizer step t
 transaction that settles that step: one row more, and no transaction. So the first point after an engine's death tells
 of the passes since then. Samples are kept within a rate for each tenant, so that a burst of them costs next to nothing.
 Steps are written about once a second. Whatever fails here fails nothing else.
+
+What the engine knows of the time of its requests: when it planned each, began it and had its result.
+
+From a request's arrival in memory to its settlement there is one entry, which goes into the request's row with the
+settlement, and so costs no write of its own. Then the meters count it, and its spans are sent if it came with a trace.
+The wall clock is meant, since the server's part of the story is told by that, too.
+
+What an engine counts and times, in the meters of its base model. One thread writes; whoever reads, reads the files.
+
+Every label set is looked up once: a meter costs a microsecond or two, and some are written in every decode step.
 """
 
 from __future__ import annotations
@@ -11,31 +21,136 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import numpy as np
 import structlog
+from prometheus_client import CollectorRegistry
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.statements import Bound, Effect
-from tinsmith.engine.scheduler import Step
+from tinsmith.engine.scheduler import PASS_KINDS, Step
 from tinsmith.losses import token_weight
-from tinsmith.store.history import KEPT_POINTS, MOST_NAMES, MOST_POINTS, SERVER, Curves, thinning
-from tinsmith.store.kept_samples import (
+from tinsmith.samplers import CacheUse
+from tinsmith.store.futures import SampleCost, Settlement, Work
+from tinsmith.store.history import (
+    KEPT_POINTS,
+    KEPT_STEPS,
+    MOST_NAMES,
+    MOST_POINTS,
     MOST_PROMPT_TOKENS,
     MOST_SEQUENCE_TOKENS,
     MOST_SEQUENCES,
+    SERVER,
+    Curves,
     KeptSample,
     KeptSequence,
+    RecentStep,
+    RecentSteps,
     SampleContent,
     keeping,
     new_sample,
+    thinning,
 )
-from tinsmith.store.recent_steps import KEPT_STEPS, RecentStep, RecentSteps
 from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.telemetry import metrics
+from tinsmith.telemetry.tracing import Tracing
 from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampledSequence, SampleResult
+
+DECODE = "decode"
+
+
+class EngineMeters:
+    def __init__(
+        self,
+        base_model: str,
+        engine_id: str,
+        token_budget: int,
+        most_tenants: int,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        seat = (base_model, engine_id)
+        registry = registry or CollectorRegistry()
+        self._token_budget = token_budget
+        self._tenants = metrics.TenantLabels(most_tenants)
+        prefix = "tinsmith_engine_"
+        step_seconds = metrics.histogram(prefix + "step_seconds", registry)
+        tokens = metrics.counter(prefix + "tokens_total", registry)
+        tenant_tokens = metrics.counter(prefix + "tenant_tokens_total", registry)
+        settled = metrics.counter(prefix + "futures_settled_total", registry)
+        waits = metrics.histogram(prefix + "wait_seconds", registry)
+        runs = metrics.histogram(prefix + "run_seconds", registry)
+        blocks = metrics.gauge(prefix + "kv_blocks", registry)
+        self._seconds = cache(lambda work: step_seconds.labels(base_model, work))
+        self._tokens = cache(lambda kind: tokens.labels(base_model, kind))
+        self._tenant_tokens = cache(lambda tenant, kind: tenant_tokens.labels(base_model, tenant, kind))
+        self._settled = cache(lambda kind, outcome: settled.labels(base_model, kind, outcome))
+        self._waits = cache(lambda kind: waits.labels(base_model, kind))
+        self._runs = cache(lambda kind: runs.labels(base_model, kind))
+        self._step_tokens = metrics.histogram(prefix + "step_tokens", registry).labels(base_model)
+        self._step_passes = metrics.histogram(prefix + "step_passes", registry).labels(base_model)
+        self._step_tenants = metrics.histogram(prefix + "step_tenants", registry).labels(base_model)
+        self._efficiency = metrics.histogram(prefix + "pack_efficiency", registry).labels(base_model)
+        self._running = metrics.gauge(prefix + "samples_running", registry).labels(*seat)
+        self._blocks = {state: blocks.labels(*seat, state) for state in ("live", "cached", "limit")}
+        held = metrics.gauge(prefix + "memory_bytes", registry)
+        self._held = cache(lambda holder: held.labels(*seat, holder))
+        self._kv_use = metrics.gauge(prefix + "kv_use", registry).labels(*seat)
+        self._database = metrics.histogram(prefix + "database_seconds", registry).labels(base_model)
+
+    def passes(self, requests: Sequence[Pending], seconds: float, *, others_wait: bool) -> None:
+        """Passes shared a step; `others_wait` says that more of them were there."""
+        if not requests:
+            return
+        num_tokens = sum(request.num_tokens for request in requests)
+        self._seconds("passes").observe(seconds)
+        self._step_tokens.observe(num_tokens)
+        self._step_passes.observe(len(requests))
+        self._step_tenants.observe(len({request.tenant_id for request in requests}))
+        if others_wait:
+            self._efficiency.observe(min(1.0, num_tokens / self._token_budget))
+
+    def worked(self, work: str, seconds: float) -> None:
+        """Anything else that a step did."""
+        self._seconds(work).observe(seconds)
+
+    def sampler(self, running: int, use: CacheUse) -> None:
+        """How full the sampler is now."""
+        self._running.set(running)
+        for state, blocks in (("live", use.live_blocks), ("cached", use.cached_blocks), ("limit", use.max_blocks)):
+            self._blocks[state].set(blocks)
+        self._kv_use.set(use.live_blocks / use.max_blocks if use.max_blocks else 0.0)
+
+    def memory(self, use: Mapping[str, int]) -> None:
+        """Who holds how much of the device now."""
+        for holder, num_bytes in use.items():
+            self._held(holder).set(num_bytes)
+
+    def settled(self, request: Pending, outcome: str, cost: SampleCost | None) -> None:
+        """A request has ended: done, user_error or server_error."""
+        self._settled(request.kind, outcome).inc()
+        if outcome != "done":
+            return
+        tenant = self._tenants(request.tenant_id)
+        if request.kind in PASS_KINDS:
+            self._tokens(request.kind).inc(request.num_tokens)
+            self._tenant_tokens(tenant, "training").inc(request.num_tokens)
+        if cost is not None:
+            computed = cost.prefill_tokens - cost.cached_tokens
+            for kind, count in (("prompt", computed), ("cached", cost.cached_tokens), ("sampled", cost.sampled_tokens)):
+                self._tokens(kind).inc(count)
+                self._tenant_tokens(tenant, kind).inc(count)
+
+    def timed(self, kind: str, waited_s: float, ran_s: float) -> None:
+        self._waits(kind).observe(waited_s)
+        self._runs(kind).observe(ran_s)
+
+    def database_used(self, seconds: float) -> None:
+        self._database.observe(seconds)
+
 
 MOST_RUNS = 10_000
 """Runs whose gathered metrics are remembered; the least recently used is forgotten first."""
@@ -271,3 +386,98 @@ def _kept_sequence(sequence: SampledSequence) -> KeptSequence:
     if not np.isfinite(logprobs).all():
         shown = [value if math.isfinite(value) else None for value in logprobs.tolist()]
     return KeptSequence(sequence.tokens_T[:MOST_SEQUENCE_TOKENS].tolist(), shown, sequence.stop_reason)
+
+
+@dataclass(slots=True)
+class _Entry:
+    request: Pending
+    planned_at: float | None = None
+    started_at: float | None = None
+    step: int | None = None
+
+
+class Worklog:
+    def __init__(self, meters: EngineMeters, tracing: Tracing) -> None:
+        self._meters = meters
+        self._tracing = tracing
+        self._entries: dict[str, _Entry] = {}
+        self._step = 0
+
+    def arrived(self, request: Pending) -> None:
+        self._entries[request.request_id] = _Entry(request)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Others work on these now."""
+        for request_id in request_ids:
+            self._entries.pop(request_id, None)
+
+    def planned(self, requests: Iterable[Pending], planned_at: float) -> None:
+        """These are one step; to plan it was begun at `planned_at`."""
+        self._step += 1
+        for request in requests:
+            if entry := self._entries.get(request.request_id):
+                entry.planned_at, entry.step = planned_at, self._step
+
+    def began(self, requests: Iterable[Pending]) -> None:
+        """The work on these begins, or begins once more."""
+        started_at = time.time()
+        for request in requests:
+            if entry := self._entries.get(request.request_id):
+                entry.started_at = started_at
+
+    def timed(self, settlements: Sequence[Settlement]) -> list[Settlement]:
+        """The same settlements with what is known of the work, which is over now."""
+        ran_at = time.time()
+        return [
+            replace(settlement, work=Work(entry.started_at, max(entry.started_at, ran_at), entry.step))
+            if (entry := self._entries.get(settlement.request_id)) and entry.started_at is not None
+            else settlement
+            for settlement in settlements
+        ]
+
+    def settled(self, settlements: Sequence[Settlement]) -> None:
+        """They are in the database."""
+        settled_at = time.time()
+        for settlement in settlements:
+            entry = self._entries.pop(settlement.request_id, None)
+            if entry is None:
+                continue
+            error = settlement.error
+            outcome = "done" if error is None else "user_error" if error.category == "user" else "server_error"
+            self._meters.settled(entry.request, outcome, settlement.cost)
+            if (work := settlement.work) is not None:
+                waited_s = max(0.0, work.started_at - entry.request.created_at)
+                self._meters.timed(entry.request.kind, waited_s, work.ran_at - work.started_at)
+            request = entry.request
+            log.debug(
+                "settled",
+                request_id=request.request_id,
+                model_id=request.model_id,
+                tenant_id=request.tenant_id,
+                kind=request.kind,
+                outcome=outcome,
+                step=entry.step,
+            )
+            if entry.request.traceparent:
+                self._send(entry, settlement, outcome, settled_at)
+
+    def _send(self, entry: _Entry, settlement: Settlement, outcome: str, settled_at: float) -> None:
+        request, work = entry.request, settlement.work
+        assert request.traceparent is not None
+        told: dict[str, str | int | float] = {
+            "tinsmith.request_id": request.request_id,
+            "tinsmith.tenant_id": request.tenant_id,
+            "tinsmith.outcome": outcome,
+        }
+        if request.model_id:
+            told["tinsmith.model_id"] = request.model_id
+        whole = self._tracing.record(request.kind, request.traceparent, request.created_at, settled_at, told)
+        if work is None:
+            return
+        planned_at = entry.planned_at if entry.planned_at is not None else work.started_at
+        of_step = {} if work.step is None else {"tinsmith.step": work.step}
+        self._tracing.record("wait", whole, request.created_at, planned_at, {})
+        if entry.planned_at is not None:
+            self._tracing.record("plan", whole, planned_at, work.started_at, of_step)
+        self._tracing.record("run", whole, work.started_at, work.ran_at, of_step)
+        self._tracing.record("settle", whole, work.ran_at, settled_at, {})

@@ -6,6 +6,19 @@ the files of the last few. `fetch` is the taking end. Both prove to each other t
 signing secret: the request is signed with a nonce, and the answer's manifest, which holds every file's SHA-256, with
 the same nonce. So nobody else can ask, and what somebody else answers is not believed. Nothing is encrypted: this is
 for one machine, or a private network. Knows no SQL and no device; a version that is not here may be in the storage.
+
+Handing out: what an engine does for dedicated samplers, as long as there are any, and nothing otherwise.
+
+Once a second it looks whether there are samplers of its base model. With the first one it opens its outbox (`handover`)
+and says in its row where that is; from then on every version in its memory is offered there, and written to the storage
+as soon as its publish is settled rather than with the next snapshot. Called from the engine's thread.
+
+Fetching: the files of versions, on their way from wherever they are to a dedicated sampler's memory.
+
+A checkpoint's files are in the storage. An ephemeral version is asked of the engine that owns its run, which has it in
+memory (`handover`); if that cannot be reached or has it no more, the storage has it, now or soon: where there are
+dedicated samplers, engines write what they publish at once. Some threads do the waiting; the sampler's own collects.
+What cannot be had from here within a few seconds is told as such: the run's engine can always make it again.
 """
 
 from __future__ import annotations
@@ -22,8 +35,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -34,10 +49,15 @@ from socket import socket
 from urllib.parse import quote, unquote
 
 import structlog
+from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Capture
+from tinsmith.cluster.executors import Executors
 from tinsmith.errors import CorruptFilesError
 from tinsmith.runtime.background import kept_thread
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoint, Checkpoints
+from tinsmith.store.sampling_sessions import SamplingSession, SamplingSessions
 
 PREFIX = "/versions/"
 NONCE, EXPIRES, SIGNATURE, MANIFEST_BYTES = "X-Nonce", "X-Expires", "X-Signature", "X-Manifest-Bytes"
@@ -265,3 +285,170 @@ def _request_signature(key: bytes, path: str, nonce: str, expires: str) -> str:
 
 def _answer_signature(key: bytes, manifest: bytes, nonce: str) -> str:
     return hmac.digest(key, f"files\n{nonce}\n".encode() + manifest, hashlib.sha256).hex()
+
+
+@dataclass(frozen=True, slots=True)
+class Peering:
+    """How this process is reached by others: `key` is what they all know, `directory` is for files on their way, and
+    `announce` tells the others the address.
+    """
+
+    key: bytes
+    host: str
+    directory: Path
+    announce: Callable[[str], None]
+
+
+class Handing:
+    def __init__(self, executors: Executors, base_model: str, peering: Peering) -> None:
+        self._executors = executors
+        self._base_model = base_model
+        self._peering = peering
+        self._outbox: Outbox | None = None
+        self._tried = False
+        self.is_wanted = False
+
+    def look(self, in_memory: Iterable[str], capture: Callable[[str], Capture]) -> None:
+        """Whether there are samplers; `in_memory` are the versions that the first one may ask for."""
+        self.is_wanted = bool(self._executors.live(self._base_model))
+        if not self.is_wanted or self._tried:
+            return
+        self._tried = True
+        try:
+            self._outbox = Outbox(self._peering.key, self._peering.host, self._peering.directory)
+        except OSError as error:  # the storage is the other way
+            log.error("versions cannot be handed over directly; peer_host is no address of this machine", error=error)
+            return
+        for version_id in in_memory:
+            self._outbox.offer(version_id, capture(version_id))
+        self._peering.announce(self._outbox.address)
+
+    def offer(self, version_id: str, capture: Callable[[str], Capture]) -> None:
+        """A version was published in memory."""
+        if self._outbox is not None:
+            self._outbox.offer(version_id, capture(version_id))
+
+    def withdraw(self, version_id: str) -> None:
+        """It left memory."""
+        if self._outbox is not None:
+            self._outbox.withdraw(version_id)
+
+    def close(self) -> None:
+        if self._outbox is not None:
+            self._outbox.close()
+
+
+PATIENCE_S = 10.0
+"""How long a version that nobody can give is looked for."""
+
+PAUSE_S = 0.1
+"""Between two looks."""
+
+FETCHES_AT_ONCE = 4
+
+MOST_VERSION_BYTES = 64 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A version by its key, and where it comes from: a checkpoint as it was found, or a run's ephemeral version."""
+
+    key: str
+    sampler: SamplingSession
+    checkpoint: Checkpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Files that may be read until `close` is called; or why there are none."""
+
+    key: str
+    path: Path | None
+    num_bytes: int
+    error: Exception | None
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where versions may be: rows say it, the storage has the files, and `key` opens the engines' outboxes."""
+
+    executors: Executors
+    samplers: SamplingSessions
+    checkpoints: Checkpoints
+    versions: Directories
+    key: bytes
+
+
+class Fetcher:
+    def __init__(self, places: Places, directory: Path) -> None:
+        """`directory` is for files on their way; what an earlier process left there is deleted."""
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700, parents=True)
+        self._places = places
+        self._directory = directory
+        self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="fetch")
+        self._finished: deque[Fetched] = deque()
+        self._closed = False
+        self.num_running = 0
+
+    def begin(self, wanted: Wanted) -> None:
+        self.num_running += 1
+        self._threads.submit(self._fetch, wanted)
+
+    def collect(self) -> list[Fetched]:
+        """What has come, or will not, since the last time."""
+        found = [self._finished.popleft() for _ in range(len(self._finished))]
+        self.num_running -= len(found)
+        return found
+
+    def close(self) -> None:
+        self._closed = True
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for fetched in self.collect():
+            fetched.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _fetch(self, wanted: Wanted) -> None:
+        stack = ExitStack()
+        try:
+            path = self._checkpoint(wanted.checkpoint, stack) if wanted.checkpoint else self._version(wanted, stack)
+            num_bytes = sum(file.stat().st_size for file in path.iterdir())
+            self._finished.append(Fetched(wanted.key, path, num_bytes, None, stack.close))
+        except Exception as error:  # noqa: BLE001  told to whoever wanted it
+            stack.close()
+            self._finished.append(Fetched(wanted.key, None, 0, error, stack.close))
+
+    def _checkpoint(self, checkpoint: Checkpoint, stack: ExitStack) -> Path:
+        return stack.enter_context(self._places.checkpoints.reading(checkpoint))
+
+    def _version(self, wanted: Wanted, stack: ExitStack) -> Path:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            if (path := self._from_owner(wanted, stack) or self._from_storage(wanted, stack)) is not None:
+                return path
+            if self._closed or time.monotonic() > deadline:
+                raise NotHereError(f"version {wanted.key!r} is nowhere to be had")
+            time.sleep(PAUSE_S)
+
+    def _from_owner(self, wanted: Wanted, stack: ExitStack) -> Path | None:
+        model_id = wanted.sampler.model_id
+        try:
+            address = model_id and self._places.executors.owner_address(model_id)
+            if not address:
+                return None
+            into = Path(tempfile.mkdtemp(dir=self._directory))
+            stack.callback(shutil.rmtree, into, ignore_errors=True)
+            fetch(address, wanted.key, self._places.key, into, MOST_VERSION_BYTES)
+        except (NotHereError, CorruptFilesError, SQLAlchemyError) as error:
+            log.info("a version did not come from its engine", version_id=wanted.key, error=str(error))
+            return None
+        return into
+
+    def _from_storage(self, wanted: Wanted, stack: ExitStack) -> Path | None:
+        try:
+            name = self._places.samplers.directory_of(wanted.key)
+            return None if name is None else stack.enter_context(self._places.versions.reading(name))
+        except (CorruptFilesError, OSError, SQLAlchemyError) as error:
+            log.warning("a version did not come from the storage", version_id=wanted.key, error=str(error))
+            return None

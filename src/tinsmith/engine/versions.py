@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Backend, Capture
-from tinsmith.engine.handing import Handing
+from tinsmith.engine.transfer import Handing
 from tinsmith.errors import LostStateError, TinsmithError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.storage.directories import Directories

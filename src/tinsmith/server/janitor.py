@@ -33,7 +33,7 @@ from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture
-from tinsmith.store.kept_samples import KEPT_S, KeptSamples
+from tinsmith.store.history import KEPT_S, KeptSamples
 from tinsmith.store.models import Model, Models
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.sampling_sessions import SamplingSessions

@@ -44,12 +44,10 @@ from tinsmith.batch.openai.reconciler import Keeper, Parts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
-from tinsmith.cluster.dispatch import Dispatch
-from tinsmith.cluster.early import EarlyEngine
 from tinsmith.cluster.engines import Engines, holder_of
-from tinsmith.cluster.executors import Executors
-from tinsmith.cluster.supervisor import Supervisor
-from tinsmith.cluster.view import Fleet
+from tinsmith.cluster.executors import Dispatch, Executors
+from tinsmith.cluster.ownership import Fleet
+from tinsmith.cluster.supervisor import EarlyEngine, Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import (
@@ -71,17 +69,14 @@ from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import check_reachable, claim, open_directories
 from tinsmith.store.audit import Audit
-from tinsmith.store.census import Census
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
-from tinsmith.store.history import Curves
+from tinsmith.store.history import Curves, KeptSamples, RecentSteps
 from tinsmith.store.implicit_sessions import StandingSessions
-from tinsmith.store.kept_samples import KeptSamples
 from tinsmith.store.models import Models
-from tinsmith.store.overview import Overview
-from tinsmith.store.recent_steps import RecentSteps
+from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions

@@ -10,10 +10,22 @@ A request to cancel is a future, too, so that it outlives an engine; settling it
 The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
 polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
 engine; a server, what it refuses): on SQLite writers take turns, elsewhere the sampling session's row is locked first.
+
+Requests to cancel: what they name, whom they go to, and what is left of a sample that was cancelled.
+
+Only samples that wait or run can be cancelled. A request to cancel is a future itself, so that it outlives an engine;
+it names one sample, or a sampling session for all of its samples that one engine or sampler has. Reads rows; `futures`
+stores what is found here.
+
+Settled futures of ended sessions are deleted, with their bodies and results, in transactions of some hundred.
+
+What each transaction deletes it tells, from what the database says, and writes in its place what it is answered: so
+nothing that was used is counted twice or forgotten. A session is done with when nothing of it is left.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -23,16 +35,153 @@ import sqlalchemy as sa
 import zstandard
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BODIES, FUTURES, MODELS, RESULTS, SAMPLERS
+from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Effects, Prepared, execute
 from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
 from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
-from tinsmith.store import cancellation, retention
-from tinsmith.store.cancellation import Cancel
-from tinsmith.store.retention import Keep
 from tinsmith.telemetry.tracing import CURRENT
 from tinsmith.types import Pending
+
+_AT_ONCE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a settled future tells of its use."""
+
+    request_id: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    state: str
+    num_tokens: int
+    prefill_tokens: int | None
+    cached_tokens: int | None
+    sampled_tokens: int | None
+    settled_at: float | None
+
+
+Keep = Callable[[Sequence[Spent]], Effects]
+"""Is given what one transaction deletes; answers what that transaction is to write instead."""
+
+_SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
+
+
+def delete_of_sessions(db: Database, session_ids: Sequence[str], keep: Keep) -> int:
+    """How many were deleted."""
+    left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+    deleted = 0
+    for session_id in session_ids:
+        while some := _delete_some(db, session_id, keep):
+            deleted += some
+        with db.write() as connection:
+            done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
+            connection.execute(done_with.values(forgotten_at=now()))
+    return deleted
+
+
+def _delete_some(db: Database, session_id: str, keep: Keep) -> int:
+    settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
+    # What was deleted is what was kept, since the database itself tells: another future may settle meanwhile.
+    deletion = FUTURES.delete().where(FUTURES.c.arrival.in_(settled.limit(_AT_ONCE))).returning(*_SPENT_COLUMNS)
+    with db.write() as connection:
+        spent = [Spent(**row._mapping) for row in connection.execute(deletion)]
+        ids = [one.request_id for one in spent]
+        for table in (RESULTS, BODIES):
+            connection.execute(table.delete().where(table.c.request_id.in_(ids)))
+        for effect in keep(spent):
+            execute(connection, effect)
+    return len(spent)
+
+
+_CANCEL = ":cancel"
+# Who is to do a sample, or does what is asked of its run: see `ownership`.
+_WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
+    MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
+)
+_OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """To be given up: a sample by its request_id, or all of a sampling session's that `owner` has."""
+
+    name: str
+    tenant_id: str
+    session_id: str
+    base_model: str
+    owner: str | None
+    reason: str
+
+    @property
+    def request_id(self) -> str:
+        if self.owner is None:
+            return self.name + _CANCEL
+        return f"{self.name}{_CANCEL}.{hashlib.blake2b(self.owner.encode(), digest_size=4).hexdigest()}"
+
+
+def of_sample(db: Database, tenant_id: str, request_id: str, reason: str) -> Cancel | None:
+    """None for what has ended, and for every other kind of request: operations on a model are ordered, and a later one
+    may have been sent in the belief that an earlier one takes effect. Raises NotFoundError.
+    """
+    query = (
+        sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER)
+        .select_from(_WITH_OWNERS)
+        .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
+    )
+    with db.read() as connection:
+        row = connection.execute(query).one_or_none()
+    if row is None:
+        raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+    if row.kind != "sample" or row.state != "pending":
+        return None
+    return Cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason)
+
+
+def of_closed_sessions(db: Database) -> list[Cancel]:
+    """The samples whose session was closed, by sampling session and owner."""
+    samples = sa.and_(FUTURES.c.state == "pending", FUTURES.c.kind == "sample")
+    query = (
+        sa.select(
+            FUTURES.c.sampling_session_id,
+            FUTURES.c.tenant_id,
+            FUTURES.c.session_id,
+            FUTURES.c.base_model,
+            _OWNER,
+            SESSIONS.c.reason,
+        )
+        .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
+        # An engine's rows by the index of its queue: the settled ones are many.
+        .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), samples)
+        .where(SESSIONS.c.closed_at.is_not(None))
+        .distinct()
+    )
+    with db.read() as connection:
+        rows = connection.execute(query).all()
+    return [
+        Cancel(
+            row.sampling_session_id,
+            row.tenant_id,
+            row.session_id,
+            row.base_model,
+            row.owner,
+            f"its session ended ({row.reason})",
+        )
+        for row in rows
+    ]
+
+
+def cancelled_name(request_id: str) -> str:
+    """What a request to cancel names: a sample, or a sampling session for all of its samples."""
+    return request_id.rpartition(_CANCEL)[0]
+
+
+def deletion(request_id: str) -> sa.Executable:
+    """A statement for the transaction that settles a request of which nothing is to remain."""
+    return FUTURES.delete().where(FUTURES.c.request_id == request_id)
+
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
@@ -339,12 +488,12 @@ class Futures:
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
         """Tell the engine to give up a pending sample; all else stays as it is. Raises NotFoundError."""
-        if found := cancellation.of_sample(self._db, tenant_id, request_id, reason):
+        if found := of_sample(self._db, tenant_id, request_id, reason):
             self._submit_cancel(found)
 
     def cancel_of_closed_sessions(self) -> int:
         """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
-        found = cancellation.of_closed_sessions(self._db)
+        found = of_closed_sessions(self._db)
         for cancel in found:
             self._submit_cancel(cancel)
         return len({cancel.name for cancel in found})
@@ -379,7 +528,7 @@ class Futures:
 
     def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
         """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many."""
-        return retention.delete_of_sessions(self._db, session_ids, keep)
+        return delete_of_sessions(self._db, session_ids, keep)
 
     # The engine's side.
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
-from tinsmith.store.retention import Spent
+from tinsmith.store.futures import Spent
 
 HOUR_S = 3600
 TRAINING_KINDS = ("forward", "forward_backward")

@@ -3,6 +3,8 @@
 `Fields` wraps one object and remembers where it was found, so that a message reads
 "sampling_params.top_p is 'high'; it must be a number". null and an absent field mean the same (the SDK leaves
 out what is None). JSON's true is never taken for a 1.
+
+Moments: seconds since the epoch here, RFC 3339 with a zone on the wire.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import orjson
@@ -193,3 +196,18 @@ def text_values(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     if metadata is None:
         return None
     return {key: value if isinstance(value, str) else orjson.dumps(value).decode() for key, value in metadata.items()}
+
+
+def iso(moment_s: float) -> str:
+    return datetime.fromtimestamp(moment_s, UTC).isoformat().replace("+00:00", "Z")
+
+
+def moment_of(name: str, text: str) -> float:
+    """Seconds since the epoch of a moment with a zone. Raises UserError that names the field."""
+    try:
+        found = datetime.fromisoformat(text)
+        if found.tzinfo is not None:
+            return found.timestamp()
+    except (ValueError, OverflowError):
+        pass
+    raise UserError(f"{name} is {show(text)}; it must be a moment with a zone, like 2026-07-13T00:00:00Z")

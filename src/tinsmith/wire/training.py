@@ -32,8 +32,8 @@ from tinsmith.types import (
     SparseRows,
 )
 from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.bodies import check_messages
 from tinsmith.wire.fields import Fields, read_object, show
-from tinsmith.wire.messages import check_messages
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384

@@ -13,11 +13,9 @@ from starlette.routing import Route
 from tinsmith.api.operation import Call, JsonObject, endpoint
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import UserError
-from tinsmith.store.history import Point
+from tinsmith.store.history import Point, RecentStep
 from tinsmith.store.overview import SORTS, Run
-from tinsmith.store.recent_steps import RecentStep
-from tinsmith.wire.fields import show, text_values
-from tinsmith.wire.times import iso
+from tinsmith.wire.fields import iso, show, text_values
 
 MAX_SEARCH = 200
 SHOWN_STEPS = 50

@@ -9,8 +9,8 @@ from starlette.routing import Route
 from tinsmith.api.operation import Call, JsonObject, endpoint
 from tinsmith.chat.texts import Text
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
-from tinsmith.store.kept_samples import KeptSample, SampleContent
-from tinsmith.wire.times import iso
+from tinsmith.store.history import KeptSample, SampleContent
+from tinsmith.wire.fields import iso
 
 MAX_SEARCH = 200
 PREVIEW_TOKENS = 24

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from tinsmith.api.openai.files import MAX_KEPT_S, MIN_KEPT_S, page, page_limit
 from tinsmith.api.openai.generation import answer
 from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, endpoint
-from tinsmith.batch.coordinator.model_requests import Question
+from tinsmith.batch.coordinator.model_gateway import Question
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.chat.refusals import RequestError, not_supported

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, authenticate, call_of, endpoint, run
-from tinsmith.api.routes.forms import read_form
-from tinsmith.api.routes.stored import StoredFile, file_response
+from tinsmith.api.routes.downloads import StoredFile, file_response
+from tinsmith.api.routes.uploads import read_form
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import NotFoundError, TooLargeError
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id

@@ -39,9 +39,8 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture, Outcome
 from tinsmith.store.implicit_sessions import Seat
 from tinsmith.types import ModelShape, Sample, SampleResult
-from tinsmith.wire.extras import sample_body
 from tinsmith.wire.fields import Fields, json_bytes
-from tinsmith.wire.sampling import read_sample, read_sample_result
+from tinsmith.wire.sampling import read_sample, read_sample_result, sample_body
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

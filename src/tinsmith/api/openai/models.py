@@ -16,8 +16,7 @@ from tinsmith.api.openai.generation import weights_of
 from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Call, Endpoint, Handler, JsonObject, endpoint, is_anthropic
 from tinsmith.chat.generation_request import Target
 from tinsmith.chat.refusals import RequestError
-from tinsmith.wire.fields import show
-from tinsmith.wire.times import iso
+from tinsmith.wire.fields import iso, show
 
 SINCE = 1_700_000_000
 """When a base model was made is not known here; clients want a moment."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.api.operation import HUB, Call, JsonObject, authenticate, call_of, endpoint, run
-from tinsmith.api.routes.stored import StoredFile, file_response
+from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.errors import ForbiddenError, NotFoundError
 from tinsmith.exchange.hub import (
     HubFile,

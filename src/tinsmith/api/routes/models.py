@@ -8,9 +8,8 @@ from dataclasses import replace
 from starlette.routing import Route
 
 from tinsmith.api.admission import check_lora, check_position
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.operation import Call, JsonObject, endpoint, owned_model, stored
 from tinsmith.api.routes.weights import exchange_token, load_into_model, loadable
-from tinsmith.api.submission import owned_model, stored
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture

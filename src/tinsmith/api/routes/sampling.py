@@ -6,8 +6,7 @@ from starlette.routing import Route
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_position, check_sample, check_seq_id, most_tokens
-from tinsmith.api.operation import Call, JsonObject, endpoint
-from tinsmith.api.submission import Submission, submission
+from tinsmith.api.operation import Call, JsonObject, Submission, endpoint, submission
 from tinsmith.errors import UserError
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture

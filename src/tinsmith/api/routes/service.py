@@ -1,16 +1,36 @@
-"""What a client asks of the server itself: flags, health, capabilities."""
+"""What a client asks of the server itself: flags, health, capabilities.
+
+`GET /metrics`: everything that is counted and timed, in Prometheus' text format.
+
+It speaks of all tenants, so no tenant's key opens it. The setting `metrics_token` does, as a bearer token; without that
+setting, a server that takes any key, and so listens on this machine only, answers whoever asks, and one that has keys
+answers nobody.
+
+What clients report of themselves: accepted, counted at log level DEBUG, and dropped.
+
+A client's report of a failed request contains that request's headers, the key among them, and an error's text may
+hold anything. So nothing of a report is kept or logged: only how many events of each known kind and severity it
+held, in the words listed here.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import secrets
+from collections import Counter
 from http import HTTPStatus
 
+import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith.api.operation import Call, JsonObject, Services, answer, endpoint
+from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
+from tinsmith.errors import NotAuthenticatedError
+from tinsmith.telemetry.metrics import CONTENT_TYPE
+from tinsmith.wire import bodies
 from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import read_object
 
 # The SDK's own defaults (types/client_config_response.py), except for two: bodies from elsewhere are compressed, and
 # the client uses its plain httpx transport, which takes a fifth less of its own CPU per call than the default one and
@@ -68,9 +88,61 @@ def get_server_capabilities(call: Call) -> JsonObject:
     return {"supported_models": models}
 
 
+async def metrics(request: Request) -> Response:
+    services: Services = request.app.state.services
+    await _admit(request, services)
+    return Response(await run(services.meters.text), media_type=CONTENT_TYPE)
+
+
+async def _admit(request: Request, services: Services) -> None:
+    """Raises NotAuthenticatedError."""
+    wanted = services.settings.metrics_token.get_secret_value()
+    if wanted:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), wanted.encode()):
+            return
+        raise NotAuthenticatedError("send the server's metrics_token: `Authorization: Bearer TOKEN`")
+    if not await run(services.tenants.accepts_anyone):
+        raise NotAuthenticatedError(
+            "figures of all tenants are for operators: set TINSMITH_METRICS_TOKEN and send it as a bearer token"
+        )
+
+
+MAX_BODY_BYTES = 1 << 20  # the SDK sends at most 100 events at once
+KINDS = frozenset(("SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"))
+SEVERITIES = frozenset(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
+OTHER = "other"
+
+log = structlog.get_logger()
+
+
+async def telemetry(request: Request) -> Response:
+    await authenticate(request)
+    body = await read_body(request, bodies.JSON_TYPE, MAX_BODY_BYTES)
+    await run(_count, body, request.headers.get("content-encoding"))
+    return answer({"status": "accepted"})
+
+
+def _count(body: bytes, encoding: str | None) -> None:
+    events = read_object(bodies.decode(body, encoding, MAX_BODY_BYTES)).values.get("events")
+    if not isinstance(events, list):
+        return
+    found = [event for event in events if isinstance(event, dict)]
+    kinds = Counter(_known(event.get("event"), KINDS) for event in found)
+    severities = Counter(_known(event.get("severity"), SEVERITIES) for event in found)
+    log.debug("telemetry", kinds=dict(kinds), severities=dict(severities))
+
+
+def _known(word: object, words: frozenset[str]) -> str:
+    return word if isinstance(word, str) and word in words else OTHER
+
+
 ROUTES = [
     Route("/healthz", healthz, methods=["GET"]),
     Route("/client/config", endpoint(client_config, JSON_TYPE, quick=True), methods=["POST"]),
     Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE, quick=True), methods=["POST"]),
     Route("/get_server_capabilities", endpoint(get_server_capabilities, quick=True), methods=["GET"]),
+    Route("/metrics", metrics, methods=["GET"]),
+    Route("/telemetry", telemetry, methods=["POST"]),
 ]
+ROOT_ROUTES = [Route("/metrics", metrics, methods=["GET"])]  # where Prometheus looks, without the prefix

@@ -4,27 +4,30 @@ A multipart form of PEFT's two files (and optimizer state, if there is some) wit
 disk as it comes; what it says of itself is checked before it is a checkpoint, the rest by the engine that loads it. The
 checkpoint belongs to a training run that is made for it and cannot be trained, as a copy does. The run's id follows
 from `X-Idempotency-Key`, so that a request which is sent again finds what it made before.
+
+Multipart forms, spooled to disk as they come: nothing but a piece of them is in memory.
 """
 
 from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from tinsmith.api.admission import check_ttl
 from tinsmith.api.operation import Call, authenticate, call_of, run
-from tinsmith.api.routes.copies import MAX_PROJECT_LENGTH, idempotent_session, made_before
-from tinsmith.api.routes.forms import read_form
-from tinsmith.errors import TooLargeError, UserError
+from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, idempotent_session, made_before
+from tinsmith.chat.refusals import RequestError
+from tinsmith.errors import TooLargeError, UnsupportedMediaError, UserError
 from tinsmith.exchange import adapters
 from tinsmith.exchange.adapters import AdapterFacts
 from tinsmith.store.audit import entry
@@ -32,8 +35,51 @@ from tinsmith.store.checkpoints import CheckpointRef, NewCheckpoint, check_name
 from tinsmith.store.models import NewModel, copied_run
 from tinsmith.store.usage import added
 from tinsmith.types import ModelShape
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.bodies import JSON_TYPE, check_length
 from tinsmith.wire.fields import MAX_METADATA_BYTES, Fields, read_object, show
+
+FORM_TYPE = "multipart/form-data"
+MAX_FIELDS = 8
+OVERHEAD_BYTES = 64 << 10
+"""Of a form, beside its files."""
+
+
+async def read_form(
+    request: Request,
+    limit_bytes: int,
+    too_large: Callable[[int], TooLargeError],
+    *,
+    max_files: int = 1,
+    max_field_bytes: int = 4096,
+) -> FormData:
+    """The form, for the caller to close. Raises UserError; `too_large` says what its files may have."""
+    content_type = request.headers.get("content-type") or ""
+    if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
+        raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; this path takes {FORM_TYPE!r}")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaError("the form has a Content-Encoding; send it plain")
+    overhead_bytes = OVERHEAD_BYTES + MAX_FIELDS * max_field_bytes
+    try:
+        check_length(request.headers.get("content-length"), limit_bytes + overhead_bytes)
+    except TooLargeError:
+        raise too_large(limit_bytes) from None
+
+    async def limited() -> AsyncGenerator[bytes, None]:
+        size_bytes = 0
+        async for piece in request.stream():
+            size_bytes += len(piece)
+            if size_bytes > limit_bytes + overhead_bytes:
+                raise too_large(limit_bytes)
+            yield piece
+
+    parser = MultiPartParser(
+        request.headers, limited(), max_files=max_files, max_fields=MAX_FIELDS, max_part_size=max_field_bytes
+    )
+    try:
+        return await parser.parse()
+    except MultiPartException as error:
+        raise RequestError("file", f"the body is no form that can be read: {error.message}") from None
+
 
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 TEXTS = ("base_model", "name", "project_id", "ttl_seconds", "user_metadata")

@@ -8,8 +8,7 @@ import orjson
 from starlette.routing import Route
 
 from tinsmith.api.admission import check_position, check_ttl
-from tinsmith.api.operation import Call
-from tinsmith.api.submission import Submission, submission, submit_json_operation
+from tinsmith.api.operation import Call, Submission, submission, submit_json_operation
 from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
 from tinsmith.store.checkpoints import Checkpoint, check_name, parse_path

@@ -13,8 +13,7 @@ from typing import cast
 
 import structlog
 
-from tinsmith.backends.distributed.codec import decode
-from tinsmith.backends.distributed.processes import Link, end_with
+from tinsmith.backends.distributed.processes import Link, decode, end_with
 from tinsmith.backends.distributed.rank import Rank
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.serving import serve

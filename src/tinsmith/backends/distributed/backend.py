@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tinsmith.backends import Capture
-from tinsmith.backends.distributed.codec import encode
 from tinsmith.backends.distributed.degrees import Degrees
-from tinsmith.backends.distributed.processes import Company
+from tinsmith.backends.distributed.processes import Company, encode
 from tinsmith.backends.distributed.rank import Rank
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler

@@ -24,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tinsmith.backends.distributed.dividing import divided
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import (
     COLUMN,
@@ -40,6 +39,7 @@ from tinsmith.backends.distributed.tensor_parallel import (
     Parting,
     RowLinear,
     SplitRowLinear,
+    divided,
     gradient_layout,
     whole_gradient,
 )

@@ -15,11 +15,10 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tinsmith.backends.distributed.codec import decode, encode
 from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.errors import RanksLostError
 
 MEETING_S = 1800.0
@@ -59,19 +58,19 @@ class Ranks:
     def data_mesh(self) -> DeviceMesh:
         return DeviceMesh.from_group(self._data, self.device.type)
 
-    def sum_all(self, x: Tensor) -> Tensor:
+    def sum_all(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._all, self.degrees.world)
 
-    def sum_data(self, x: Tensor) -> Tensor:
+    def sum_data(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._data, self.degrees.data)
 
-    def sum_tensor(self, x: Tensor) -> Tensor:
+    def sum_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """Of bfloat16, too, in float32 where that costs little: on a CPU."""
         if x.dtype == torch.bfloat16 and not x.is_cuda:
             return self._sum(x.float(), self._tensor, self.degrees.tensor).to(x.dtype)
         return self._sum(x, self._tensor, self.degrees.tensor)
 
-    def beside(self, x: Tensor) -> Tensor:
+    def beside(self, x: torch.Tensor) -> torch.Tensor:
         """Every tensor rank's last dimension, one after the other."""
         if self.degrees.tensor == 1:
             return x
@@ -80,7 +79,7 @@ class Ranks:
             dist.all_gather(parts, x.contiguous(), group=self._tensor)
         return torch.cat(parts, -1)
 
-    def first_of_tensor(self, x: Tensor) -> Tensor:
+    def first_of_tensor(self, x: torch.Tensor) -> torch.Tensor:
         """The first tensor rank's, on all of them."""
         if self.degrees.tensor == 1:
             return x
@@ -105,7 +104,7 @@ class Ranks:
             dist.all_gather(parts, padded, group=self._all)
         return [decode(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def _sum(self, x: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+    def _sum(self, x: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
         """The argument itself where that is possible; it is used up."""
         if size == 1:
             return x

@@ -8,8 +8,7 @@ from typing import cast
 
 import structlog
 
-from tinsmith.backends.distributed.codec import decode, encode
-from tinsmith.backends.distributed.processes import Link
+from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.rank import COMMANDS, Rank
 from tinsmith.errors import EngineFailedError, RanksLostError, TinsmithError
 

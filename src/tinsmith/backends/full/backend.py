@@ -10,11 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from tinsmith.backends.full import files
-from tinsmith.backends.full.base import FullBase
-from tinsmith.backends.full.sampler import FullSampler
-from tinsmith.backends.full.trainer import FullTrainer
-from tinsmith.backends.full.weights import FullWeights
+from tinsmith.backends.full import base
+from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
@@ -59,26 +56,26 @@ class FullBackend(TorchBackend):
         self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
     ) -> None:
         self._check(spec, optimizer_type)
-        weights = files.load_weights(self._base.layout, directory, self._base.device)
+        weights = base.load_weights(self._base.layout, directory, self._base.device)
         trained = Trained(weights, optimizer_type=optimizer_type)
         if optimizer:
-            files.load_state(trained, self._base.layout, directory)
+            base.load_state(trained, self._base.layout, directory)
         self._models[model_id] = trained
 
     def load_version(self, version_id: str, directory: Path) -> None:
-        self._versions[version_id] = files.load_weights(self._base.layout, directory, self._base.device)
+        self._versions[version_id] = base.load_weights(self._base.layout, directory, self._base.device)
 
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
-            files.save_state(trained, self._base.layout, directory)
-        files.save_gradient(trained, self._base.layout, directory)
+            base.save_state(trained, self._base.layout, directory)
+        base.save_gradient(trained, self._base.layout, directory)
 
     def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """`stacked` is for our own eyes: nobody makes a model of it."""
-        files.save_weights(adapter, directory)
+        base.save_weights(adapter, directory)
         if not stacked:
-            files.save_company(self._base, directory)
+            base.save_company(self._base, directory)
 
     @staticmethod
     def _check(spec: LoraSpec, optimizer_type: str) -> None:

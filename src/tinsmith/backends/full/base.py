@@ -3,23 +3,139 @@
 Weights are put in by reference (`bind`): parameters become views of their flat buffer, and nothing is copied. Training,
 sampling and the original weights take turns, in one thread. Layers that are written out elsewhere keep copies of what
 they were made from, so everything goes through the model's own modules here.
+
+All weights of a base model as one flat float32 buffer with a view per parameter.
+
+They stand where an adapter stands elsewhere (`Trained`, the trainer, the sampler), but adapt nothing: rows that are
+routed to them meet the base model itself, into whose parameters `FullBase` puts them first. So `compute` is empty.
+
+Shapes: P all numbers of a model.
+
+Files of a model that is trained in full: a directory that `transformers` loads, and the optimizer's state beside it.
+
+`model.safetensors` holds float32 under the model's own names; tied weights are there once. `optimizer.safetensors` and
+`gradient.safetensors` name each tensor after its parameter.
+
+Continuous batching where each version is a whole model: requests of one version at a time.
+
+A request waits, in order of arrival, until the versions of those before it have been sampled; meanwhile others of the
+version that is running join it only if nobody else waits before them. Prefixes that are cached belong to their
+version, as everywhere.
+
+The packed training step where every weight of the base model is trained.
+
+As `backends.torch.trainer`, but for three things: a micro-batch belongs to one model, whose weights are put into the
+base model for it; backward adds to the gradients of its parameters; and the unembedding, whose logits never exist
+whole, gets its own gradient chunk by chunk.
+
+Shapes: C rows of a chunk, V vocabulary, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+import math
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tinsmith.backends.full.weights import FullLayout, FullWeights
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
-from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.batch import Example, MicroBatch, pack
+from tinsmith.backends.torch.checkpoint import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
+from tinsmith.backends.torch.gradients import Gradients
+from tinsmith.backends.torch.lora import ALIGN, Adapter, Routing, Run, Segment
+from tinsmith.backends.torch.loss import Head, Objective
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.errors import SettingsError
-from tinsmith.types import ModelShape
+from tinsmith.backends.torch.optim import MOMENTS
+from tinsmith.backends.torch.stretches import Stretch
+from tinsmith.backends.torch.trained import Trained
+from tinsmith.backends.torch.trainer import Trainer
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.samplers.local.request import Sequence as Running
+from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
+
+FULL = LoraSpec(rank=0)
+"""What such a model is created with: no adapter has this rank."""
+
+
+@dataclass(frozen=True, eq=False)
+class FullLayout:
+    """Where each parameter lies in the flat buffer. Gaps stay zero for ever. A tied weight is there once."""
+
+    shapes: dict[str, tuple[int, ...]]
+    starts: tuple[int, ...]
+    numel: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[tuple[str, nn.Parameter]]) -> FullLayout:
+        shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
+        sizes = (-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes.values())
+        *starts, end = accumulate(sizes, initial=0)
+        return cls(shapes, tuple(starts), end)
+
+    def views(self, flat_P: Tensor) -> dict[str, Tensor]:
+        return {
+            name: flat_P[start : start + math.prod(shape)].view(shape)
+            for start, (name, shape) in zip(self.starts, self.shapes.items(), strict=True)
+        }
+
+    def filled(self, tensors: dict[str, Tensor], device: torch.device) -> Tensor:
+        """A flat buffer of these, which must be the layout's."""
+        flat_P = torch.zeros(self.numel, device=device)
+        for name, view in self.views(flat_P).items():
+            view.copy_(tensors[name])
+        return flat_P
+
+
+class FullWeights(Adapter):
+    """`weights` and `gradients` map a parameter's name to a view."""
+
+    weights: dict[str, Tensor]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, layout: FullLayout, flat_P: Tensor) -> None:
+        self.spec = FULL
+        self.layout = layout  # pyright: ignore[reportAttributeAccessIssue, reportIncompatibleVariableOverride]
+        self.scale = 1.0
+        self.flat_P = flat_P
+        self.compute_P = flat_P
+        self.weights = layout.views(flat_P)
+        self.compute = {}
+        self.fused = {}
+        self.shares = {}
+        self.gradients = None
+
+    def numbers(self) -> FullWeights:
+        return self.clone()
+
+    def clone(self) -> FullWeights:
+        return FullWeights(self.layout, self.flat_P.clone())  # pyright: ignore[reportArgumentType]
+
+
+class FullGradients(Gradients):
+    """name -> a view. They begin as zeros: autograd adds to every parameter's."""
+
+    def __init__(self, weights: FullWeights) -> None:
+        self.flat_P = torch.zeros_like(weights.flat_P)
+        self._views = weights.layout.views(self.flat_P)
+        self._unwritten = {}
+
+    def __getitem__(self, name: str) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
 
 TOLERANCE = 1e-3
 """Between a gradient and the one of the model's own attention, relative to the largest."""
@@ -86,3 +202,141 @@ class FullBase(BaseModel):
                 f"{type(self.model).__name__} cannot be trained in full: gradients under packed attention differ from "
                 f"its own by {error:.2g} (relative)"
             )
+
+
+WEIGHTS_FILE = "model.safetensors"
+
+
+def save_weights(weights: FullWeights, directory: Path) -> None:
+    write_tensors({name: view.cpu() for name, view in weights.weights.items()}, directory / WEIGHTS_FILE)
+
+
+def save_company(base: BaseModel, directory: Path) -> None:
+    """What makes a model of the weights: configuration and tokenizer."""
+    config = copy.deepcopy(base.model.config)
+    config.dtype = torch.float32
+    config.save_pretrained(directory)
+    base.tokenizer.save_pretrained(directory)
+
+
+def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> FullWeights:
+    path = directory / WEIGHTS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"there is no {WEIGHTS_FILE}: this is an adapter, and this server trains all weights (backend 'full')"
+        )
+    tensors = read_tensors(path)
+    if wrong := sorted(tensors.keys() ^ layout.shapes.keys()):
+        raise UserError(f"{WEIGHTS_FILE} is of another model: {wrong[0]!r} is in one of them alone")
+    _check_shapes(layout, tensors, path)
+    return FullWeights(layout, layout.filled(tensors, device))
+
+
+def save_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
+    """The optimizer's state."""
+    names = MOMENTS[trained.optimizer_type]
+    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
+    tensors = {"step": trained.step.cpu()}
+    for moment, flat_P in zip(names, moments, strict=True):
+        tensors |= _named(layout, flat_P, moment)
+    write_tensors(tensors, directory / OPTIMIZER_FILE)
+
+
+def save_gradient(trained: Trained, layout: FullLayout, directory: Path) -> None:
+    """Nothing is written where nothing has accumulated."""
+    if trained.gradient_P is not None:
+        write_tensors(_named(layout, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
+
+
+def load_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
+    """The optimizer's state, and the gradient that had accumulated when a snapshot was taken."""
+    path, device = directory / OPTIMIZER_FILE, trained.adapter.flat_P.device
+    if not path.is_file():
+        raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
+    tensors = read_tensors(path)
+    if "step" not in tensors or tensors["step"].numel() != 1:
+        raise UserError(f"{path.name} does not say at which step the optimizer is")
+    trained.moments = tuple(_flat(layout, tensors, kind, path, device) for kind in MOMENTS[trained.optimizer_type])
+    trained.step = tensors["step"].to(device)
+    gradient = directory / GRADIENT_FILE
+    if gradient.is_file():
+        trained.gradient_P = _flat(layout, read_tensors(gradient), "gradient", gradient, device)
+
+
+def _named(layout: FullLayout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+    return {f"{name}.{kind}": view for name, view in layout.views(flat_P.cpu()).items()}
+
+
+def _flat(layout: FullLayout, tensors: dict[str, Tensor], kind: str, path: Path, device: torch.device) -> Tensor:
+    own = {name: tensors[f"{name}.{kind}"] for name in layout.shapes if f"{name}.{kind}" in tensors}
+    _check_shapes(layout, own, path)
+    return layout.filled(own, device)
+
+
+def _check_shapes(layout: FullLayout, tensors: dict[str, Tensor], path: Path) -> None:
+    for name, shape in layout.shapes.items():
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != shape:
+            raise UserError(f"{path.name}: {name} must have {list(shape)}, not {found and list(found)}")
+
+
+class FullSampler(LocalSampler):
+    _base: FullBase
+
+    def __init__(self, base: FullBase, versions: Mapping[str, Adapter]) -> None:
+        super().__init__(base, versions)
+        self._held: deque[Running] = deque()
+        self._active: Adapter | None = None
+
+    def _admit(self, sequence: Running) -> None:
+        self._held.append(sequence)
+
+    def cancel(self, request_id: str) -> bool:
+        self._held = deque(held for held in self._held if held.request.sample.request_id != request_id)
+        return super().cancel(request_id)
+
+    def step(self, scopes: Collection[str] | None = None) -> list[tuple[str, SampleResult | UserError]]:
+        if self._held and len(self._held) == len(self._requests):
+            self._active = self._held[0].request.weights.adapter
+        while self._held and self._held[0].request.weights.adapter is self._active:
+            super()._admit(self._held.popleft())
+        self._base.bind(self._active if isinstance(self._active, FullWeights) else self._base.original)
+        return super().step(scopes)
+
+
+class FullHead(Head):
+    def _back(
+        self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run | Stretch], inner: Sequence[Tensor]
+    ) -> Tensor:
+        unembedding = self._base.unembedding
+        assert unembedding.weight.grad is not None
+        unembedding.weight.grad.addmm_(grad_CV.t(), hidden_CD)
+        if unembedding.bias is not None:
+            assert unembedding.bias.grad is not None
+            unembedding.bias.grad += grad_CV.sum(0)
+        return super()._back(grad_CV, hidden_CD, work, inner)
+
+
+class FullTrainer(Trainer):
+    _base: FullBase
+
+    def __init__(self, base: FullBase, max_tokens: int, chunk_rows: int) -> None:
+        super().__init__(base, max_tokens, chunk_rows)
+        self._head = FullHead(base, chunk_rows)
+
+    def _cut(self, examples: Sequence[Example]) -> list[MicroBatch]:
+        own: dict[int, list[Example]] = {}
+        for example in examples:
+            own.setdefault(id(example.adapter), []).append(example)
+        return [batch for group in own.values() for batch in pack(group, self._limit)]
+
+    def _gradients(self, adapters: Sequence[Adapter]) -> list[FullGradients]:
+        return [FullGradients(weights) for weights in adapters if isinstance(weights, FullWeights)]
+
+    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+        weights = batch.examples[0].adapter
+        assert isinstance(weights, FullWeights)
+        self._base.bind(weights)
+        gradients = weights.gradients if train else None
+        with nullcontext() if gradients is None else self._base.training(dict(gradients)):  # pyright: ignore[reportArgumentType]
+            return super()._run_one(batch, objectives, train=train)

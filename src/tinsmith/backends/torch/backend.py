@@ -17,9 +17,20 @@ from typing import TYPE_CHECKING
 from tinsmith.backends import Capture
 from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
-from tinsmith.backends.torch.ledger import ACTIVATIONS, BASE, MODELS, SAMPLING, VERSIONS, Giver, Ledger, in_words
 from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
-from tinsmith.backends.torch.memory import MODELS_SHARE, free_bytes, memory_errors
+from tinsmith.backends.torch.memory import (
+    ACTIVATIONS,
+    BASE,
+    MODELS,
+    MODELS_SHARE,
+    SAMPLING,
+    VERSIONS,
+    Giver,
+    Ledger,
+    free_bytes,
+    in_words,
+    memory_errors,
+)
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained

@@ -7,11 +7,29 @@ weight are differentiated. The unembedding's adapters are served and trained her
 
 Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V
 vocabulary.
+
+The formulas of the losses that `tinsmith.losses` admits: value and slope, token by token.
+
+Every loss is a sum over tokens, and all but one see a token alone, so each is written as two columns: the
+loss and its derivative with respect to that token's log probability. Written out, the derivative lets a chunk
+of logits be turned into gradients while it is still there. gspo's one look at the whole sequence, the mean
+log ratio, is computed beforehand and is a constant to the derivative (docs/losses.md). Everything is float32.
+
+Shapes: P pairs of (position, target).
+
+What a pass reports besides log probabilities: its loss, and figures that tell how far the policy has
+moved.
+
+Computed on the host from the log probabilities that the client gets, with the formulas that the gradient
+used, and summed in float64. Every key has one ':', whose right side tells the SDK how to combine chunks.
+
+Shapes: P pairs of all data of one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,13 +37,109 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.batch import COLUMNS, MicroBatch
+from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.lora import Routing, Run
-from tinsmith.backends.torch.losses import OBJECTIVES, Columns, sequence_log_ratios
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.types import F32, I64
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One pass's pairs in a chunk. `weight` is cross_entropy's weights or the others' advantages."""
+
+    logprob_P: Tensor
+    old_logprob_P: Tensor
+    weight_P: Tensor
+    low_P: Tensor
+    high_P: Tensor
+    sequence_log_ratio_P: Tensor
+
+
+class Terms(NamedTuple):
+    """`slope` is d loss / d logprob. `ratio` and `clipped` only feed metrics."""
+
+    loss_P: Tensor
+    slope_P: Tensor
+    ratio_P: Tensor
+    clipped_P: Tensor
+
+
+def cross_entropy(x: Columns, config: Mapping[str, float]) -> Terms:
+    # A pair of weight 0 says nothing even if its logprob is -inf.
+    loss_P = torch.where(x.weight_P == 0, 0.0, -x.weight_P * x.logprob_P)
+    return Terms(loss_P, -x.weight_P, torch.ones_like(loss_P), torch.zeros_like(loss_P))
+
+
+def importance_sampling(x: Columns, config: Mapping[str, float]) -> Terms:
+    ratio_P = torch.exp(x.logprob_P - x.old_logprob_P)
+    loss_P = -ratio_P * x.weight_P
+    return Terms(loss_P, loss_P, ratio_P, torch.zeros_like(loss_P))
+
+
+def ppo(x: Columns, config: Mapping[str, float]) -> Terms:
+    return _clipped_surrogate(torch.exp(x.logprob_P - x.old_logprob_P), x)
+
+
+def gspo(x: Columns, config: Mapping[str, float]) -> Terms:
+    # s_t = exp(m + lp_t - sg(lp_t)): the value is the sequence's ratio, the slope flows through the token.
+    return _clipped_surrogate(torch.exp(x.sequence_log_ratio_P), x)
+
+
+def cispo(x: Columns, config: Mapping[str, float]) -> Terms:
+    ratio_P = torch.exp(x.logprob_P - x.old_logprob_P)
+    slope_P = -torch.clamp(ratio_P, x.low_P, x.high_P) * x.weight_P
+    outside_P = (ratio_P < x.low_P) | (ratio_P > x.high_P)
+    return Terms(slope_P * x.logprob_P, slope_P, ratio_P, outside_P.float())
+
+
+def dro(x: Columns, config: Mapping[str, float]) -> Terms:
+    beta = config["beta"]
+    away_P = x.logprob_P - x.old_logprob_P
+    loss_P = 0.5 * beta * away_P.square() - x.logprob_P * x.weight_P
+    return Terms(loss_P, beta * away_P - x.weight_P, torch.exp(away_P), torch.zeros_like(loss_P))
+
+
+def stable_reinforce(x: Columns, config: Mapping[str, float]) -> Terms:
+    kl_coeff = config["kl_coeff"]
+    away_P = x.logprob_P - x.old_logprob_P
+    plain = importance_sampling(x, config)
+    loss_P = plain.loss_P + 0.5 * kl_coeff * away_P.square()
+    return Terms(loss_P, plain.slope_P + kl_coeff * away_P, plain.ratio_P, plain.clipped_P)
+
+
+def sequence_log_ratios(
+    logprob_P: Tensor, old_logprob_P: Tensor, counted_P: Tensor, example_P: Tensor, num_examples: int
+) -> Tensor:
+    """[P] For each pair, the mean log ratio over the counted pairs of its example; 0 where none is
+    counted.
+    """
+    away_P = torch.where(counted_P, logprob_P - old_logprob_P, 0.0)
+    sums = torch.zeros(num_examples, device=away_P.device).index_add_(0, example_P, away_P)
+    counts = torch.zeros_like(sums).index_add_(0, example_P, counted_P.float())
+    return (sums / counts.clamp_min(1.0))[example_P]
+
+
+def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> Terms:
+    """-min(r A, clip(r) A); the clipped branch is flat."""
+    free_P = ratio_P * x.weight_P
+    bound_P = torch.clamp(ratio_P, x.low_P, x.high_P) * x.weight_P
+    clipped_P = bound_P < free_P
+    return Terms(-torch.minimum(free_P, bound_P), torch.where(clipped_P, 0.0, -free_P), ratio_P, clipped_P.float())
+
+
+OBJECTIVES: Mapping[str, Callable[[Columns, Mapping[str, float]], Terms]] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "dro": dro,
+    "gspo": gspo,
+    "stable_reinforce": stable_reinforce,
+    # What its gradient makes of it, as weights; see head.
+    "custom": cross_entropy,
+}
 
 
 class Objective(NamedTuple):
@@ -221,3 +335,43 @@ def _together(
 def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
     starts = [0, *(np.flatnonzero(np.diff(pass_p)) + 1).tolist(), len(pass_p)]
     return [(int(pass_p[start]), start, stop) for start, stop in pairwise(starts)]
+
+
+def measure(
+    loss_fn: str, config: Mapping[str, float], examples: Sequence[Example], logprobs: Sequence[F32]
+) -> dict[str, float]:
+    """`logprobs[i]` are those of example i's pairs. Positions of weight 0 count in `tokens:sum` only."""
+    logprob_P = torch.from_numpy(np.concatenate([array.reshape(-1) for array in logprobs]))
+    columns = {
+        name: torch.from_numpy(np.concatenate([example.columns[name] for example in examples])) for name in COLUMNS
+    }
+    active_P = columns["weight"] != 0
+    log_ratio_P = torch.zeros_like(logprob_P)
+    if loss_fn == "gspo":
+        sizes = torch.tensor([len(example.targets_P) for example in examples])
+        example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
+        counted_P = columns["ratio_mask"] != 0
+        log_ratio_P = sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(examples))
+    chosen = slice(None) if active_P.all() else active_P  # all, as a rule: nothing is copied then
+    x = Columns(
+        *(
+            column[chosen]
+            for column in (
+                logprob_P, columns["old_logprob"], columns["weight"], columns["low"], columns["high"], log_ratio_P
+            )
+        )
+    )  # fmt: skip
+    terms = OBJECTIVES[loss_fn](x, config)
+    metrics = {
+        "loss:sum": float(terms.loss_P.sum(dtype=torch.float64)),
+        "tokens:sum": float(sum(example.num_tokens for example in examples)),
+    }
+    if loss_fn == "cross_entropy":
+        return metrics
+    count = max(1, len(x.logprob_P))
+    metrics["ratio:mean"] = float(terms.ratio_P.sum(dtype=torch.float64)) / count if active_P.any() else 1.0
+    metrics["ppo_kl:mean"] = float((x.old_logprob_P - x.logprob_P).sum(dtype=torch.float64)) / count
+    metrics["pg_clipfrac:mean"] = float(terms.clipped_P.sum(dtype=torch.float64)) / count
+    if loss_fn == "stable_reinforce":
+        metrics["stable_reinforce_approximation:max"] = 1.0
+    return metrics

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.backends.torch.batch import MicroBatch
-from tinsmith.backends.torch.ledger import ACTIVATIONS, Ledger
-from tinsmith.backends.torch.memory import OverBudgetError
+from tinsmith.backends.torch.memory import ACTIVATIONS, Ledger, OverBudgetError
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.plan import memory

@@ -30,9 +30,8 @@ from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, Objective, measure
 from tinsmith.backends.torch.memory import memory_errors
-from tinsmith.backends.torch.metrics import measure
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained

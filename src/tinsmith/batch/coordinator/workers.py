@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.batch.coordinator.model_requests import Desk
+from tinsmith.batch.coordinator.model_gateway import Desk
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.formats.protocols import JobSpec
 from tinsmith.batch.pools.specs import Pool, WorkerStartError

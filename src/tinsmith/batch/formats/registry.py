@@ -24,7 +24,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from tinsmith.batch.client import source as sources
+from tinsmith.batch.client import functions
 from tinsmith.batch.formats.protocols import InputReader, OutputWriter
 from tinsmith.errors import UserError
 
@@ -120,13 +120,13 @@ def writer_from_dict(data: Mapping[str, Any]) -> OutputWriter:
 
 def ship(cls: type) -> dict[str, Any]:
     """A class's own source and the imports that it needs. Raises ValueError if it needs more than imports."""
-    definition = sources.definition_of(cls)
-    namespace = sources.namespace_of(cls)
+    definition = functions.definition_of(cls)
+    namespace = functions.namespace_of(cls)
     definition.decorator_list = [node for node in definition.decorator_list if "type_register" not in ast.unparse(node)]
     imports: dict[str, str] = {}
     bad = []
-    for name in sources.globals_of(definition):
-        if sources.is_builtin(name, namespace):
+    for name in functions.globals_of(definition):
+        if functions.is_builtin(name, namespace):
             continue
         reference = _import_of(namespace.get(name), cls)
         if reference is None:
@@ -138,7 +138,7 @@ def ship(cls: type) -> dict[str, Any]:
             f"class {cls.__name__!r} references {', '.join(sorted(bad))} of its own file, which workers do not have; "
             "move them into the class, or into an installed package"
         )
-    text = sources.text_of(definition)
+    text = functions.text_of(definition)
     return {
         "_class_name": cls.__name__,
         "_class_source": text,

@@ -1,7 +1,22 @@
-"""What an operation is, and what it may ask for while it answers a row. Pure: no pipe, no tokenizer, no numbers."""
+"""What an operation is, and what it may ask for while it answers a row. Pure: no pipe, no tokenizer, no numbers.
+
+The seeds of what an operation samples: functions of its own seed and of the row, and of nothing else.
+
+A sample of row i of the input has `row_seed(seed, i)`, whatever its batch; answer k of a sample is then the one that
+the service gives any request with that seed and `num_samples` above k. A rollout's turn has `row_seed(seed, i, rollout,
+turn)`; what a model grades has its place among the row's answers for a rollout. Whoever samples by hand with these
+seeds has the same tokens.
+
+Templates: `{column}` is the row's value, `{{` and `}}` are braces. There is nothing else, and nothing is run.
+
+A text goes in as it is, anything else as JSON.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,3 +126,44 @@ def column_of(row: Row, column: str) -> Any:  # noqa: ANN401  whatever the row h
     if column not in row:
         raise KeyError(f"the row has no column {column!r}; it has {sorted(map(str, row))}")
     return row[column]
+
+
+BITS = 63
+
+
+def row_seed(seed: int, row_idx: int, rollout_idx: int | str = 0, turn: int = 0) -> int:
+    text = f"{seed},{row_idx},{rollout_idx},{turn}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> (64 - BITS)
+
+
+def seed_for(seed: int | None, row_idx: int, rollout_idx: int | str = 0, turn: int = 0) -> int | None:
+    """None where no seed is wanted: then every job has numbers of its own."""
+    return None if seed is None else row_seed(seed, row_idx, rollout_idx, turn)
+
+
+MAX_LENGTH = 100_000
+_PIECE = re.compile(r"\{\{|\}\}|\{([^{}]*)\}|[{}]")
+
+
+def check_template(name: str, value: object) -> None:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_LENGTH:
+        raise UserError(
+            f"{name} must be a text of 1 to {MAX_LENGTH} characters with the columns that it takes in braces"
+        )
+    for piece in _PIECE.finditer(value):
+        if piece[0] in "{}" or piece[1] == "":
+            raise UserError(
+                f"{name} has {piece[0]!r} at {piece.start()}: a column is {{name}}, a brace of the text is doubled"
+            )
+
+
+def render(template: str, row: Row) -> str:
+    """Raises KeyError naming a column that the row lacks."""
+
+    def filled(piece: re.Match[str]) -> str:
+        if piece[1] is None:
+            return piece[0][0]
+        value = column_of(row, piece[1])
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return _PIECE.sub(filled, template)

@@ -12,9 +12,8 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from tinsmith.batch.formats.protocols import Row
-from tinsmith.batch.operations.base import RowService, check_text, column_of
+from tinsmith.batch.operations.base import RowService, check_template, check_text, column_of, render
 from tinsmith.batch.operations.grade import Grade
-from tinsmith.batch.operations.templates import check_template, render
 from tinsmith.errors import NotSupportedError, UserError
 
 

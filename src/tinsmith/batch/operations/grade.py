@@ -36,13 +36,14 @@ from tinsmith.batch.operations.base import (
     check_flag,
     check_integer,
     check_number,
+    check_template,
     check_text,
     column_of,
+    render,
+    seed_for,
 )
 from tinsmith.batch.operations.patterns import check_pattern, check_schema, escaped, fits, last_match
 from tinsmith.batch.operations.sample import check_sampling, sampling_request
-from tinsmith.batch.operations.seeds import seed_for
-from tinsmith.batch.operations.templates import check_template, render
 from tinsmith.errors import UserError
 
 WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")

@@ -25,8 +25,8 @@ from tinsmith.batch.operations.base import (
     check_number,
     check_text,
     column_of,
+    seed_for,
 )
-from tinsmith.batch.operations.seeds import seed_for
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:

@@ -128,11 +128,11 @@ def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
 
 
 def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> dict[str, Any]:
-    from tinsmith.batch.worker import planning
+    from tinsmith.batch.worker import runtime
 
-    version = {"input_version": planning.version_of(spec)}
-    batches = planning.plan(spec)
-    if isinstance(batches, planning.Even):
+    version = {"input_version": runtime.version_of(spec)}
+    batches = runtime.plan(spec)
+    if isinstance(batches, runtime.Even):
         return {"total_rows": batches.total_rows, "batch_size": batches.batch_size, **version}
     total, spans = 0, []
     for span in batches:

@@ -16,7 +16,7 @@ import httpcore
 import orjson
 
 from tinsmith.batch.coordinator.attempts import Lost
-from tinsmith.batch.coordinator.model_requests import Desk
+from tinsmith.batch.coordinator.model_gateway import Desk
 from tinsmith.batch.formats.protocols import Limits, Outcome
 from tinsmith.batch.pools.specs import Started
 

@@ -22,8 +22,7 @@ from ray.util import get_node_ip_address, list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tinsmith.cluster.ray.controller import Controller, Seat
-from tinsmith.cluster.ray.fleet import ROLES, Fleet, Role
+from tinsmith.cluster.ray.controller import ROLES, Controller, Fleet, Role, Seat
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
 
@@ -134,7 +133,7 @@ class ControllerActor:
     """A controller that looks once a second, for as long as the cluster lives."""
 
     def __init__(self, fleet: Fleet) -> None:
-        from tinsmith.cluster.ray.depths import QueueDepths
+        from tinsmith.cluster.ray.controller import QueueDepths
         from tinsmith.db.database import Database
 
         database = Database(str(fleet.settings["database_url"]))

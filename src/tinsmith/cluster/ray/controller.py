@@ -4,19 +4,98 @@ It remembers nothing that it could not see: what runs has names, so a controller
 unique in the cluster, so nothing is started twice. Of a role, one process at a time is replaced by one with new
 settings, and the next when that runs: settings that are refused cost one process. It knows no Ray (`Cluster` does) and
 asks no questions of the database (`read_depths` does).
+
+What is to run on a cluster: the roles, how many of each, on what, and with which settings. Values only.
+
+Settings hold secrets (a database's password), so they go to processes as values, on a pipe, and never stand in a
+command line, an environment or a log; `repr` leaves them out.
+
+How much waits for each role, read from the database: tokens of training, tokens of samples, batches of bulk jobs.
+
+Every query is answered by an index over what is unfinished. What is being worked on still waits: it is not done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import sqlalchemy as sa
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.cluster.ray.fleet import Fleet, Role
-from tinsmith.cluster.ray.scaling import Depths, Past, wanted
+from tinsmith.cluster.ray.scaling import Depths, Past, Rule, wanted
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH, FUTURES
+from tinsmith.errors import SettingsError
+
+ENGINE, SAMPLER, BATCH_WORKER = "engine", "sampler", "batch-worker"
+ROLES = (ENGINE, SAMPLER, BATCH_WORKER)
+MOST = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What Ray reserves for one process, all on one node."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    others: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        return {name: share for name, share in {"CPU": self.cpus, "GPU": self.gpus, **self.others}.items() if share}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    rule: Rule
+    resources: Resources
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    roles: Mapping[str, Role]
+    base_models: tuple[str, ...]
+    settings: Mapping[str, object] = field(repr=False)
+    signing_key: bytes = field(default=b"", repr=False)
+    """The file's, where the secret is no setting."""
+
+    def knowing(self, ray_address: str) -> Fleet:
+        """With bulk jobs that may use the cluster, too."""
+        return replace(self, settings={**self.settings, "ray_address": self.settings.get("ray_address") or ray_address})
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what a process is started with: one that has another is to be started anew."""
+        given = json.dumps([self.settings, self.signing_key.hex()], sort_keys=True)
+        return hashlib.sha256(given.encode()).hexdigest()[:16]
+
+
+def counts_from(flag: str, text: str) -> tuple[int, int]:
+    """`MIN[:MAX]`. Raises SettingsError."""
+    least, colon, most = text.partition(":")
+    if least.isdecimal() and (most.isdecimal() or not colon):
+        minimum, maximum = int(least), int(most or least)
+        if minimum <= maximum <= MOST:
+            return minimum, maximum
+    raise SettingsError(f"{flag} is {text!r}; it must be MIN or MIN:MAX, whole numbers up to {MOST}, as in 1:4")
+
+
+def others_from(flag: str, given: list[str]) -> dict[str, float]:
+    """`NAME=AMOUNT`, each a resource that the nodes of the cluster were given. Raises SettingsError."""
+    found: dict[str, float] = {}
+    for each in given:
+        name, _, amount = each.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            raise SettingsError(f"{flag} is {each!r}; it must be NAME=AMOUNT, as in big_memory=1") from None
+    return found
+
 
 LOST_S = 30.0
 """What is to end and does not answer for this long is taken away without a word."""
@@ -125,3 +204,41 @@ class Controller:
     def report(self) -> dict[str, Any]:
         """What the last look came to."""
         return self._report
+
+
+SAMPLED = ("sample", "cancel")
+RUNNABLE = ("PENDING", "RUNNING")
+"""Of a bulk job."""
+
+
+class QueueDepths:
+    def __init__(self, db: Database, base_models: Sequence[str], has_samplers: bool) -> None:
+        """Without samplers, samples wait for engines."""
+        self._db = db
+        self._base_models = base_models
+        self._sampling_role = SAMPLER if has_samplers else ENGINE
+
+    def read(self) -> dict[str, dict[str, float]]:
+        """role -> base model -> tokens; batches of bulk jobs are nobody's model's."""
+        found: dict[str, dict[str, float]] = {role: {} for role in ROLES}
+        columns = FUTURES.c.base_model, FUTURES.c.kind
+        waiting = (
+            sa.select(*columns, sa.func.sum(FUTURES.c.num_tokens), sa.func.count())
+            .where(FUTURES.c.base_model.in_(self._base_models), FUTURES.c.state == "pending")
+            .group_by(*columns)
+        )
+        with self._db.read() as connection:
+            for base_model, kind, tokens, count in connection.execute(waiting):
+                role = found[self._sampling_role if kind in SAMPLED else ENGINE]
+                # A step of the optimizer has no tokens, and must be done all the same.
+                role[base_model] = role.get(base_model, 0.0) + max(float(tokens), float(count))
+            found[BATCH_WORKER][""] = float(connection.scalar(sa.select(_batches())) or 0)
+        return found
+
+
+def _batches() -> sa.ScalarSelect[int]:
+    """That are not committed; one for a job of which nobody has counted them yet."""
+    jobs = BATCH.jobs.c
+    left = jobs.total_batches - jobs.completed_batches
+    batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)
+    return sa.select(sa.func.sum(batches)).where(jobs.status.in_(RUNNABLE)).scalar_subquery()

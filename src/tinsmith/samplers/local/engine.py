@@ -25,20 +25,17 @@ import structlog
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.ledger import DECODING, Giver, Ledger
 from tinsmith.backends.torch.lora import Adapter, Routing
-from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.backends.torch.memory import DECODING, Giver, Ledger, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
-from tinsmith.samplers.local.blocks import BlockPool
-from tinsmith.samplers.local.capture import Capture, capture_for
 from tinsmith.samplers.local.contiguous_kv import StripCache
-from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
+from tinsmith.samplers.local.cuda_graphs import Capture, DecodeGraphs, capture_for
 from tinsmith.samplers.local.grammar import Grammars
-from tinsmith.samplers.local.kv_cache import KVCache, default_bytes, layer_shapes
+from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.local.memory import CacheRoom
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.prompt_logprobs import max_target

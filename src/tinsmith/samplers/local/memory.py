@@ -9,7 +9,7 @@ others hold; so everything that was let in comes to its end.
 
 from __future__ import annotations
 
-from tinsmith.backends.torch.ledger import KV_CACHE, Giver, Ledger
+from tinsmith.backends.torch.memory import KV_CACHE, Giver, Ledger
 from tinsmith.plan.memory import BLOCKS_SHARE
 from tinsmith.samplers.local.contiguous_kv import StripCache
 from tinsmith.samplers.local.kv_cache import KVCache

@@ -17,8 +17,8 @@ from functools import cached_property
 import numpy as np
 
 from tinsmith.backends.torch.lora import Adapter
-from tinsmith.samplers.local.blocks import chain_key, root_key
 from tinsmith.samplers.local.grammar import Constraint
+from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk
 from tinsmith.samplers.local.stops import Decode, StopRule
 from tinsmith.types import F32, I32, I64, Sample, SampledSequence, SampleResult

@@ -30,7 +30,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tinsmith.samplers.local.blocks import BlockPool
+from tinsmith.samplers.local.kv_cache import BlockPool
 from tinsmith.samplers.local.request import Sequence
 
 RELAXED_AFTER = 16

@@ -8,6 +8,11 @@ third time, nobody else can be to blame: the job fails by name.
 
 Versions are captured when a request names them first, and given to the engine as files under a new name (adapters.py):
 what replaces a version is another one. `rest` and `rise` take turns on a device with a trainer. Knows no SQL.
+
+A gate that many pass side by side, and that one may have alone, or close.
+
+Whoever waits for it alone, or to close it, comes before those who come after. Lives on one event loop; leaving it never
+waits, so that whoever is cancelled leaves it, too.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +38,55 @@ from tinsmith.samplers.remote.adapters import Adapters, Version, Write
 from tinsmith.samplers.remote.answering import Answering, Told
 from tinsmith.samplers.remote.connection import Connection, EngineGone
 from tinsmith.samplers.remote.dialect import Ask, Call, Dialect, PromptAsk, Reply
-from tinsmith.samplers.remote.gates import Gate
 from tinsmith.types import ModelShape, Partial, Sample, SampleResult, SamplingParams
+
+
+class Gate:
+    def __init__(self) -> None:
+        self._change = asyncio.Event()
+        self._inside = 0
+        self._closed = False
+
+    @contextlib.asynccontextmanager
+    async def beside_others(self) -> AsyncIterator[None]:
+        await self._until(lambda: not self._closed)
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+            self._tell()
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        await self.close()
+        try:
+            yield
+        finally:
+            self.open()
+
+    async def close(self) -> None:
+        """Returns when nobody is inside."""
+        await self._until(lambda: not self._closed)
+        self._closed = True
+        try:
+            await self._until(lambda: not self._inside)
+        except BaseException:
+            self.open()
+            raise
+
+    def open(self) -> None:
+        self._closed = False
+        self._tell()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._change.wait()
+
+    def _tell(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
 
 AT_ONCE = 256
 """Requests to the engine at a time; it queues what it cannot run yet."""

@@ -1,18 +1,27 @@
-"""Rows of CSV files with a header line. Every value is text: a file does not say what else it could be."""
+"""Rows of CSV files with a header line. Every value is text: a file does not say what else it could be.
+
+Rows as one CSV file with a header: the columns of all rows, in the order in which they first appear.
+
+Nothing is an empty value; lists and objects are JSON text; everything else as `encoding.py` has it in JSON. A part has
+its own header. Where all headers are the same, publishing joins bytes; else it reads and writes the rows again.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import orjson
 
-from tinsmith.batch.formats.protocols import Row
+from tinsmith.batch.formats import publishing
+from tinsmith.batch.formats.encoding import encode, selected
+from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.readers.lines import LinesReader
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY
-from tinsmith.storage.stores import open_object
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.storage.stores import join, open_object, verified
 
 FIELD_BYTES = 128 * 1024 * 1024
 
@@ -41,3 +50,75 @@ class CsvReader(LinesReader):
 
     def parse(self, line: bytes, location: str, row: int) -> Row:
         return orjson.loads(line)
+
+
+@OUTPUT_WRITER_REGISTRY.type_register(name="csv")
+@dataclass
+class CsvWriter(OutputWriter):
+    """`column` names the columns to write, all where it is None."""
+
+    column: str | list[str] | None = None
+    delimiter: str = ","
+
+    def __post_init__(self) -> None:
+        if not self.path or self.is_directory:
+            raise ValueError(f"the path of a CsvWriter is {self.path!r}; it must name a file")
+
+    def check(self, row: Row) -> None:
+        for value in selected(row, self.column).values():
+            _text(value)
+
+    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+        kept = [selected(row, self.column) for row in rows if row is not None]
+        header = list(dict.fromkeys(name for row in kept for name in row))
+        lines = [header, *([_text(row.get(name)) for name in header] for row in kept)] if kept else []
+        data = self._encoded(lines)
+        return publishing.store_part(join(part_base, part_name(span, "csv")), data, len(kept))
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        filled = [part for part in parts if part.rows]
+        headers = [self._header(part) for part in filled]
+        if all(header == headers[0] for header in headers):
+            head = self._encoded(headers[:1])
+            skips = [len(head)] * len(filled)
+            return publishing.publish_file(self.path, filled, staging, if_exists, head=head, skips=skips)
+        columns = list(dict.fromkeys(name for header in headers for name in header))
+        rows = sum(part.rows for part in filled)
+        return publishing.publish_stream(self.path, self._rewritten(filled, columns), rows, staging, if_exists)
+
+    def read_part(self, part: PartInfo) -> Iterator[Row]:
+        lines = self._lines(part)
+        header = next(lines, [])
+        yield from (dict(zip(header, values, strict=True)) for values in lines)
+
+    def _rewritten(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
+        yield self._encoded([columns])
+        for part in parts:
+            for _ in verified(publishing.source_of(part)):
+                continue  # the whole is checked before any of its rows is written
+            for row in self.read_part(part):
+                yield self._encoded([[row.get(name, "") for name in columns]])
+
+    def _header(self, part: PartInfo) -> list[str]:
+        return next(self._lines(part), [])
+
+    def _lines(self, part: PartInfo) -> Iterator[list[str]]:
+        with io.TextIOWrapper(open_object(part.path), "utf-8", newline="") as text:
+            yield from csv.reader(text, delimiter=self.delimiter, strict=True)
+
+    def _encoded(self, lines: Sequence[Sequence[str]]) -> bytes:
+        text = io.StringIO(newline="")
+        csv.writer(text, delimiter=self.delimiter, lineterminator="\n").writerows(lines)
+        return text.getvalue().encode()
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    plain = encode(value).decode()
+    decoded = json.loads(plain)
+    if decoded is None:
+        return ""
+    return decoded if isinstance(decoded, str) else plain

@@ -1,15 +1,28 @@
-"""Rows of Parquet files, by row groups: a batch reads those that it touches, and no others."""
+"""Rows of Parquet files, by row groups: a batch reads those that it touches, and no others.
+
+Rows as Parquet: one file, or a directory (a path with a final slash) of one file for each batch.
+
+A column may be of one type here and of a wider one, or missing, there: one file takes the wider, by the rules of
+`schemas.py`. A row whose types do not go with those of the others fails. Row groups are made of
+whole batches until they hold `GROUP_ROWS` rows or `GROUP_BYTES` bytes, which bounds the memory of publishing.
+"""
 
 from __future__ import annotations
 
+import io
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from tinsmith.batch.formats.protocols import InputReader, Row
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY
-from tinsmith.storage.stores import locations, open_object
+from tinsmith.batch.formats import publishing, schemas
+from tinsmith.batch.formats.encoding import selected
+from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
+from tinsmith.batch.formats.publishing import PublishedFile
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.schemas import Schema
+from tinsmith.storage.stores import join, locations, open_object, verified
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")
@@ -56,3 +69,193 @@ class ParquetReader(InputReader):
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
             self._ends = list(accumulate(file.metadata.row_group(group).num_rows for file, group in self._groups))
         return self._groups
+
+
+GROUP_ROWS = 65_536
+PLAIN = frozenset((int, float, str, bool, type(None)))
+GROUP_BYTES = 8 * 1024 * 1024
+
+
+@OUTPUT_WRITER_REGISTRY.type_register(name="parquet")
+@dataclass
+class ParquetWriter(OutputWriter):
+    """`column` names the columns to write, all where it is None. `compression` is one that pyarrow knows."""
+
+    column: str | list[str] | None = None
+    compression: str = "zstd"
+
+    def check(self, row: Row) -> None:
+        kept = selected(row, self.column)
+        _table([kept], _schema_of(kept))
+
+    def schema(self, row: Row) -> Schema:
+        return _schema_of(selected(row, self.column))
+
+    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+        import pyarrow.parquet
+
+        kept = [selected(row, self.column) for row in rows if row is not None]
+        schema: Schema = {}
+        for row in kept:
+            schema = schemas.merged(schema, _schema_of(row))
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=self.compression)
+        location = join(part_base, part_name(span, "parquet"))
+        return replace(publishing.store_part(location, buffer.getvalue(), len(kept)), schema=schema)
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        filled = [part for part in parts if part.rows]
+        rows = sum(part.rows for part in filled)
+        if self.is_directory:
+            files = [
+                PublishedFile(f"part-{number:05d}.parquet", part.path, part.bytes, part.sha256)
+                for number, part in enumerate(filled)
+            ]
+            return publishing.publish_directory(self.path, files, rows, staging, if_exists)
+        return publishing.publish_stream(self.path, self._joined(filled), rows, staging, if_exists)
+
+    def read_part(self, part: PartInfo) -> Iterator[Row]:
+        import pyarrow.parquet
+
+        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
+            yield from batch.to_pylist()
+
+    def _schema_of_all(self, parts: Sequence[PartInfo]) -> Any:  # noqa: ANN401
+        import pyarrow
+        import pyarrow.parquet
+
+        if all(part.schema is not None for part in parts):
+            found: Schema = {}
+            for part in parts:
+                found = schemas.merged(found, part.schema or {})
+            return _arrow_schema(found)
+        stored = [pyarrow.parquet.read_schema(open_object(part.path)) for part in parts]
+        return pyarrow.unify_schemas(stored, promote_options="permissive")
+
+    def _joined(self, parts: Sequence[PartInfo]) -> Iterator[bytes]:
+        import pyarrow
+        import pyarrow.parquet
+
+        schema = self._schema_of_all(parts)
+        sink = _Sink()
+        with pyarrow.parquet.ParquetWriter(sink, schema, compression=self.compression) as writer:
+            for group in _groups(parts, schema):
+                writer.write_table(group, row_group_size=max(1, group.num_rows))
+                yield sink.taken()
+        yield sink.taken()
+
+
+def _groups(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: ANN401
+    """The rows of the parts as tables of one schema."""
+    import pyarrow
+    import pyarrow.parquet
+
+    held: list[Any] = []
+    for part in parts:
+        for _ in verified(publishing.source_of(part)):
+            continue  # the whole is checked before any of its rows is written
+        for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
+            held.append(_of_schema(pyarrow.Table.from_batches([batch]), schema))
+            if sum(t.num_rows for t in held) >= GROUP_ROWS or sum(t.nbytes for t in held) >= GROUP_BYTES:
+                yield pyarrow.concat_tables(held)
+                held = []
+    if held:
+        yield pyarrow.concat_tables(held)
+
+
+def _of_schema(table: Any, schema: Any) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    for name in schema.names:
+        if name not in table.column_names:
+            table = table.append_column(schema.field(name), pyarrow.nulls(table.num_rows, schema.field(name).type))
+    table = table.select(schema.names)
+    try:
+        return table.cast(schema)
+    except pyarrow.ArrowException:  # structs that get fields inside lists, which no cast does
+        return pyarrow.Table.from_pylist(table.to_pylist(), schema=schema)
+
+
+def _table(rows: list[Row], schema: Schema) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    arrow = _arrow_schema(schema)
+    try:
+        arrays = [pyarrow.array([_plain(row.get(name)) for row in rows], arrow.field(name).type) for name in schema]
+    except (pyarrow.ArrowException, OverflowError) as error:
+        raise TypeError(f"the rows are no table: {error}") from None
+    return pyarrow.Table.from_arrays(arrays, schema=arrow)
+
+
+def _schema_of(row: Row) -> Schema:
+    return schemas.schema_of({name: _plain(value) for name, value in row.items()})
+
+
+def _arrow_schema(schema: Schema) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    return pyarrow.schema([(name, _arrow_type(kind)) for name, kind in schema.items()])
+
+
+def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
+    import pyarrow
+
+    if isinstance(kind, dict):
+        if "list" in kind:
+            return pyarrow.list_(_arrow_type(kind["list"]))
+        if "struct" in kind:
+            if not kind["struct"]:
+                raise TypeError("Parquet holds no object without fields: leave the value out, or give it a field")
+            return pyarrow.struct([(name, _arrow_type(each)) for name, each in kind["struct"].items()])
+        before, after = kind["decimal"]
+        digits = max(1, before + after)
+        return pyarrow.decimal128(digits, after) if digits <= 38 else pyarrow.decimal256(digits, after)
+    return {
+        "null": pyarrow.null(),
+        "bool": pyarrow.bool_(),
+        "int": pyarrow.int64(),
+        "int64": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "string": pyarrow.string(),
+        "binary": pyarrow.binary(),
+        "date": pyarrow.date32(),
+        "time": pyarrow.time64("us"),
+        "duration": pyarrow.duration("us"),
+        "timestamp": pyarrow.timestamp("us"),
+        "timestamp UTC": pyarrow.timestamp("us", tz="UTC"),
+    }[kind]
+
+
+def _plain(value: object) -> object:
+    """The values of numpy and torch as Python's, at any depth."""
+    if hasattr(value, "tolist"):
+        return value.tolist()  # type: ignore[attr-defined]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple) and any(type(each) not in PLAIN for each in value):
+        return [_plain(each) for each in value]
+    return value
+
+
+class _Sink(io.RawIOBase):
+    """A file to write to, whose bytes can be taken away as it grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[bytes] = []
+        self._at = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: bytes | memoryview) -> int:  # type: ignore[override]
+        self._held.append(bytes(data))
+        self._at += len(self._held[-1])
+        return len(self._held[-1])
+
+    def tell(self) -> int:
+        return self._at
+
+    def taken(self) -> bytes:
+        taken, self._held = b"".join(self._held), []
+        return taken

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.engine.handing import Handing
 from tinsmith.engine.telemetry import Records
+from tinsmith.engine.transfer import Handing
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
@@ -17,7 +17,7 @@ from tinsmith.telemetry.tracing import NoTracing, Tracing
 
 
 @dataclass(frozen=True, slots=True)
-class Nouns:
+class Stores:
     futures: Futures
     models: Models
     samplers: SamplingSessions
