@@ -21,7 +21,7 @@ from tinsmith.batch.formats import input_versions, schemas
 from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
 from tinsmith.batch.formats.readers.lines import JsonReader
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.storage.stores import open_store
+from tinsmith.storage.locations import open_store
 
 QUICK = {"backoff_s": 0.01, "grace_s": 1.0}
 Rows = list[dict[str, Any]]

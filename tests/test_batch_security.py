@@ -27,7 +27,7 @@ from tinsmith.batch.formats.protocols import InputReader, JobSpec
 from tinsmith.batch.operations.sample import Sample
 from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
-from tinsmith.storage import stores
+from tinsmith.storage import locations, stores
 
 MARKER = "a text that only the code of this job holds"
 
@@ -284,7 +284,7 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
     (own / "link.jsonl").symlink_to(other / "in.jsonl")
     (own / "link").symlink_to(other)
     monkeypatch.setattr(stores, "_confines", None)
-    stores.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
+    locations.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr("tinsmith.batch.formats.offset_cache.cache_directory", lambda: Path(tmp_path / "cache"))
@@ -295,7 +295,7 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
             len(batch.JsonReader(f"{tmp_path}/{path}"))
     for path in (f"{own}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
         with pytest.raises(ForbiddenError):
-            stores.open_store(path)
+            locations.open_store(path)
     assert os.listdir(other) == ["in.jsonl"]
 
 

@@ -14,7 +14,8 @@ from tinsmith.batch.formats.protocols import Assignment, Span
 from tinsmith.batch.formats.readers.images import ImageWriter
 from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter
 from tinsmith.errors import CorruptFilesError, UserError
-from tinsmith.storage.stores import PIECE_BYTES, Source, join, locations, open_store, split
+from tinsmith.storage.locations import locations, open_store
+from tinsmith.storage.stores import PIECE_BYTES, Source, join, split
 
 BUCKET = "rows"
 

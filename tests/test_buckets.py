@@ -20,8 +20,9 @@ from tinsmith.errors import CorruptFilesError
 from tinsmith.storage import stores
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import ABANDONED_S, Cache
-from tinsmith.storage.directories import Directories, UnreachableError
-from tinsmith.storage.stores import PIECE_BYTES, open_store
+from tinsmith.storage.directories import Directories
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import PIECE_BYTES, UnreachableError
 
 LARGE = os.urandom(PIECE_BYTES + 12345)
 

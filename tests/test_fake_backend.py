@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinsmith.backends import Backend
-from tinsmith.backends import load as load_backend
+from tinsmith.backends.registry import load as load_backend
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import (
     EMPTY_LOGPROB,

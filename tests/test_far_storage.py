@@ -21,7 +21,8 @@ from tinsmith.engine.versions import VERSIONS_IN_MEMORY
 from tinsmith.errors import NotFoundError
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import Cache
-from tinsmith.storage.directories import Directories, Staged, UnreachableError
+from tinsmith.storage.directories import Directories, Staged
+from tinsmith.storage.stores import UnreachableError
 from tinsmith.store.checkpoints import parse_path
 
 ONE, TWO = "s:train:0", "s:train:1"

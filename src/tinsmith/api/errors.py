@@ -25,7 +25,7 @@ from tinsmith.chat.refusals import ContextLengthError, RequestError
 from tinsmith.db.database import DatabaseMovedError
 from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
-from tinsmith.storage.directories import UnreachableError
+from tinsmith.storage.stores import UnreachableError
 
 log = structlog.get_logger()
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tinsmith.errors import SettingsError, UserError
-from tinsmith.runtime.malloc import importing
+from tinsmith.errors import UserError
 from tinsmith.samplers import Sampler
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import LoraSpec, OptimStep, Pass, PassResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,34 +117,3 @@ class Backend(Protocol):
     def drop_version(self, version_id: str) -> None:
         """Forget a version once no running sample uses it. Unknown ids are ignored."""
         ...
-
-
-def preload() -> None:
-    """Import what the torch backend takes seconds to import."""
-    with importing():
-        import tinsmith.backends.torch
-        import tinsmith.samplers.local.engine  # noqa: F401
-
-
-def load(name: str, shape: ModelShape, **options: str) -> Backend:
-    """Make the backend called `name` for one base model. Options are the backend's own, as text."""
-    if name == "torch":
-        with importing():
-            from tinsmith.backends.torch import TorchBackend
-
-        return TorchBackend(shape, **options)
-    if name == "sharded":
-        with importing():
-            from tinsmith.backends import distributed
-
-        return distributed.load(shape, **options)
-    if name == "full":
-        with importing():
-            from tinsmith.backends.full import FullBackend
-
-        return FullBackend(shape, **options)
-    if name == "fake":
-        from tinsmith.backends.fake import FakeBackend
-
-        return FakeBackend(shape, **options)
-    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")

@@ -21,7 +21,8 @@ from tinsmith.batch.formats.protocols import JobSpec
 from tinsmith.batch.formats.registry import SHIPPED
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
-from tinsmith.storage.stores import is_below, join, split
+from tinsmith.storage.locations import is_below
+from tinsmith.storage.stores import join, split
 
 CONFINED_READERS = frozenset(("json", "text", "csv", "parquet", "images", "webdataset", "items", "openai_batch"))
 CONFINED_WRITERS = CONFINED_READERS - {"items"}

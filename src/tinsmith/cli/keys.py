@@ -107,7 +107,7 @@ def revoke(
 def _database(data_dir: Path | None) -> Iterator[Database]:
     """The server's database, migrated; TINSMITH_DATABASE_URL says where it is, if not in the data directory."""
     from tinsmith.db.database import Database
-    from tinsmith.storage.directories import make_private
+    from tinsmith.storage.stores import make_private
 
     settings = load({} if data_dir is None else {"data_dir": data_dir})
     if not settings.database_url:

@@ -34,8 +34,7 @@ from pathlib import Path
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith import backends
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, registry
 from tinsmith.base_models import eos_token_ids, read_shape
 from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
@@ -68,7 +67,8 @@ from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
 from tinsmith.settings import Settings
-from tinsmith.storage.directories import claim, open_directories
+from tinsmith.storage.buckets import open_directories
+from tinsmith.storage.directories import claim
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
@@ -149,7 +149,7 @@ def open_backend(
             if (value := getattr(settings, name)) != usual:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
     if settings.sampler == "local":
-        return backends.load(settings.resolved_backend, shape, **options)
+        return registry.load(settings.resolved_backend, shape, **options)
     if settings.sampler_url and len(settings.models) > 1:
         raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
     from tinsmith.backends.with_remote_sampler import VersionFiles, options_of, sample_elsewhere
@@ -168,7 +168,7 @@ def open_backend(
         most_adapters=settings.sampler_loaded_adapters,
     )
     held = (
-        backends.load(settings.resolved_backend, shape, **options)
+        registry.load(settings.resolved_backend, shape, **options)
         if trains
         else VersionFiles(root / "sampler" / f"{place}-versions")
     )
@@ -181,7 +181,7 @@ log = structlog.get_logger()
 def main() -> int:
     early = EARLY in sys.argv
     if early:
-        backends.preload()
+        registry.preload()
     line = sys.stdin.readline()
     if not line:
         return 0  # the server ended before it had a use for us

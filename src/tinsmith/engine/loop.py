@@ -48,7 +48,7 @@ from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
-from tinsmith.storage.directories import UnreachableError
+from tinsmith.storage.stores import UnreachableError
 from tinsmith.store.audit import entry
 from tinsmith.store.futures import REPLAYED_KINDS, Settlement
 from tinsmith.store.models import Model, log_deletion, unloading

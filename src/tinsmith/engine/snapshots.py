@@ -58,7 +58,8 @@ from tinsmith.engine.telemetry import Recorder
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import LostStateError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
-from tinsmith.storage.directories import Directories, UnreachableError
+from tinsmith.storage.directories import Directories
+from tinsmith.storage.stores import UnreachableError
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Model, Models
 from tinsmith.types import Pending

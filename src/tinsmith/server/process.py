@@ -67,7 +67,8 @@ from tinsmith.runtime.failpoints import arm
 from tinsmith.runtime.threads import Threads
 from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.settings import Settings
-from tinsmith.storage.directories import check_reachable, claim, open_directories
+from tinsmith.storage.buckets import check_reachable, open_directories
+from tinsmith.storage.directories import claim
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses

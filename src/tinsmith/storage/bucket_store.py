@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tinsmith.storage.directories import UnreachableError
-from tinsmith.storage.stores import CHUNK_BYTES, PIECE_BYTES, Entry, ObjectInfo, Store, Writer
+from tinsmith.storage.stores import CHUNK_BYTES, PIECE_BYTES, Entry, ObjectInfo, Store, UnreachableError, Writer
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket

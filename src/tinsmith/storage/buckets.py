@@ -16,11 +16,11 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import structlog
 
-from tinsmith.errors import CorruptFilesError
+from tinsmith.errors import CorruptFilesError, SettingsError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.storage.bucket_store import BucketStore
 from tinsmith.storage.cache import Cache
@@ -29,13 +29,17 @@ from tinsmith.storage.directories import (
     Directories,
     Facts,
     Staged,
-    UnreachableError,
     manifest_text,
     read_manifest,
     seal,
     write_manifest,
 )
-from tinsmith.storage.stores import PIECE_BYTES, join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import PIECE_BYTES, UnreachableError, join, split
+
+if TYPE_CHECKING:
+    from tinsmith.settings import Settings
+
 
 KNOWN_MANIFESTS = 1024
 """Manifests that stay in memory; they never change."""
@@ -202,3 +206,25 @@ class BucketDirectories(Directories):
 
 def _cut_short(file: str, size_bytes: int) -> str:
     return f"{file} is missing or was cut short: {size_bytes} bytes were written"
+
+
+def open_directories(settings: Settings, kind: str) -> Directories:
+    """The directories of a kind, wherever the settings have them."""
+    location = settings.storage_location(kind)
+    if not settings.has_bucket:
+        return Directories(Path(split(location)[2]))
+    return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
+
+
+def check_reachable(settings: Settings) -> None:
+    """Ask the bucket for something, if the settings name one. Raises SettingsError."""
+    if not settings.has_bucket:
+        return
+    store, prefix = open_store(settings.storage_location("checkpoints"))
+    try:
+        next(store.entries(prefix), None)
+    except UnreachableError as error:
+        raise SettingsError(
+            f"storage_dir is {settings.storage_dir!r}, which cannot be read; keys, region and endpoint come from AWS_* "
+            f"or GOOGLE_* variables. {error}"
+        ) from None

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinsmith.storage.directories import make_private
+from tinsmith.storage.stores import make_private
 
 ABANDONED_S = 3600.0
 """A hidden directory that nobody holds is being made, or was left by a process that died; after so long it was left."""

@@ -4,8 +4,7 @@ A directory is filled under a hidden name, its files are checksummed in `manifes
 is it renamed to its final, random name. After that its files never change: a copy may share them, and whoever is
 about to believe them can check them against the manifest. Knows nothing of what the files mean.
 
-`Directories` are on a disk; `buckets.BucketDirectories` are the same in a bucket. `open_directories` makes whichever a
-location asks for.
+`Directories` are on a disk; `buckets.BucketDirectories` are the same in a bucket.
 """
 
 from __future__ import annotations
@@ -21,22 +20,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
-from tinsmith.errors import CorruptFilesError, SettingsError, UserError
+from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.runtime.failpoints import hit
-from tinsmith.storage.stores import fsync, open_store, split
-
-if TYPE_CHECKING:
-    from tinsmith.settings import Settings
+from tinsmith.storage.stores import fsync, make_private
 
 MANIFEST = "manifest.json"
 Facts = dict[str, tuple[int, str]]
 """The files of a directory, each with its size and SHA-256 digest."""
-
-
-class UnreachableError(OSError):
-    """A bucket does not answer, or refuses; what is in it may be as good as ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,31 +184,6 @@ class Directories:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
 
-def open_directories(settings: Settings, kind: str) -> Directories:
-    """The directories of a kind, wherever the settings have them."""
-    location = settings.storage_location(kind)
-    if not settings.has_bucket:
-        return Directories(Path(split(location)[2]))
-    from tinsmith.storage.buckets import BucketDirectories
-    from tinsmith.storage.cache import Cache
-
-    return BucketDirectories(location, Cache(settings.cache_dir, settings.storage_cache_bytes))
-
-
-def check_reachable(settings: Settings) -> None:
-    """Ask the bucket for something, if the settings name one. Raises SettingsError."""
-    if not settings.has_bucket:
-        return
-    store, prefix = open_store(settings.storage_location("checkpoints"))
-    try:
-        next(store.entries(prefix), None)
-    except UnreachableError as error:
-        raise SettingsError(
-            f"storage_dir is {settings.storage_dir!r}, which cannot be read; keys, region and endpoint come from AWS_* "
-            f"or GOOGLE_* variables. {error}"
-        ) from None
-
-
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
     """A hidden directory beside `target`, which gets its name at the end of the block, and is gone if that fails.
@@ -234,11 +201,6 @@ def appearing(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
-
-
-def make_private(directory: Path) -> None:
-    """A directory that nobody but this user can enter. One that is there already stays as somebody wanted it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def claim(path: Path, *, wait: bool) -> IO[bytes] | None:

@@ -25,8 +25,8 @@ from sqlalchemy.engine import Connection
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import UPLOADS
 from tinsmith.errors import NotFoundError
-from tinsmith.storage.directories import make_private
-from tinsmith.storage.stores import LocalStore, join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore, join, make_private
 
 BATCH, BATCH_OUTPUT = "batch", "batch_output"
 PAGE = 1000

@@ -32,7 +32,8 @@ from tinsmith.batch.formats.protocols import (
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.worker.reducing import delete_staging
 from tinsmith.errors import UserError
-from tinsmith.storage.stores import join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import join
 
 PACKED = (".gz", ".zst")
 

@@ -15,7 +15,8 @@ from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, writer_of_part
 from tinsmith.batch.formats.publishing import MANIFEST
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.storage.stores import join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import join
 
 
 class CommittedRows:

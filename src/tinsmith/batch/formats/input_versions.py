@@ -14,7 +14,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinsmith.storage.stores import LocalStore, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore
 
 Version = dict[str, dict[str, Any]]
 

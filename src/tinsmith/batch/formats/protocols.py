@@ -124,7 +124,7 @@ class InputReader(ABC):
         """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
         knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
         from tinsmith.batch.formats import input_versions
-        from tinsmith.storage.stores import locations
+        from tinsmith.storage.locations import locations
 
         if not self.in_store and not os.path.isfile(self.path):
             return None

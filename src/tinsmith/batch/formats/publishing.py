@@ -15,7 +15,8 @@ from typing import NamedTuple
 import orjson
 
 from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
-from tinsmith.storage.stores import Source, Store, join, open_store, verified
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import Source, Store, join, verified
 
 MANIFEST = "_manifest.json"
 SUCCESS = "_SUCCESS"

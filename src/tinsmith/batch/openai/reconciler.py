@@ -34,8 +34,8 @@ from tinsmith.errors import CorruptFilesError, NotFoundError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
-from tinsmith.storage.directories import make_private
-from tinsmith.storage.stores import LocalStore, join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore, join, make_private
 from tinsmith.store.files import Files, Stored, derived_id
 
 POLL_S = 1.0

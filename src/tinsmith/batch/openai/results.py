@@ -20,7 +20,7 @@ from tinsmith.batch.formats.protocols import Span
 from tinsmith.batch.formats.readers.openai import line_id
 from tinsmith.batch.openai.rows import lines
 from tinsmith.errors import CorruptFilesError
-from tinsmith.storage.stores import open_store
+from tinsmith.storage.locations import open_store
 from tinsmith.wire.fields import Fields
 
 PAGE = 1000

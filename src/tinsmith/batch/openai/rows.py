@@ -24,7 +24,7 @@ from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
-from tinsmith.storage.stores import open_store
+from tinsmith.storage.locations import open_store
 from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
 from tinsmith.wire.fields import read_object
 

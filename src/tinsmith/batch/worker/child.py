@@ -51,9 +51,9 @@ def main() -> None:
     spec = JobSpec.from_dict(first["spec"])
     if spec.roots is not None:
         from tinsmith.batch.formats.offset_cache import cache_directory
-        from tinsmith.storage import stores
+        from tinsmith.storage import locations
 
-        stores.confine([*spec.roots, str(cache_directory())])
+        locations.confine([*spec.roots, str(cache_directory())])
     if first["role"] == "mapper":
         _map(spec, source, send, bool(first.get("careful")))
     else:

@@ -23,7 +23,8 @@ from tinsmith.batch.formats.protocols import (
     staging_of,
     writer_of_part,
 )
-from tinsmith.storage.stores import LocalStore, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore
 
 
 class Winners(Sequence[PartInfo]):

@@ -21,7 +21,8 @@ from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.readers.lines import LinesReader
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import join, open_object, verified
+from tinsmith.storage.locations import open_object
+from tinsmith.storage.stores import join, verified
 
 FIELD_BYTES = 128 * 1024 * 1024
 

@@ -30,7 +30,8 @@ from tinsmith.batch.formats.protocols import (
 )
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import join, locations, open_store
+from tinsmith.storage.locations import locations, open_store
+from tinsmith.storage.stores import join
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff")
 

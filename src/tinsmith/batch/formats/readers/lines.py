@@ -31,7 +31,8 @@ from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
 from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
-from tinsmith.storage.stores import CHUNK_BYTES, LocalStore, join, locations, open_object, open_store
+from tinsmith.storage.locations import locations, open_object, open_store
+from tinsmith.storage.stores import CHUNK_BYTES, LocalStore, join
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BYTES_PER_TOKEN = 4

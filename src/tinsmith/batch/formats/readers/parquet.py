@@ -22,7 +22,8 @@ from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWrit
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.storage.stores import join, locations, open_object, verified
+from tinsmith.storage.locations import locations, open_object
+from tinsmith.storage.stores import join, verified
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")

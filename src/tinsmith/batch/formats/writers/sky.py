@@ -19,7 +19,8 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.errors import UserError
-from tinsmith.storage.stores import LocalStore, join, open_store
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore, join
 
 STAGED_JOB = "job"
 

@@ -1,0 +1,114 @@
+"""Locations as settings and jobs give them: paths and URLs, the store that each one is in, and patterns of names.
+
+A location is a path or a URL: `dir/file`, `file:///dir/file`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `memory://NAME/KEY`.
+`open_store(location)` gives the store and the key in it. `confine` limits what a process may open from then on.
+Knows nothing of directories and caches.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import IO, Any
+
+from tinsmith.errors import ForbiddenError
+from tinsmith.storage.stores import CHUNK_BYTES, RETRIES, LocalStore, Store, split
+
+_confines: tuple[str, ...] | None = None
+
+
+def confine(roots: Iterable[str]) -> None:
+    """From now on this process opens nothing but what is at or below these locations, wherever links lead."""
+    global _confines
+    _confines = tuple(roots)
+
+
+def is_below(location: str, roots: Iterable[str]) -> bool:
+    """Whether a location is a root or below one, once `..` and links are followed. What is not there yet may be."""
+    given = _resolved(location)
+    return any(
+        given[:2] == root[:2] and (given[2] == root[2] or not root[2] or given[2].startswith(f"{root[2]}/"))
+        for root in map(_resolved, roots)
+    )
+
+
+def _resolved(location: str) -> tuple[str, str, str]:
+    scheme, bucket, key = split(location)
+    if scheme == "file":
+        return scheme, bucket, os.path.realpath(key).rstrip("/")
+    # A key is no path, so `..` in one would name an object of that name; no two programs agree on what it means.
+    return scheme, bucket, "" if ".." in key.split("/") else key.rstrip("/")
+
+
+def open_store(location: str) -> tuple[Store, str]:
+    """The store that a path or URL is in, and its key there. Raises UserError for a scheme that is not supported, and
+    ForbiddenError for a location that this process may not open."""
+    scheme, bucket, key = split(location)
+    if _confines is not None and not is_below(location, _confines):
+        raise ForbiddenError(f"{location!r} is not below what this bulk job may read and write")
+    if scheme == "file":
+        return _local, key
+    return _bucket_store(scheme, bucket), key
+
+
+def open_object(location: str) -> IO[bytes]:
+    """What is at a location, for reading and seeking, with little in memory: many may be open at once."""
+    store, key = open_store(location)
+    return store.open(key, CHUNK_BYTES)
+
+
+def locations(pattern: str) -> list[str]:
+    """What a location with `*`, `?`, `[...]` or a final slash names, sorted; else itself alone."""
+    from fnmatch import fnmatchcase
+
+    if not any(mark in pattern for mark in "*?[") and not pattern.endswith("/"):
+        return [pattern]
+    wanted = f"{pattern}*" if pattern.endswith("/") else pattern
+    store, key = open_store(wanted)
+    fixed = key[: min(key.index(mark) for mark in "*?[" if mark in key)]
+    root = fixed.rpartition("/")[0] or ("/" if key.startswith("/") else "")
+    prefix = wanted[: len(wanted) - len(key)] if "://" in wanted and not wanted.startswith("file:") else ""
+    depth = key.count("/")
+    found = sorted(
+        name
+        for name in store.list(root)
+        if fnmatchcase(name, key) and ("**" in key or name.count("/") == depth) and not _hidden(name[len(root) :])
+    )
+    return [prefix + name for name in found]
+
+
+def _hidden(name: str) -> bool:
+    """Whether a name is ours or someone's private file rather than data."""
+    return any(part.startswith((".", "_")) for part in name.split("/"))
+
+
+@lru_cache(maxsize=64)
+def _bucket_store(scheme: str, bucket: str) -> Store:
+    from obstore import store as obstores
+
+    from tinsmith.storage.bucket_store import BucketStore
+
+    if scheme == "memory":
+        return BucketStore(obstores.MemoryStore())
+    from tinsmith import settings
+
+    endpoints = settings.storage_endpoints()
+    retries: Any = RETRIES
+    if scheme == "s3":
+        options: dict[str, Any] = {}
+        if endpoint := endpoints.get("s3"):
+            options = {"endpoint": endpoint, "client_options": {"allow_http": endpoint.startswith("http://")}}
+        return BucketStore(obstores.S3Store(bucket, retry_config=retries, **options))
+    options = {}
+    if endpoint := endpoints.get("gs"):
+        # An emulator asks for no credentials.
+        key = f'{{"gcs_base_url": "{endpoint}", "disable_oauth": true, "client_email": "", "private_key": "", '
+        options = {
+            "service_account_key": key + '"private_key_id": ""}',
+            "client_options": {"allow_http": endpoint.startswith("http://")},
+        }
+    return BucketStore(obstores.GCSStore(bucket, retry_config=retries, **options))
+
+
+_local = LocalStore()
