@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.types import LoraSpec, Sample, SampleResult, SamplingParams

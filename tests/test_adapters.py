@@ -14,8 +14,9 @@ from torch import Tensor
 
 import tiny_models
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
 

@@ -24,8 +24,9 @@ from test_decoder import adapter as any_adapter
 from test_decoder import other
 from tinsmith.backends.torch import TorchBackend, grouped
 from tinsmith.backends.torch import slots as slots_module
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.memory import BASE, DECODING, Ledger
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.slots import AdapterSlots, SegmentWork

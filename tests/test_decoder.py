@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 import tiny_models
 from tinsmith.backends.torch import banks as banks_module
 from tinsmith.backends.torch import transformer as decoder_module
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.types import LoraSpec, ModelShape
 

@@ -16,8 +16,8 @@ from torch import Tensor
 import tiny_models
 from properties import examples
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise
 from tinsmith.backends.torch.dimuon import RMS, orthogonalise
-from tinsmith.backends.torch.lora import Adapter, Layout, Target, initialise
 from tinsmith.backends.torch.optim import step_together
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError

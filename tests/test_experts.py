@@ -15,7 +15,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from properties import examples
 from tinsmith.backends.torch import dimuon, recompute
-from tinsmith.backends.torch.lora import Adapter, Bank, Layout, Routing, Switchboard, Target
+from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target
+from tinsmith.backends.torch.lora import Switchboard
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.moe import MultiLoRAExperts
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError

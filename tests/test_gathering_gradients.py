@@ -10,9 +10,9 @@ from torch import Tensor
 
 from properties import examples
 from tinsmith.backends.torch import gradients, lora_ops
-from tinsmith.backends.torch.gradients import A, B, Gradients, claim, gather_, groups_of, view_of
-from tinsmith.backends.torch.lora import Adapter, Layout, Routing, Target
-from tinsmith.backends.torch.lora_ops import BATCHED_NUMBERS, Site
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, view_of
+from tinsmith.backends.torch.gradients import A, B, Gradients, claim, gather_, groups_of
+from tinsmith.backends.torch.lora_ops import BATCHED_NUMBERS, Routing, Site
 from tinsmith.types import LoraSpec
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from properties import examples
 from tinsmith.backends.torch import grouped
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.grouped import grouped_product, is_right_on, offsets_of, suits
-from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Run, Switchboard, Target
-from tinsmith.backends.torch.lora_ops import Site
-from tinsmith.backends.torch.stretches import Stretch
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora_ops import Routing, Run, Site, Stretch
 from tinsmith.types import LoraSpec
 
 CPU = torch.device("cpu")

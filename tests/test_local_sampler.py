@@ -26,8 +26,9 @@ from local_sampling import (
     run,
 )
 from properties import examples
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Routing, Segment
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.samplers.local import scoring

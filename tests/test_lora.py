@@ -16,18 +16,10 @@ from torch import Tensor, nn
 import tiny_models
 from properties import examples
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.lora import (
-    Adapter,
-    Layout,
-    MultiLoRALinear,
-    Routing,
-    Segment,
-    Switchboard,
-    Target,
-    initialise,
-    layout_for,
-)
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import _norm, step_together
 from tinsmith.backends.torch.products import HAS_ONEDNN, _suits_onednn, product

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from properties import examples
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, examples_of, pack
-from tinsmith.backends.torch.lora import Adapter, Layout, Target
 from tinsmith.types import Datum, LoraSpec, Pass
 
 torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from local_sampling import (
     run,
 )
 from properties import examples
-from tinsmith.backends.torch.lora import Routing
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
 from tinsmith.samplers.local import scoring

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 import tiny_models
 from local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
 from properties import examples
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.banks import MANY_ROWS
-from tinsmith.backends.torch.lora import Adapter, Routing, initialise, layout_for
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local import paged_attention as paged_module
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

@@ -8,7 +8,7 @@ import torch
 
 import tiny_models
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.types import (
     AdamParams,
     Datum,

@@ -14,7 +14,7 @@ import torch
 import tiny_models
 from engine_bench import BASE, Bench
 from local_sampling import assert_same, finish, make_adapter, make_prompt, make_sample
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
 from tinsmith.samplers.local import deterministic, engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.lora import Adapter, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.cuda_graphs import Capture, capture_for, plain
 from tinsmith.types import LoraSpec, ModelShape

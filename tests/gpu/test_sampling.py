@@ -14,7 +14,7 @@ from gpu.device import DEVICE, ON_CUDA, adapter_on, capture
 from local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
 from test_local_sampler import _crowd
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions

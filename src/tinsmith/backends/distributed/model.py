@@ -43,8 +43,10 @@ from tinsmith.backends.distributed.tensor_parallel import (
     gradient_layout,
     whole_gradient,
 )
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import AttentionPlan, PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Target
+from tinsmith.backends.torch.lora import MultiLoRALinear
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.servable import refusing
 from tinsmith.errors import RanksLostError, SettingsError

@@ -19,8 +19,8 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.sampler import Finished, RankSampler
 from tinsmith.backends.distributed.trainer import RankedTrainer
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter, Layout
 from tinsmith.backends.torch.checkpoint import Tensor
-from tinsmith.backends.torch.lora import Adapter, Layout
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers import CacheUse

@@ -20,7 +20,7 @@ import torch
 from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.model import PartedBase
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
 from tinsmith.samplers import CacheUse

@@ -29,8 +29,9 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedConfig
 
 from tinsmith.backends.distributed.ranks import Ranks
-from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Run, Switchboard, Target
-from tinsmith.backends.torch.stretches import Stretch
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora_ops import Run, Stretch
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
 

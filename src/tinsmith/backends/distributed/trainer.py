@@ -18,8 +18,8 @@ from torch import Tensor
 from tinsmith.backends.distributed.model import PartedBase
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import gradient_layout, whole_gradient
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
-from tinsmith.backends.torch.lora import Adapter
 from tinsmith.backends.torch.loss import Head, Objective
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel

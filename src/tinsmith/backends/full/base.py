@@ -46,15 +46,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tinsmith.backends.torch.adapters import ALIGN, Adapter
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.lora import ALIGN, Adapter, Routing, Run, Segment
+from tinsmith.backends.torch.lora_ops import Routing, Run, Segment, Stretch
 from tinsmith.backends.torch.loss import Head, Objective
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import MOMENTS
-from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError

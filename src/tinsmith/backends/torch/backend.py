@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from tinsmith.backends import Capture
 from tinsmith.backends.torch import checkpoint, optim
+from tinsmith.backends.torch.adapters import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
-from tinsmith.backends.torch.lora import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.memory import (
     ACTIVATIONS,
     BASE,

@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.products import add_linear, add_product_, add_products_, linear_product, product
 
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.transformer import Fused, FusedLinear
+    from tinsmith.backends.torch.fused_linear import Fused, FusedLinear
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith import losses
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.types import F32, I32, I64, Datum, Pass
 
 Columns32 = Mapping[str, F32]

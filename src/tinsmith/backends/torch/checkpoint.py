@@ -32,7 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import Adapter, Layout, Pair, Target
+from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target
 from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, PackedCausal
-from tinsmith.backends.torch.lora import Adapter, Layout, MultiLoRALinear, Routing, Target
-from tinsmith.backends.torch.lora_ops import Site
+from tinsmith.backends.torch.lora import MultiLoRALinear
+from tinsmith.backends.torch.lora_ops import Routing, Site
 from tinsmith.backends.torch.products import product
 from tinsmith.backends.torch.transformer import DOWN, GATE_UP, OUT, QKV, are_known, asked_of_attention
 from tinsmith.types import LoraSpec

@@ -10,38 +10,22 @@ them is put there in one call. A row that somebody goes on holding holds its blo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from tinsmith.backends.torch.adapters import Place, view_of
+
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.lora import Layout, Pair
+    from tinsmith.backends.torch.adapters import Layout, Pair
 
 A, B = 0, 1
 
 BLOCK_BYTES = 28 << 20
 """Of a block, at most: larger pieces of memory would be new to the process in each step, page by page."""
-
-
-class Place(NamedTuple):
-    """Where a matrix, or a stack of them, lies in a flat buffer."""
-
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @classmethod
-    def of(cls, start: int, shape: tuple[int, ...]) -> Place:
-        return cls(start, shape, tuple(math.prod(shape[place + 1 :]) for place in range(len(shape))))
-
-
-def view_of(flat_P: Tensor, place: Place) -> Tensor:
-    # One call instead of two: a step of many tenants has thousands of these.
-    return flat_P.as_strided(place.shape, place.strides, flat_P.storage_offset() + place.start)
 
 
 class Gradients(Mapping[str, "Pair"]):

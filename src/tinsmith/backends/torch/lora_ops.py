@@ -7,24 +7,30 @@ own. Gradients of A and B are added straight into the adapters' own buffers.
 
 Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, r rank, R inner rows of
 a site (r for each of its linears that the adapter has).
+
+Neighbouring segments of unequal lengths, whose adapters are of one layout: each adapter's low-rank products with its
+own rows, in one kernel for all of them (`grouped`).
+
+What the kernel cannot take, and what it is not right for, goes segment by segment, here as everywhere. So do gradients
+of matrices: each is added to its adapter's own float32 buffer, and the grouped kernel would round it to bfloat16 first.
+
+Shapes: n rows of a stretch, S segments, I inputs, O outputs, r rank, R inner rows of a site.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch import stretches
-from tinsmith.backends.torch.gradients import A, B, claim, gather_, put_
+from tinsmith.backends.torch import grouped
+from tinsmith.backends.torch.adapters import Adapter, Block, Member, Shares, Target
+from tinsmith.backends.torch.gradients import A, B, Group, claim, gather_, groups_of, put_
 from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
-from tinsmith.backends.torch.stretches import Stretch
-
-if TYPE_CHECKING:
-    from tinsmith.backends.torch.lora import Adapter, Routing, Run, Target
 
 BATCHED_ROWS = 64
 """Segments of at most this many rows, if neighbours are of equal length and layout, are batched."""
@@ -33,30 +39,6 @@ BATCHED_NUMBERS = 1 << 15
 """But in float32 only where no matrix has more numbers: larger products are fast enough one by one, and a batched one
 needs copies of all matrices beside each other. In bfloat16 a batched product is twice as fast whatever its size.
 """
-
-
-class Member(NamedTuple):
-    """One linear's share of an adapter at a site: its columns of the outputs and of the inner rows, and its B."""
-
-    name: str
-    columns: slice
-    ranks: slice
-    b_Or: Tensor
-
-
-class Block(NamedTuple):
-    """A's that lie side by side in the layout, as one matrix: all of a site's, unless others are in between."""
-
-    names: tuple[str, ...]
-    ranks: slice
-    a_RI: Tensor
-
-
-class Shares(NamedTuple):
-    """What an adapter has at a site."""
-
-    blocks: tuple[Block, ...]
-    members: tuple[Member, ...]
 
 
 Stacks = tuple[list[tuple[Block, Tensor]], list[tuple[Member, Tensor]]]
@@ -89,7 +71,7 @@ class Site:
         inner = []
         for run in work:
             if isinstance(run, Stretch):
-                inner.append(stretches.forward_(y_TO, x_TI, run, self._stacks(run)))
+                inner.append(forward_(y_TO, x_TI, run, self._stacks(run)))
                 continue
             own = self._alone_forward_ if len(run.adapters) == 1 else self._together_forward_
             inner.append(own(y_TO, x_TI, run))
@@ -106,7 +88,7 @@ class Site:
         """Add to the gradient of x, if there is one, and to the adapters' own where these exist."""
         for run, u in zip(work, inner, strict=True):
             if isinstance(run, Stretch):
-                stretches.backward_(grad_TI, grad_TO, x_TI, run, self._stacks(run), u)
+                backward_(grad_TI, grad_TO, x_TI, run, self._stacks(run), u)
                 continue
             own = self._alone_backward_ if len(run.adapters) == 1 else self._together_backward_
             own(grad_TI, grad_TO, x_TI, run, u)
@@ -222,3 +204,245 @@ def _rows_from(a_rI: Tensor, num_rows: int) -> Tensor:
 def _beside(parts: Sequence[Tensor], scale: float) -> Tensor:
     joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts), -1)
     return joined if scale == 1.0 else joined.mul_(scale)
+
+
+class Segment(NamedTuple):
+    """Rows start..stop of a packed batch, and whose they are; None is the base model."""
+
+    start: int
+    stop: int
+    adapter: Adapter | None
+
+
+class Run:
+    """Segments of adapters of one layout, of `length` rows each, one after the other from row `start`.
+
+    `stacks` keeps what sites made of their matrices, for as long as the micro-batch lasts.
+    """
+
+    __slots__ = ("_groups", "adapters", "length", "stacks", "start")
+
+    def __init__(self, start: int, length: int, adapters: list[Adapter]) -> None:
+        self.start = start
+        self.length = length
+        self.adapters = adapters
+        self.stacks: dict[Site, Stacks] = {}
+        self._groups: tuple[object, list[Group]] = (None, [])
+
+    @property
+    def groups(self) -> list[Group]:
+        """Of the adapters' gradients, all of which are others if the first one's are."""
+        first = self.adapters[0].gradients
+        if first is None or self._groups[0] is not first:
+            self._groups = first, groups_of([adapter.gradients for adapter in self.adapters])
+        return self._groups[1]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length * len(self.adapters)
+
+    def takes(self, start: int, length: int, adapter: Adapter) -> bool:
+        return start == self.stop and length == self.length and adapter.layout is self.adapters[0].layout
+
+    def rows(self, x_TI: Tensor) -> Tensor:
+        """[S, n, I]"""
+        own = x_TI if self.stop - self.start == len(x_TI) else x_TI[self.start : self.stop]
+        return own.view(len(self.adapters), self.length, -1)
+
+    def apart(self) -> list[Run]:
+        starts = range(self.start, self.stop, self.length)
+        return [Run(start, self.length, [adapter]) for start, adapter in zip(starts, self.adapters, strict=True)]
+
+
+class Routing:
+    """Contiguous segments that cover the rows [0, T) of a packed batch. Immutable.
+
+    `runs` are the same segments, but for those of the base model, beside the neighbours that could join them. `work`
+    keeps what each site has found to do.
+    """
+
+    __slots__ = ("_runs", "_stretches", "num_rows", "segments", "work")
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        end = 0
+        for segment in segments:
+            if segment.start != end or segment.stop <= segment.start:
+                raise ValueError(f"segment {segment.start}..{segment.stop} does not continue at row {end}")
+            end = segment.stop
+        self.segments = tuple(segments)
+        self._runs: list[Run] | None = None
+        self._stretches: list[Run | Stretch] | None = None
+        self.work: dict[Site, list[Run | Stretch]] = {}
+        self.num_rows = end
+
+    @property
+    def runs(self) -> list[Run]:
+        if self._runs is None:
+            self._runs = _runs(self.segments)
+        return self._runs
+
+    @property
+    def stretches(self) -> list[Run | Stretch]:
+        """The runs, but neighbours of unequal lengths together where one kernel takes them all (`stretches`)."""
+        if self._stretches is None:
+            found = stretches_of(self.segments)
+            self._stretches = [*self.runs] if found is None else [_run_or_stretch(each) for each in found]
+        return self._stretches
+
+    @classmethod
+    def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
+        """Rows of consecutive sequences; neighbours of one adapter become one segment."""
+        segments: list[Segment] = []
+        end = 0
+        for adapter, length in zip(adapters, lengths, strict=True):
+            if segments and segments[-1].adapter is adapter:
+                segments[-1] = Segment(segments[-1].start, end + length, adapter)
+            else:
+                segments.append(Segment(end, end + length, adapter))
+            end += length
+        return cls(segments)
+
+    def only(self, rows: Sequence[int]) -> Routing:
+        """The routing of these rows alone, which ascend, numbered from 0."""
+        bounds = [bisect_left(rows, segment.stop) for segment in self.segments]
+        counts = [stop - start for start, stop in zip([0, *bounds], bounds, strict=False)]
+        kept = [(segment.adapter, count) for segment, count in zip(self.segments, counts, strict=True) if count]
+        return Routing.of((adapter for adapter, _ in kept), (count for _, count in kept))
+
+    def slice(self, start: int, stop: int) -> Routing:
+        """The routing of rows start..stop alone, numbered from 0."""
+        return Routing(
+            [
+                Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.adapter)
+                for segment in self.segments
+                if segment.start < stop and segment.stop > start
+            ]
+        )
+
+
+def _run_or_stretch(stretch: Stretch) -> Run | Stretch:
+    if len(stretch.adapters) > 1:
+        return stretch
+    return Run(stretch.start, stretch.sizes[0], stretch.adapters)
+
+
+def _runs(segments: Iterable[Segment]) -> list[Run]:
+    """Neighbours of equal length and layout together."""
+    runs: list[Run] = []
+    for start, stop, adapter in segments:
+        if adapter is None:
+            continue
+        if runs and runs[-1].takes(start, stop - start, adapter):
+            runs[-1].adapters.append(adapter)
+        else:
+            runs.append(Run(start, stop - start, [adapter]))
+    return runs
+
+
+if TYPE_CHECKING:
+    from tinsmith.backends.torch.adapters import Adapter, Block, Member
+
+    pass
+
+
+class Stretch:
+    """Segments one after the other from row `start`. `stacks` keeps what sites made of their matrices."""
+
+    __slots__ = ("_ends_S", "adapters", "sizes", "stacks", "start")
+
+    def __init__(self, start: int, sizes: list[int], adapters: list[Adapter]) -> None:
+        self.start = start
+        self.sizes = sizes
+        self.adapters = adapters
+        self.stacks: dict[Site, Stacks] = {}
+        self._ends_S: Tensor | None = None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + sum(self.sizes))
+
+    @property
+    def segments(self) -> list[slice]:
+        """Counted from the stretch's first row."""
+        return [slice(*span) for span in pairwise(accumulate(self.sizes, initial=0))]
+
+    def products(self, x_nI: Tensor, matrices_SIO: Tensor) -> Tensor:
+        """[n, O]: each segment's rows with its own matrix."""
+        if grouped.suits(x_nI, matrices_SIO):
+            if self._ends_S is None:
+                self._ends_S = grouped.offsets_of(self.sizes, x_nI.device)
+            return grouped.grouped_product(x_nI, matrices_SIO, self._ends_S)
+        parts = zip(self.segments, matrices_SIO, strict=True)
+        return torch.cat([product(x_nI[rows], matrix_IO, x_nI.dtype) for rows, matrix_IO in parts])
+
+
+def stretches_of(segments: Iterable[Segment]) -> list[Stretch] | None:
+    """Neighbours of one layout together; None where products one by one are as good: on a CPU, in other formats than
+    bfloat16, or where nobody has a neighbour.
+    """
+    found: list[Stretch] = []
+    end = -1
+    for start, stop, adapter in segments:
+        if adapter is None:
+            continue
+        if not grouped.is_used_on(adapter.compute_P.device) or adapter.compute_P.dtype != torch.bfloat16:
+            return None
+        if found and start == end and adapter.layout is found[-1].adapters[0].layout:
+            found[-1].adapters.append(adapter)
+            found[-1].sizes.append(stop - start)
+        else:
+            found.append(Stretch(start, [stop - start], [adapter]))
+        end = stop
+    return found if any(len(stretch.adapters) > 1 for stretch in found) else None
+
+
+def forward_(y_TO: Tensor, x_TI: Tensor, stretch: Stretch, stacks: Stacks) -> Tensor:
+    """Add to y; returns scale * x A^T [n, R], which `backward_` needs again."""
+    blocks, members = stacks
+    x_nI, y_nO = x_TI[stretch.rows], y_TO[stretch.rows]
+    u_nR = torch.cat([stretch.products(x_nI, a_SRI.mT) for _, a_SRI in blocks], -1)
+    u_nR *= stretch.adapters[0].scale
+    for first, b_SOr in members:
+        if y_TO.dtype == x_TI.dtype:
+            y_nO[:, first.columns] += stretch.products(u_nR[:, first.ranks], b_SOr.mT)
+            continue
+        for rows, b_Or in zip(stretch.segments, b_SOr, strict=True):  # logits, which are not rounded
+            add_product_(y_nO[rows, first.columns], u_nR[rows, first.ranks], b_Or.t(), 1.0)
+    return u_nR
+
+
+def backward_(
+    grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, stretch: Stretch, stacks: Stacks, u_nR: Tensor
+) -> None:
+    """Add to the gradient of x, if there is one, and to the adapters' own where these exist."""
+    blocks, members = stacks
+    x_nI, grad_nO = x_TI[stretch.rows], grad_TO[stretch.rows]
+    grad_nR = torch.cat([stretch.products(grad_nO[:, first.columns], b_SOr) for first, b_SOr in members], -1)
+    grad_nR *= stretch.adapters[0].scale
+    for rows, adapter in zip(stretch.segments, stretch.adapters, strict=True):
+        _add_gradients(adapter, [m for m, _ in members], [b for b, _ in blocks], grad_nO[rows], u_nR[rows],
+                       grad_nR[rows], x_nI[rows])  # fmt: skip
+    if grad_TI is not None:
+        for first, a_SRI in blocks:
+            grad_TI[stretch.rows] += stretch.products(grad_nR[:, first.ranks], a_SRI)
+
+
+def _add_gradients(
+    adapter: Adapter,
+    members: Sequence[Member],
+    blocks: Sequence[Block],
+    grad_nO: Tensor,
+    u_nR: Tensor,
+    grad_nR: Tensor,
+    x_nI: Tensor,
+) -> None:
+    if adapter.gradients is None:
+        return
+    # Every linear's inner rows with every linear's outputs, as in `sites`.
+    found_OR = column_product(grad_nO, u_nR)
+    for name, columns, ranks, _ in members:
+        adapter.gradients[name][1].add_(found_OR[columns, ranks])
+    for names, ranks, a_RI in blocks:
+        own_rI, *_ = (adapter.gradients[name][0] for name in names)
+        own_RI = own_rI.as_strided((len(a_RI), own_rI.shape[1]), (own_rI.shape[1], 1))
+        add_product_(own_RI, grad_nR[:, ranks].t(), x_nI, 1.0)

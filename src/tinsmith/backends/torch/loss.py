@@ -39,9 +39,8 @@ from torch import Tensor
 
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.lora import Routing, Run
+from tinsmith.backends.torch.lora_ops import Routing, Run, Stretch
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.stretches import Stretch
 from tinsmith.types import F32, I64
 
 

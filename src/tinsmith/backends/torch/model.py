@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from tinsmith.backends.torch import quantization
+from tinsmith.backends.torch.adapters import Target
 from tinsmith.backends.torch.attention import (
     ATTENTION_NAME,
     PLAN_KEY,
@@ -38,7 +39,8 @@ from tinsmith.backends.torch.attention import (
     register,
 )
 from tinsmith.backends.torch.differentiable import DifferentiableDecoder, largest_error
-from tinsmith.backends.torch.lora import MultiLoRALinear, Routing, Segment, Switchboard, Target
+from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.moe import MultiLoRAExperts, is_experts
 from tinsmith.backends.torch.quantization import MakeLinear, QuantisedLinear
 from tinsmith.backends.torch.recompute import Recompute

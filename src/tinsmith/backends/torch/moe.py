@@ -27,7 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tinsmith.backends.torch.lora import Adapter, Bank, Routing, Switchboard, Target
+from tinsmith.backends.torch.adapters import Adapter, Bank, Target
+from tinsmith.backends.torch.lora import Switchboard
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.products import add_product_, product
 from tinsmith.errors import SettingsError
 

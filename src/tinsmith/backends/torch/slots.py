@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch import grouped
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.grouped import can_be_graphed_on, grouped_product, suits
-from tinsmith.backends.torch.lora import Adapter, Routing
-from tinsmith.backends.torch.stretches import Stretch
+from tinsmith.backends.torch.lora_ops import Routing, Stretch
 
 if TYPE_CHECKING:
-    from tinsmith.backends.torch.transformer import Fused, FusedLinear
+    from tinsmith.backends.torch.fused_linear import Fused, FusedLinear
 
 LEAST_RANK = 8
 """Also what 16 bytes hold in bfloat16."""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from tinsmith import losses
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.lora import Adapter
 from tinsmith.backends.torch.loss import Head, Objective, measure
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel

@@ -42,9 +42,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tinsmith.backends.torch.fused_linear import Adding
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.slots import SLOTS_BYTES, NoWork, SlotWork, is_grouped_on, rank_class
-from tinsmith.backends.torch.transformer import Adding, Decoder
+from tinsmith.backends.torch.transformer import Decoder
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.paged_attention import visible
 from tinsmith.samplers.local.scheduler import Span

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.backends.torch.lora import Adapter, Routing, Segment, initialise, layout_for
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.memory import Ledger
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError

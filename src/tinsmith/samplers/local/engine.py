@@ -25,7 +25,8 @@ import structlog
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import Adapter, Routing
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.memory import DECODING, Giver, Ledger, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.attention import NotingPlan
-from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 
 MIN_CACHE_BYTES = 512 * 2**20

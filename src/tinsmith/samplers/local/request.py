@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from tinsmith.backends.torch.lora import Adapter
+from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.samplers.local.grammar import Constraint
 from tinsmith.samplers.local.kv_cache import chain_key, root_key
 from tinsmith.samplers.local.prompt_logprobs import PromptScores, empty_topk

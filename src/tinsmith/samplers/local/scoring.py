@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch.lora import Routing, Segment
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.prompt_logprobs import PromptScores
 from tinsmith.samplers.local.request import Request
