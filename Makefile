@@ -27,10 +27,10 @@ test-postgres: $(STAMP)
 
 # Servers and engines as processes of their own, on both databases; make test does some of it.
 test-roles: $(STAMP)
-	$(PYTEST) tests/test_roles.py tests/test_several_servers.py
+	$(PYTEST) tests/cluster/test_roles.py tests/cluster/test_several_servers.py
 
 test-crash: $(STAMP)
-	$(PYTEST) tests/crash
+	$(PYTEST) tests/fault/crash
 
 # A live server under attack, with the seed printed: processes that are killed, broken requests, a flood of the queue.
 # ATTACK_SECONDS, ATTACK_REQUESTS and ATTACK_SEED say how long, how many and which.
@@ -40,26 +40,26 @@ attack: $(STAMP)
 # lm-eval brings packages that nothing else needs, so it is installed when it is asked for.
 test-harness: $(STAMP)
 	$(BIN)/pip install -q -c constraints.txt 'lm-eval[api]==0.4.13'
-	$(PYTEST) tests/test_evaluation_harness.py
+	$(PYTEST) tests/e2e/test_lm_eval.py
 
 # vLLM's needs and ours do not meet in one environment: VLLM_PYTHON is an interpreter that has it.
 test-vllm: $(STAMP)
-	$(PYTEST) tests/test_vllm_export.py tests/test_vllm_sampler.py
+	$(PYTEST) tests/e2e/test_vllm_export.py tests/e2e/test_vllm_sampler.py
 
 # The benchmarks that are no part of `make bench`, each as small as it gets; what they find is not looked at.
 test-benchmarks: $(STAMP)
-	$(PYTEST) tests/test_benchmarks_rare.py tests/test_gpu_benchmark.py
+	$(PYTEST) tests/integration/test_benchmarks_rare.py tests/integration/test_gpu_benchmark.py
 
 # Clusters of Ray on this machine: nodes that are lost, a controller that is killed, bulk jobs on several nodes.
 test-ray: $(STAMP)
-	$(PYTEST) tests/test_ray.py tests/test_ray_nodes.py
+	$(PYTEST) tests/cluster/test_ray.py tests/cluster/test_ray_nodes.py
 
 test-recipes: $(STAMP)
 	$(PYTEST) -m recipes
 
 # Base models on several ranks: four of them, every family on two, and ranks that die.
 test-ranks: $(STAMP)
-	$(PYTEST) --timeout 3600 tests/test_sharded.py tests/test_sharded_ranks.py
+	$(PYTEST) --timeout 3600 tests/cluster/test_ranks.py tests/cluster/test_rank_matrix.py
 
 # On a machine with a GPU, with a torch that has CUDA in $(VENV); TEST_DEVICE=cpu runs what does not need one.
 test-gpu: $(STAMP)
@@ -67,7 +67,7 @@ test-gpu: $(STAMP)
 
 # Every family of docs/models.md, of which `make test` does the first.
 test-families: $(STAMP)
-	$(PYTEST) --timeout 3600 tests/test_families.py tests/test_families_live.py
+	$(PYTEST) --timeout 3600 tests/unit/test_families.py tests/e2e/test_families_live.py
 
 # What is too large for `make test` of the checks of deploy/: SkyPilot itself, in an environment of its own.
 lint-deploy:
@@ -81,7 +81,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(PYTEST) tests/test_architecture.py tests/test_docs.py
+	$(PYTEST) tests/unit/test_architecture.py tests/contract/test_docs.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
@@ -89,7 +89,7 @@ format: $(STAMP)
 
 # The examples that `make test` leaves out.
 test-examples: $(STAMP)
-	$(PYTEST) -m slow tests/test_documentation.py
+	$(PYTEST) -m slow tests/contract/test_documentation.py
 
 # The site, into build/site; a warning is an error, and nothing is fetched.
 docs: $(STAMP)

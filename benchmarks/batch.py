@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import httpx
 import sqlalchemy as sa
 
-from live import LiveServer, serving
+from support.live import LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client

@@ -19,15 +19,14 @@ import pytest
 import tinker
 from tinker.lib import internal_client_holder
 
-import databases
-import properties
-from live import API_KEY, LiveServer, serving
+from support import databases, properties
+from support.live import API_KEY, LiveServer, serving
 from tinsmith.db.database import Database
 
 if TYPE_CHECKING:
-    from compatibility import Witness
-    from engine_bench import Bench
-    from http_harness import Harness
+    from support.compatibility import Witness
+    from support.engine_bench import Bench
+    from support.http_harness import Harness
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,7 +77,7 @@ def db(database_url: str) -> Iterator[Database]:
 @pytest.fixture
 def harness(tmp_path: Path) -> Iterator[Harness]:
     """The app and what it stands on, in this process, without an engine."""
-    import http_harness
+    from support import http_harness
 
     made = http_harness.make_harness(tmp_path)
     yield made
@@ -88,7 +87,7 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     """An engine in this process, without a server."""
-    from engine_bench import Bench
+    from support.engine_bench import Bench
 
     # The path of a socket must be short.
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
@@ -129,7 +128,7 @@ def _service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random-weight model, as a directory that can be served."""
-    import tiny_models
+    from support import tiny_models
 
     directory = tmp_path_factory.mktemp("tiny")
     tiny_models.make(directory)
@@ -143,7 +142,7 @@ def witness(request: pytest.FixtureRequest) -> Iterator[Witness | None]:
     if not names:
         yield None
         return
-    from compatibility import Witness
+    from support.compatibility import Witness
 
     seen = Witness(request.getfixturevalue("monkeypatch"))
     yield seen

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from crash.kept import KeptServer
+from fault.crash.kept import KeptServer
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
 from tinsmith.errors import TinsmithError

@@ -14,7 +14,7 @@ import zstandard
 
 from attack.sending import Request
 from attack.valid import FORM, JSON, PROTO, with_query
-from test_fuzz_http import NASTY
+from fuzz.test_fuzz_http import NASTY
 
 MIB = 1 << 20
 LONG = 300_000

@@ -15,9 +15,9 @@ import pytest
 
 from attack.bulk import BulkJobs
 from attack.given import SECONDS, SEED
-from crash.kept import KeptServer, kept
-from crash.killing import Killer, adopting, any_kind, left_below, processes_below
-from crash.runs import DEPRECATED, Plan, Record, books, run_all
+from fault.crash.kept import KeptServer, kept
+from fault.crash.killing import Killer, adopting, any_kind, left_below, processes_below
+from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(DEPRECATED), pytest.mark.timeout(0)]
 

@@ -24,10 +24,10 @@ from attack.judging import LEAKS, Judge, names_in
 from attack.mutations import Broken, broken
 from attack.sending import Answer, Request, send
 from attack.valid import ENDS, NEVER_200, World, new_world, request_of
-from crash.kept import KeptServer, kept
-from crash.killing import processes_below
-from crash.runs import DEPRECATED, Plan, Record, run_all
-from raw_client import resident_bytes
+from fault.crash.kept import KeptServer, kept
+from fault.crash.killing import processes_below
+from fault.crash.runs import DEPRECATED, Plan, Record, run_all
+from support.raw_client import resident_bytes
 from tinsmith.auth.keys import Keys
 from tinsmith.db.database import Database
 

@@ -11,10 +11,9 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 
-import http_harness
-import raw_client
 from attack.sending import Request
-from test_isolation import BODIES, QUERIES, Things, openai_batch
+from contract.test_isolation import BODIES, QUERIES, Things, openai_batch
+from support import http_harness, raw_client
 from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
 
 MODEL = raw_client.BASE

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from families import FAMILIES, Family, make
 from gpu.device import capture, pair
-from local_sampling import assert_same, make_prompt, make_sample, run
-from test_families import GREEDY, batch, train
-from test_torch_backend import relative, weights
+from support.families import FAMILIES, Family, make
+from support.local_sampling import assert_same, make_prompt, make_sample, run
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import LoraSpec, PassResult
+from unit.test_families import GREEDY, batch, train
+from unit.test_torch_backend import relative, weights
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, id=family.model_type) for family in FAMILIES])

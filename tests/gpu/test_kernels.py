@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import tiny_models
 from gpu.device import DEVICE, device, only_cuda
-from local_sampling import make_prompt, make_sample
+from support import tiny_models
+from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend, grouped, varlen
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.quantization import QuantisedLinear
@@ -133,7 +133,7 @@ def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kin
             found, expected = linear.weight.cpu(), host.base.targets[name].weight
             # Codes may differ where a number lies between two of them.
             assert relative(found, expected) < (1e-6 if kind == "int8" else 0.01), name
-    from local_sampling import HOT, run
+    from support.local_sampling import HOT, run
 
     answer = run(there.sampler, make_sample("s", make_prompt(12), HOT))["s"]
     assert len(answer.sequences[0].tokens_T) == HOT.max_tokens

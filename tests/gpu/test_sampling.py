@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
 from gpu.device import DEVICE, ON_CUDA, adapter_on, capture
-from local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
-from test_local_sampler import _crowd
+from support import tiny_models
+from support.local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, Sample, SamplingParams
+from unit.test_local_sampler import _crowd
 
 SEEDS = {"a": (1, 4), "b": (2, 16), "c": (3, 5), "d": (4, 8)}
 """Versions: seed and rank."""

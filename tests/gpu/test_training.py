@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-import tiny_models
-from float64_reference import Reference
 from gpu.device import DEVICE, create, pair
-from test_torch_backend import OUR_LOSSES, SPECS, fb, mixed_passes, relative, rl, run, sft, weights
+from support import tiny_models
+from support.float64_reference import Reference
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.errors import NonFiniteGradientError
 from tinsmith.types import AdamParams, LoraSpec, ModelShape, OptimStep, Pass
+from unit.test_torch_backend import OUR_LOSSES, SPECS, fb, mixed_passes, relative, rl, run, sft, weights
 
 ARCHS = ("qwen3", "llama", "gemma2", "gpt_oss")
 

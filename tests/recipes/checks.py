@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import tinker
 
-from live import API_KEY
 from recipes.runner import Outcome
+from support.live import API_KEY
 
 Check = Callable[[Outcome], None]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from live import LiveServer, serving
 from recipes.table import Row
 from recipes.workplace import MODELS, make_workplace
+from support.live import LiveServer, serving
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from live import API_KEY, LiveServer
+from support.live import API_KEY, LiveServer
 
 TIMEOUT_S = 280
 # Where recipes without a `log_path` argument write, below the working directory.

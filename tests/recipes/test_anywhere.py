@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from live import API_KEY, LiveServer
 from recipes.checks import checkpoints, logs, on_policy
 from recipes.runner import run
 from recipes.table import ARITHMETIC, REWARD
+from support.live import API_KEY, LiveServer
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(400)]
 

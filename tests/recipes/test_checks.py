@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from live import LiveServer
 from recipes.checks import Check, above, always, at, falls, first, learns_from_contrast, logs, moves, on_policy, says
 from recipes.runner import Outcome
+from support.live import LiveServer
 
 GOOD: list[dict[str, float]] = [
     {"nll": 2.0, "optim/kl_sample_train_v1": 1e-7, "optim/kl_sample_train_v2": 1e-13, "optim/entropy": 1.0},

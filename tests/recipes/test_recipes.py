@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from live import LiveServer
 from recipes.runner import run
 from recipes.table import ROWS, Row
+from support.live import LiveServer
 
 pytestmark = [pytest.mark.recipes, pytest.mark.timeout(400)]
 

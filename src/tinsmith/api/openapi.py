@@ -1,7 +1,7 @@
 """`GET /openapi.json`: what this server speaks, as an OpenAPI 3.1 document, without a key.
 
 Written by hand next to the routes: these are plain functions, and nothing could be derived from them.
-tests/test_openapi.py holds it to the route table and to the SDK's types.
+tests/contract/test_openapi.py holds it to the route table and to the SDK's types.
 """
 
 from __future__ import annotations

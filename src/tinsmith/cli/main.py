@@ -27,7 +27,7 @@ from tinsmith.settings import Settings, client_address, load
 
 if TYPE_CHECKING:
     from tinsmith.cli.plan import Asked
-    from tinsmith.cluster.supervisor import EarlyEngine
+    from tinsmith.cluster.early import EarlyEngine
 
 app = typer.Typer(
     help="Tinsmith: the Tinker API on your own machine.", no_args_is_help=True, pretty_exceptions_show_locals=False
@@ -245,7 +245,7 @@ def options(
 
 
 def _serve(settings: Settings, *, as_json: bool) -> None:
-    from tinsmith.cluster.supervisor import EarlyEngine
+    from tinsmith.cluster.early import EarlyEngine
 
     early = EarlyEngine.begin(settings)
     try:

@@ -19,17 +19,17 @@ from rich.table import Table
 
 from tinsmith.auth.signing import load_secret
 from tinsmith.base_models import nano
-from tinsmith.cluster.ray.controller import (
+from tinsmith.cluster.ray.scaling import (
     BATCH_WORKER,
     ENGINE,
     SAMPLER,
     Fleet,
     Resources,
     Role,
+    Rule,
     counts_from,
     others_from,
 )
-from tinsmith.cluster.ray.scaling import Rule
 from tinsmith.errors import SettingsError
 from tinsmith.settings import Settings, load, portable, prepare_ray, ray_root
 

@@ -36,6 +36,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.backends import Backend, registry
 from tinsmith.base_models import eos_token_ids, read_shape
+from tinsmith.cluster.early import EARLY
 from tinsmith.cluster.engines import (
     EXIT_LEASE_LOST,
     EXIT_UNUSABLE_MODEL,
@@ -51,7 +52,6 @@ from tinsmith.cluster.engines import (
 from tinsmith.cluster.executors import SAMPLER, Executors
 from tinsmith.cluster.in_flight_journal import left_behind, note_path
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.cluster.supervisor import EARLY
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import WakeUps, engine_mailbox

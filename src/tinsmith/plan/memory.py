@@ -3,7 +3,7 @@
 The figures are those of `backends.torch` and `samplers`: packed micro-batches, logits in chunks, adapters in float32
 beside a copy in the base's format, a cache of keys and values for whole contexts (windows do not shorten it, and latent
 attention caches what every head sees). The backend asks `Activations` the same when it has a budget. What is measured
-lies within `FACTOR` of this (tests/test_plan.py).
+lies within `FACTOR` of this (tests/unit/test_plan.py).
 """
 
 from __future__ import annotations

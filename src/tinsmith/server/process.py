@@ -44,10 +44,11 @@ from tinsmith.batch.openai.reconciler import Keeper, Parts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
+from tinsmith.cluster.early import EarlyEngine
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import Fleet
-from tinsmith.cluster.supervisor import EarlyEngine, Supervisor
+from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import (

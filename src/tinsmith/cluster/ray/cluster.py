@@ -22,7 +22,8 @@ from ray.util import get_node_ip_address, list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tinsmith.cluster.ray.controller import ROLES, Controller, Fleet, Role, Seat
+from tinsmith.cluster.ray.controller import Controller, Seat
+from tinsmith.cluster.ray.scaling import ROLES, Fleet, Role
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
 

@@ -1,0 +1,109 @@
+"""The first engine's process, started before its server has loaded its own modules, since both import for seconds.
+
+It loads what it computes with before it knows what to serve. Then it waits for its settings on standard input, as every
+engine does, and ends when that closes. The supervisor uses it for the first seat that needs an engine; `close` ends one
+that was not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from typing import Protocol
+
+from tinsmith.settings import Settings, engine_environment
+from tinsmith.telemetry.metrics import metrics_directory
+
+EARLY = "--early"
+"""Tells an engine process that it is one."""
+
+
+class Process(Protocol):
+    """What the supervisor asks of an engine's process, whoever started it; asyncio's own is one."""
+
+    @property
+    def pid(self) -> int: ...
+    async def wait(self) -> int: ...
+    def send_signal(self, signal: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+class EarlyEngine:
+    def __init__(self, settings: Settings) -> None:
+        command = [sys.executable, "-m", "tinsmith.engine", EARLY]
+        environment = engine_environment(metrics_directory(settings.resolved_data_dir), bucket=settings.has_bucket)
+        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            bufsize=0,
+            start_new_session=True,
+        )
+
+    @classmethod
+    def begin(cls, settings: Settings) -> EarlyEngine | None:
+        """None where this process will have no engine that takes long to load, or it cannot be started now."""
+        if settings.backend != "torch" or not settings.num_engines:
+            return None
+        with contextlib.suppress(OSError):
+            return cls(settings)
+        return None
+
+    def take(self, spec: bytes) -> Process | None:
+        """The process, which is told its settings and serves from now on; None if it was taken before or has ended.
+        Call on the running event loop.
+        """
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return None
+        assert process.stdin is not None
+        try:
+            process.stdin.write(spec)
+        except OSError:  # it ends just now
+            process.kill()
+            return None
+        return _Adopted(process)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+class _Adopted:
+    """A process that began before there was an event loop, in the terms of asyncio. Keeps its standard input open."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def send_signal(self, signal: int) -> None:
+        self._process.send_signal(signal)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _watch(self) -> None:
+        status = self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits
+            self._loop.call_soon_threadsafe(self._note, status)
+
+    def _note(self, status: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        if not self._ended.done():
+            self._ended.set_result(status)

@@ -1,0 +1,721 @@
+"""The dashboard in headless Chromium, on a live server with keys and real data: every page, what can be done on it, and
+whether those can use it who see little or have no mouse.
+
+One browser and one server for all; a test opens the page that it looks at.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from axe_core_python.selenium import Axe
+from selenium.webdriver.common.keys import Keys
+
+from support.browser import Browser, browsing
+from support.dashboard_data import BASE, STRANGE_NAME, Site, site
+from support.databases import database_url
+from tinsmith.db.database import Database
+from tinsmith.db.schema import MODELS
+
+PAGES = {
+    "overview": "Overview",
+    "runs": "Runs",
+    "sessions": "Sessions",
+    "queue": "Queue and packing",
+    "checkpoints": "Checkpoints",
+    "playground": "Playground",
+    "samples": "Samples",
+    "jobs": "Bulk jobs",
+    "account": "Keys and usage",
+}
+
+
+@pytest.fixture(scope="module")
+def alice(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with site(tmp_path_factory.mktemp("dashboard") / "data") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chromium(alice: Site) -> Iterator[Browser]:
+    with browsing(alice.server.url) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(alice: Site, chromium: Browser) -> Iterator[Browser]:
+    """With alice's key entered. A test that leaves a complaint in the console has failed."""
+    if not chromium.driver.current_url.startswith(alice.server.url):
+        chromium.driver.get(alice.server.url)
+    chromium.driver.execute_script("sessionStorage.setItem('tinsmith.key', arguments[0])", alice.key)
+    chromium.driver.get("about:blank")
+    chromium.complaints()
+    yield chromium
+    assert chromium.complaints() == []
+
+
+def details_of(alice: Site) -> dict[str, str]:
+    """The pages of one thing, and how their headings begin."""
+    session_id = alice.run.partition(":")[0]
+    return {
+        f"sessions/{session_id}": "Session ",
+        f"runs/{alice.run}": "Run ",
+        f"samples/{alice.sample}": "Sample ",
+        f"jobs/{alice.job_id}": "Job ",
+    }
+
+
+def rows(browser: Browser) -> list[str]:
+    return [row.text for row in browser.all("tbody tr")]
+
+
+# The key.
+
+
+def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium: Browser) -> None:
+    browser = chromium
+    browser.driver.get(alice.server.url)
+    browser.driver.execute_script("sessionStorage.clear()")
+    browser.driver.get("about:blank")
+    browser.open("runs", "Enter a key")
+    assert browser.driver.switch_to.active_element.get_attribute("id") == "key"
+    browser.one("#key").send_keys("tml-wrong", Keys.ENTER)
+    browser.until(lambda: "did not take the key" in browser.text("main"), "a refusal")
+    browser.one("#key").send_keys(alice.key, Keys.ENTER)
+    browser.until(lambda: browser.text("h1") == "Runs", "the page that was asked for")
+    assert browser.text("#tenant") == "alice"
+    browser.driver.refresh()
+    browser.until(lambda: browser.text("h1") == "Runs", "the same without a question")
+    kept = browser.driver.execute_script("return [document.cookie, JSON.stringify(localStorage)]")
+    assert kept[0] == "" and alice.key not in kept[1]
+    browser.click("#forget")
+    browser.until(lambda: browser.text("h1") == "Enter a key", "the question")
+    assert browser.driver.execute_script("return sessionStorage.getItem('tinsmith.key')") is None
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+# Every page.
+
+
+@pytest.mark.parametrize("name", [*PAGES, "runs/", "sessions/", "samples/", "jobs/"])
+def test_a_page_is_usable_by_everybody_in_both_themes(alice: Site, browser: Browser, name: str) -> None:
+    page, heading = name, PAGES.get(name, "")
+    if not heading:
+        page, heading = next((p, h) for p, h in details_of(alice).items() if p.startswith(name))
+    browser.open(page, heading)
+    browser.until(lambda: browser.all("main table, main form, main figure, main .tokens"), "content")
+    for theme, options in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+        browser.driver.execute_script("tinsmithTheme.set(arguments[0])", theme)
+        found = Axe().run(browser.driver, options=options)["violations"]
+        assert not [(one["id"], [node["html"][:200] for node in one["nodes"]][:5]) for one in found], theme
+    browser.driver.execute_script("tinsmithTheme.set('system')")
+    assert len(browser.all("h1")) == 1 and browser.all("main")
+    assert browser.driver.title.endswith("- Tinsmith")
+
+
+def test_the_theme_is_kept_and_follows_the_system_otherwise(browser: Browser) -> None:
+    def ground() -> str:
+        return browser.driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    browser.open("overview", "Overview")
+    light = ground()
+    browser.click("#theme", "as the system")
+    browser.click("#theme", "light")
+    dark = ground()
+    assert dark != light
+    browser.driver.refresh()
+    browser.until(lambda: browser.text("#theme") == "Theme: dark", "the theme")
+    assert ground() == dark
+    browser.click("#theme", "dark")
+    emulated = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", emulated)
+    assert ground() == dark
+    browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    assert ground() == light
+
+
+def test_everything_is_reached_with_the_keyboard(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: browser.all("main table"), "the tables")
+    browser.driver.execute_script("document.activeElement.blur()")
+    seen: list[str] = []
+    for _ in range(12):
+        browser.driver.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(browser.driver.switch_to.active_element.text)
+    assert seen[0] == "Skip to content"
+    assert seen[1:10] == [*list(PAGES.values())[:3], "Queue", *list(PAGES.values())[4:]]
+    links = browser.all("nav#nav a")
+    links[1].send_keys(Keys.ENTER)
+    browser.until(lambda: browser.text("h1") == "Runs", "the page")
+    # The heading is there before what is below it; it has the focus once both are.
+    browser.until(lambda: browser.driver.switch_to.active_element.text == "Runs", "focus at the new page's heading")
+    assert browser.one("nav#nav a[aria-current=page]").text == "Runs"
+
+
+def test_a_narrow_screen_shows_it_all(browser: Browser) -> None:
+    browser.driver.set_window_size(420, 800)
+    try:
+        for page in ("overview", "checkpoints"):
+            browser.open(page, PAGES[page])
+            browser.until(lambda: browser.all("main table"), "the tables")
+            wide = browser.driver.execute_script("return document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, "only tables scroll sideways"
+    finally:
+        browser.driver.set_window_size(1280, 900)
+
+
+# What is missing.
+
+MISSING = r"\b(null|undefined|NaN|Infinity|Invalid Date)\b|\[object "
+# Answers as a server of another version may give them: each number replaced, or each value that may be left out.
+SPOILED = """
+const changed = {
+  "null": (value) => (typeof value === "number" ? null : value),
+  "missing": (value) => (typeof value === "number" || value === null || value === "" ? undefined : value),
+  "empty": (value) => (Array.isArray(value) ? [] : value),
+}["%s"];
+// A row is a tenant's own: its null is shown as it is.
+const kept = new Set(
+  ["row", "job_id", "key_id", "kept", "cursor", "limit", "offset", "total_count", "step_token_budget"],
+);
+const spoil = (value) => {
+  if (Array.isArray(value)) return value.map(spoil);
+  if (value === null || typeof value !== "object") return value;
+  const spoiled = ([name, one]) => [name, kept.has(name) ? one : changed(spoil(one))];
+  return Object.fromEntries(Object.entries(value).map(spoiled));
+};
+const asked = window.fetch;
+window.answers = { due: 0, had: 0 };
+window.fetch = async (...given) => {
+  window.answers.due += 1;
+  const answer = await asked(...given);
+  const content = await answer.json();
+  setTimeout(() => (window.answers.had += 1), 50);
+  return { ok: answer.ok, status: answer.status, json: async () => (answer.ok ? spoil(content) : content) };
+};
+"""
+# Everything that a page says: its text, and the words for those who do not see it.
+SAID = """
+const words = [...document.querySelectorAll("body *")].flatMap((one) => [
+  ...[...one.childNodes].filter((child) => child.nodeType === Node.TEXT_NODE).map((child) => child.textContent),
+  ...["title", "aria-label", "placeholder", "alt"].map((name) => one.getAttribute(name) || ""),
+]);
+return words.filter((text) => new RegExp(arguments[0]).test(text));
+"""
+
+
+def said_of_nothing(browser: Browser) -> list[str]:
+    return list(browser.driver.execute_script(SAID, MISSING))
+
+
+def test_the_question_for_a_key_has_no_word_that_is_not_meant(alice: Site, browser: Browser) -> None:
+    browser.driver.get(alice.server.url)
+    browser.driver.execute_script("sessionStorage.clear()")
+    browser.driver.get("about:blank")
+    browser.open("runs", "Enter a key")
+    assert [one.text for one in browser.all("main > *")][1].startswith("API key")
+    assert said_of_nothing(browser) == []
+    assert all("401" in complaint for complaint in browser.complaints())
+
+
+@pytest.mark.parametrize("how", ["null", "missing", "empty"])
+def test_what_an_answer_lacks_is_shown_as_a_dash(alice: Site, browser: Browser, how: str) -> None:
+    script = {"source": SPOILED % how}
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
+    try:
+        for page, heading in {**PAGES, **details_of(alice)}.items():
+            browser.driver.get("about:blank")
+            browser.open(page)
+            drawn = "return answers.had > 1 && answers.had === answers.due"
+            browser.until(lambda drawn=drawn: browser.driver.execute_script(drawn), f"the content of {page}")
+            if not (page == "playground" and how == "empty"):  # which says that there is no model
+                assert browser.text("h1").startswith(heading), f"{page}: {browser.text('main')[:500]}"
+            assert said_of_nothing(browser) == [], page
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": added})
+
+
+# Charts.
+
+
+def numbers_of_all_kinds() -> list[list[float]]:
+    """Values of curves, in the hundreds of thousands and near 1e-300, equal, nearly equal, missing, not finite."""
+    rng = random.Random(0)
+    noise = [1.0, 1.0000001, 0.9999999, 1.0000002]
+    found = [[], [0.0], [-0.0, 0.0], [3.0], [-3.0], [1.0] * 9, noise, [-one for one in noise], [math.nan], [math.inf]]
+    found += [[math.nan, 1.0, math.inf, -math.inf, 2.0], [1e308, -1e308], [1e308], [5e-324], [5e-324, 0.0], [0, 1e300]]
+    found += [[0.1 + 0.2, 0.3], [1e15, 1e15 + 1], [2e9, 2e9 + 7], [-5.0, -4.0], [0.0, 1.0], [0.001] * 3, [1e-4, 2e-4]]
+    for _ in range(300):
+        size, width = 10.0 ** rng.randint(-300, 300), 10.0 ** rng.randint(-18, 2)
+        middle = rng.choice((0.0, -1.0, 1.0)) * size
+        found.append([middle + size * width * rng.uniform(-1, 1) for _ in range(rng.randint(1, 8))])
+    return found
+
+
+def modules(browser: Browser, names: str, body: str, *arguments: object) -> object:
+    """What a function of the dashboard's modules gives; `done` takes it."""
+    loads = ", ".join(f'import("/dashboard/{name}.js")' for name in names.split())
+    head = f"const done = arguments[arguments.length - 1]; Promise.all([{loads}]).then(([{names.replace(' ', ', ')}])"
+    script = head + " => {" + body + "}).catch((error) => done(String(error.stack)))"
+    return browser.driver.execute_async_script(script, *arguments)
+
+
+def test_an_axis_has_a_range_and_round_numbers_whatever_the_values_are(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    series = numbers_of_all_kinds()
+    body = """
+    done(arguments[0].map((texts) => {
+      const exponent = scale.exponentOf(texts.map(Number));
+      const values = scale.scaled(texts.map(Number), exponent);
+      const found = values.filter((value) => value !== null);
+      const range = scale.valueRange(...(found.length ? [Math.min(...found), Math.max(...found)] : [null, null]));
+      const ticks = scale.ticksOf(...range, 5);
+      return { exponent, values, range, ticks, labels: scale.labelsOf(ticks, exponent) };
+    }))"""
+    axes = modules(browser, "scale", body, [[repr(one) for one in each] for each in _spelled(series)])
+    assert isinstance(axes, list), axes
+    for given, axis in zip(series, axes, strict=True):
+        (low, high), ticks, labels = axis["range"], axis["ticks"], axis["labels"]
+        shown = [value for value in axis["values"] if value is not None]
+        assert len(shown) == sum(map(math.isfinite, given)), given
+        assert math.isfinite(low) and low < high, given
+        assert all(low <= value <= high for value in shown), given
+        assert 2 <= len(ticks) <= 6 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks), given
+        assert all(after > before for before, after in itertools.pairwise(ticks)), given
+        assert len(set(labels)) == len(labels), (given, labels)
+        step = Decimal(ticks[1]) - Decimal(ticks[0])
+        for tick, label in zip(ticks, labels, strict=True):
+            read = Decimal(label.replace(",", "")).scaleb(-axis["exponent"])
+            assert abs(read - Decimal(tick)) < step / 100, (given, labels)
+
+
+def _spelled(series: list[list[float]]) -> list[list[object]]:
+    """Numbers for JavaScript, which JSON cannot carry when they are not finite."""
+
+    class Spelled(float):
+        def __repr__(self) -> str:
+            name = {math.inf: "Infinity", -math.inf: "-Infinity"}.get(float(self), float.__repr__(self))
+            return "NaN" if math.isnan(self) else name
+
+    return [[Spelled(value) for value in each] for each in series]
+
+
+def test_steps_have_whole_numbers_wherever_a_run_begins(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    ends = [[0, 0], [7, 7], [1, 2], [0, 9], [3, 1000], [2**53 - 1, 2**53 - 1], [0, 2**53 - 1], [1795350324, 1795350400]]
+    body = """
+    const ranges = arguments[0].map((ends) => scale.stepRange(...ends));
+    done(ranges.map((range) => [range, scale.ticksOf(...range, 8, true)]))"""
+    axes = modules(browser, "scale", body, ends)
+    assert isinstance(axes, list), axes
+    for (first, last), ((low, high), ticks) in zip(ends, axes, strict=True):
+        assert low <= first <= last <= high and low < high
+        assert 1 <= len(ticks) <= 9 and all(float(tick).is_integer() for tick in ticks)
+        assert ticks == sorted(set(ticks))
+
+
+def test_every_curve_is_drawn_whatever_its_values_are(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    series = [[0.0], *numbers_of_all_kinds()[:40]]
+    body = """
+    const signal = new AbortController().signal;
+    const main = document.getElementById("main");
+    done(arguments[0].map((texts) => {
+      const values = texts.map(Number).map((value) => (Number.isFinite(value) ? value : null));
+      const made = charts.curve("a curve", "", signal);
+      main.append(made.figure);
+      made.update(values.map((_, index) => index + 1), values);
+      made.update(values.map((_, index) => index + 1), values);
+      const canvas = made.figure.querySelector("canvas");
+      const pixels = canvas?.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      const drawn = pixels ? pixels.some((part, index) => index % 4 === 3 && part > 0) : made.figure.textContent;
+      made.figure.remove();
+      return drawn;
+    }))"""
+    drawn = modules(browser, "charts", body, [[repr(one) for one in each] for each in _spelled(series)])
+    assert isinstance(drawn, list), drawn
+    assert [(given, what) for given, what in zip(series, drawn, strict=True) if what is not True] == []
+
+
+def test_equal_values_have_a_curve_and_bars_of_strange_sizes_are_drawn(alice: Site, browser: Browser) -> None:
+    noise = [1.0, 1.0000001192092896, 0.9999998807907104]
+    for step, value in enumerate(noise, 1):
+        body = {"model_id": alice.strange_run, "step": step, "metrics": {"ratio": value, "share": 0.0}}
+        alice.http.post("log_metrics", json=body).raise_for_status()
+    browser.open(f"runs/{alice.strange_run}", "Run ")
+    browser.until(lambda: len(browser.all("figure.curve canvas")) == 2, "both curves")
+    assert browser.all("main .warning") == []
+    body = """
+    const kinds = [{ name: "one", style: "s1" }, { name: "none", style: "s2" }];
+    const bars = [null, NaN, -4, 0, 5].map((part) => ({ label: "at", parts: [part, 0] }));
+    const figure = charts.stacked("bars", kinds, bars);
+    done([figure.textContent, [...figure.querySelectorAll("rect.s1")].map((rect) => rect.getAttribute("height"))])"""
+    text, heights = modules(browser, "charts", body)  # type: ignore[misc]
+    assert heights == ["0", "0", "0", "0", "100"]
+    assert "none" not in text, "a kind that no bar has"
+
+
+def test_a_chart_that_fails_fails_alone(alice: Site, browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: browser.all(".cards .card"), "the page")
+    browser.driver.execute_script("""
+    const real = window.uPlot;
+    let made = 0;
+    window.uPlot = function (options, ...rest) {
+      made += 1;
+      if (made === 2) options.axes[1].splits = () => new Array(-1);
+      if (made === 4) throw new Error("no room");
+      return new real(options, ...rest);
+    };
+    """)
+    browser.driver.execute_script("location.hash = arguments[0]", f"#/runs/{alice.run}")
+    browser.until(lambda: len(browser.all("figure.curve")) > 5, "the curves")
+    warnings = browser.until(lambda: [one.text for one in browser.all("figure.curve .warning")], "what failed")
+    reasons = ["This chart cannot be drawn: Invalid array length", "This chart cannot be drawn: no room"]
+    assert warnings == reasons
+    assert len(browser.all("figure.curve canvas")) == len(browser.all("figure.curve")) - 2
+    browser.until(lambda: browser.all("section tbody tr"), "the checkpoints")
+    assert browser.text("h1").startswith("Run ")
+
+
+def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    written = {
+        "count": {0: "0", 1234: "1,234"},
+        "number": {0: "0", 0.5: "0.5000", 2296.7: "2,296.7", 12345678: "12,345,678", 1e-7: "1.00e-7", 2e12: "2.00e12"},
+        "percent": {0: "0 %", 1: "100 %", 0.0001: "under 0.1 %", 0.9999: "over 99.9 %", 0.5: "50 %", 0.025: "2.5 %"},
+        "seconds": {0: "0 ms", 0.0001: "under 1 ms", 0.9996: "1.0 s", 45: "45 s", 90: "2 min", 7200: "2 h"},
+        "bytes": {0: "0 B", 1023: "1023 B", 1048575: "1.0 MiB", 4 * 2**30: "4.0 GiB"},
+    }
+    calls = [[name, value, text] for name, texts in written.items() for value, text in texts.items()]
+    body = """
+    const written = arguments[0].map(([name, value, text]) => [name, value, text, format[name](value)]);
+    const wrong = written.filter(([, , text, got]) => text !== got);
+    const unknown = [null, undefined, NaN, Infinity, -Infinity];
+    const dashes = arguments[1]
+      .flatMap((name) => unknown.map((value) => [name, String(value), format[name](value)]))
+      .filter(([, , got]) => got !== "-");
+    const plurals = [format.counted(1, "token"), format.counted(0, "token"), format.counted(2, "batch", "batches")];
+    done([wrong, dashes, plurals, format.number(-0)])"""
+    plurals = ["1 token", "0 tokens", "2 batches"]
+    names = ["count", "short", "some", "number", "percent", "seconds", "bytes", "ago", "when", "clock", "shortId"]
+    assert modules(browser, "format", body, calls, names) == [[], [], plurals, "0"]
+
+
+# Runs.
+
+
+def test_curves_grow_while_somebody_looks(alice: Site, browser: Browser) -> None:
+    browser.open(f"runs/{alice.run}", "Run ")
+
+    def latest(title: str) -> str:
+        for figure in browser.all("figure.curve"):
+            if figure.find_element("css selector", ".name").text == title:
+                return figure.find_element("css selector", ".latest").text
+        return ""
+
+    steps = alice.steps
+    for title in ("reward", "Loss per token", "Gradient norm", "Learning rate", "Tokens per second"):
+        browser.until(lambda title=title: latest(title).endswith(f"at step {steps}"), title)
+    before = latest("Loss per token")
+    alice.train(2)
+    browser.until(lambda: latest("Loss per token").endswith(f"at step {steps + 2}"), "the new step")
+    browser.until(lambda: latest("reward").endswith(f"at step {steps + 2}"), "the new reward")
+    assert latest("Loss per token") != before
+    figure = browser.one("figure.curve")
+    assert "values up to step" in (figure.find_element("css selector", "[role=img]").get_attribute("aria-label") or "")
+    figure.find_element("css selector", "summary").click()
+    browser.until(lambda: len(figure.find_elements("css selector", "tbody tr")) == steps + 2, "the numbers")
+
+
+def test_what_a_tenant_wrote_is_shown_as_text(alice: Site, browser: Browser) -> None:
+    browser.open("runs", "Runs")
+    link = browser.until(lambda: [one for one in browser.all("tbody a") if one.text == STRANGE_NAME], "the name")
+    link[0].click()
+    browser.until(lambda: STRANGE_NAME in browser.text("main dl"), "the name")
+    assert browser.all("main img") == []
+
+
+def test_a_thousand_runs_are_searched_sorted_and_paged(alice: Site, browser: Browser) -> None:
+    data_dir = alice.server.data_dir
+    database = Database(database_url(data_dir) or f"sqlite:///{data_dir / 'tinsmith.db'}")
+    with database.write() as connection:
+        row = dict(connection.execute(sa.select(MODELS).where(MODELS.c.model_id == alice.run)).one()._mapping)
+        row |= {"state": "unloaded", "reason": "made for a test"}
+        many = [
+            row | {"model_id": f"many:train:{number}", "created_at": float(number), "lora_rank": 1 + number % 200}
+            for number in range(1, 1001)
+        ]
+        connection.execute(MODELS.insert(), many)
+    try:
+        browser.open("runs", "Runs")
+        browser.until(lambda: "1 to 50 of 1,002" in browser.text(".pager"), "the first page")
+        browser.click(".pager button", "Next")
+        browser.until(lambda: "51 to 100 of 1,002" in browser.text(".pager"), "the second page")
+        browser.click("button.sort", "Rank")
+        browser.until(lambda: browser.one("th[aria-sort=descending]").text.startswith("Rank"), "the order")
+        browser.until(lambda: "200" in rows(browser)[0], "the highest rank")
+        assert "1 to 50" in browser.text(".pager")
+        browser.click("button.sort", "Rank")
+        browser.until(lambda: browser.one("th[aria-sort=ascending]").text.startswith("Rank"), "the other order")
+        browser.one("#search").send_keys("many:train:777")
+        browser.until(lambda: "1 to 1 of 1" in browser.text(".pager"), "the one run")
+        assert "many:train:777" in rows(browser)[0] and "unloaded" in rows(browser)[0]
+    finally:
+        with database.write() as connection:
+            connection.execute(MODELS.delete().where(MODELS.c.model_id.startswith("many:")))
+        database.close()
+
+
+def test_a_session_leads_to_its_runs(alice: Site, browser: Browser) -> None:
+    browser.open("sessions", "Sessions")
+    browser.until(lambda: len(rows(browser)) >= 2 and STRANGE_NAME in browser.text("tbody"), "the sessions")
+    browser.one("#search").send_keys("quotes img")
+    browser.until(lambda: len(rows(browser)) == 1, "the one that has these words")
+    browser.click("tbody a")
+    browser.until(lambda: browser.text("h1").startswith("Session "), "the session")
+    browser.until(lambda: [link for link in browser.all("tbody a") if link.text == STRANGE_NAME], "its run")
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "deny"})
+    browser.click("button", "Download the timeline")
+    browser.until(lambda: "The timeline is downloaded" in browser.text("#news"), "the news")
+    browser.click("tbody a")
+    browser.until(lambda: browser.text("h1").startswith("Run "), "the run")
+
+
+# The other pages.
+
+
+def test_the_overview_counts(alice: Site, browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: "2" in browser.text(".cards .card .value"), "the runs")
+    browser.until(lambda: BASE in browser.text("main"), "the engine")
+    browser.until(lambda: browser.all("svg.bars rect.s1"), "the tokens of the day")
+    browser.click(".cards .card", "Checkpoints")
+    browser.until(lambda: browser.text("h1") == "Checkpoints", "the page")
+
+
+def test_the_queue_shows_what_was_packed(browser: Browser) -> None:
+    browser.open("queue", "Queue and packing")
+    browser.until(lambda: "tokens on average" in browser.text("main"), "the sizes")
+    assert browser.all("svg.bars rect.s1")
+    assert "Optimizer steps" in browser.text("main")
+    # A tenant that is alone is told nothing of shares.
+    for word in ("of them were yours", "Tenants", "Your tokens", "other tenants"):
+        assert word not in browser.text("main")
+
+
+def test_a_checkpoint_is_published_kept_for_a_time_and_deleted(alice: Site, browser: Browser) -> None:
+    path = alice.model.save_state("doomed").result().path
+    route = f"training_runs/{alice.run}/checkpoints"
+
+    def stored() -> dict[str, dict[str, object]]:
+        found = alice.http.get(route).json()["checkpoints"]
+        return {str(one["tinker_path"]): one for one in found}
+
+    def row() -> str:
+        return next((row for row in rows(browser) if row.startswith("doomed")), "")
+
+    browser.open("checkpoints", "Checkpoints")
+    browser.until(lambda: "private" in row(), "the checkpoint")
+    browser.click("button", "Publish doomed")
+    browser.click("dialog button", "Publish")
+    browser.until(lambda: "public" in row(), "its being public")
+    assert stored()[path]["public"] is True
+    browser.click("button", "Unpublish doomed")
+    browser.click("dialog button", "Unpublish")
+    browser.until(lambda: "private" in row(), "its being private")
+    browser.click("button", "Expiry doomed")
+    browser.until(lambda: browser.all("dialog[open]"), "the question")
+    browser.driver.execute_script("document.querySelector('dialog #days').value = 2")
+    browser.click("dialog button", "Set")
+    browser.until(lambda: "never" not in row(), "the time")
+    assert stored()[path]["expires_at"]
+    browser.click("button", "Delete doomed")
+    browser.click("dialog button", "Cancel")
+    browser.until(lambda: not browser.all("dialog"), "the end of the question")
+    assert browser.driver.switch_to.active_element.get_attribute("aria-label") == "Delete doomed"
+    assert path in stored()
+    browser.click("button", "Delete doomed")
+    browser.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    browser.until(lambda: not browser.all("dialog"), "the end of the question")
+    assert path in stored()
+    browser.click("button", "Delete doomed")
+    browser.click("dialog button.danger", "Delete")
+    browser.until(lambda: rows(browser) and not row(), "its end")
+    assert path not in stored()
+
+
+def test_a_checkpoint_is_downloaded_by_a_link_without_the_key(alice: Site, browser: Browser) -> None:
+    browser.open("checkpoints", "Checkpoints")
+    browser.until(lambda: rows(browser), "the checkpoints")
+    # A download leaves the page where it is; what the browser asks for is noted instead of written to a disk.
+    browser.driver.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "deny"})
+    name = alice.checkpoints[0].rpartition("/")[2]
+    browser.click("button", f"Download {name}")
+    browser.until(lambda: "The download begins" in browser.text("#news"), "the news")
+    run, kind, _ = alice.checkpoints[0].removeprefix("tinker://").split("/")
+    link = alice.http.get(f"training_runs/{run}/checkpoints/{kind}/{name}/archive_link").json()["url"]
+    assert httpx.get(link).headers["content-type"] == "application/x-tar"
+
+
+def test_models_are_asked_side_by_side_token_by_token(alice: Site, browser: Browser) -> None:
+    browser.open("playground", "Playground")
+    fields = browser.until(lambda: browser.all("input[id^=model]"), "the models")
+    models = [field.get_attribute("value") for field in fields]
+    assert models[0] == BASE and str(models[1]).startswith("tinker://")
+    browser.driver.execute_script("document.getElementById('max_tokens').value = 5")
+    browser.driver.execute_script("document.getElementById('temperature').value = 0")
+    browser.click("button.primary", "Sample")
+    browser.until(lambda: len(browser.all(".column .tokens")) == 2, "both answers")
+    assert "hello" in browser.text(".column:nth-child(2) .text"), "the second model was trained to say it"
+    tokens = browser.one(".column:nth-child(2) .tokens")
+    tokens.send_keys(Keys.ARROW_RIGHT)
+    said = browser.until(lambda: browser.text(".column:nth-child(2) .said"), "words")
+    assert "logprob" in said and "likeliest" in said
+    browser.click(".column:nth-child(2) summary")
+    browser.until(lambda: browser.all(".column:nth-child(2) tbody tr"), "the numbers")
+    browser.click("button", "Add a model")
+    browser.click("button", "Add a model")
+    assert len(browser.all(".column")) == 4
+    assert not browser.one(".actions button:not(.primary)").is_enabled(), "no more than four"
+    browser.click("button", "Remove column 1")
+    assert len(browser.all(".column")) == 3
+
+
+def test_what_cannot_be_sampled_says_why(browser: Browser) -> None:
+    browser.open("playground", "Playground")
+    field = browser.until(lambda: browser.one("#model1"), "the field")
+    field.clear()
+    field.send_keys("no/such-model")
+    browser.click("button.primary", "Sample")
+    browser.until(lambda: "no/such-model" in browser.text(".column .warning"), "the reason")
+    assert all("404" in complaint for complaint in browser.complaints())
+
+
+def test_a_sample_is_shown_as_the_conversation_that_it_ended(alice: Site, browser: Browser) -> None:
+    browser.open("samples", "Samples")
+    browser.until(lambda: [row for row in rows(browser) if row.startswith("hello user Say hello. assistant")], "words")
+    browser.open(f"samples/{alice.sample}", "Sample ")
+    browser.until(lambda: "Turn 2 of 2" in browser.text("main"), "both turns")
+    assert len(browser.all(".turn.sampled")) == 2
+    first = browser.one("section:nth-of-type(1)").text
+    assert "Say hello." in first and "hello" in first
+    second = browser.one("section:nth-of-type(2)").text
+    assert "Once more." in second and "hello" not in second.partition("Once more.")[0]
+    assert browser.all(".turn.sampled .token.p0, .turn.sampled .token.p1")
+
+
+def test_bulk_jobs_show_how_far_they_are_what_failed_and_end_when_told(alice: Site, browser: Browser) -> None:
+    running = alice.long_job()
+    browser.open("jobs", "Bulk jobs")
+    browser.until(lambda: len(rows(browser)) == 2, "the jobs")
+    assert browser.all("progress")
+    browser.open(f"jobs/{alice.job_id}", "Job ")
+    browser.until(lambda: "succeeded" in browser.text("main dl"), "the end")
+    assert "greetings.jsonl" in browser.text("main")
+    browser.until(lambda: [row for row in rows(browser) if row.startswith("4 ")], "the failed row")
+    trace = browser.text("main details pre")
+    assert trace.startswith("row 4 is {") and "Traceback" in trace
+    browser.open(f"jobs/{running}", "Job ")
+    browser.until(lambda: [row for row in rows(browser) if " to " in row], "committed batches")
+    browser.click("button.danger", "Cancel the job")
+    browser.click("dialog button.danger", "Cancel the job")
+    browser.until(lambda: "cancelled" in browser.text("main dl"), "the end")
+    browser.click("button.primary", "Resume")
+    browser.click("dialog button.primary", "Resume")
+    browser.until(lambda: f"job {running}" in browser.text("main dl"), "the new job")
+    new_id = browser.driver.current_url.rpartition("/")[2]
+    alice.http.post(f"batch/jobs/{new_id}/cancel").raise_for_status()
+
+
+JOB = {
+    "job_id": 9, "name": "", "pool": "local", "weight": 1.0, "status": "FAILED", "total_rows": 100, "rows_ok": 61,
+    "rows_failed": 3, "tokens_in": 0, "tokens_out": 0, "resume_from": None, "error": "Traceback:\n  File\nValueError",
+    "created_at": 1.0, "started_at": 2.0, "ended_at": 3.0, "batch_total_batches": 4, "batch_completed_batches": 2,
+    "outputs": [], "workers": [{"worker_id": "2-c1a0658c", "kind": "local", "state": "starting"}],
+}  # fmt: skip
+PARTS = [{"start_idx": start, "end_idx": start + 31, "parts": [{"path": f"part-{start}"}]} for start in (0, 32)]
+GIVEN = """
+const given = %s;
+window.fetch = async (where) => {
+  const path = Object.keys(given).find((one) => where.split("?")[0].endsWith(one));
+  (window.asked ??= []).push(path);
+  return { ok: true, status: 200, json: async () => given[path] };
+};
+"""
+
+
+def shown_job(browser: Browser, job: dict[str, object], errors: Sequence[object], batches: Sequence[object]) -> str:
+    """The text of a job's page, for these answers."""
+    me = {"name": "alice", "key_id": 1}
+    answers = {"/me": me, "/jobs/9": job, "/9/errors": {"errors": errors}, "/9/partial": {"batches": batches}}
+    script = {"source": GIVEN % json.dumps(answers)}
+    added = browser.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", script)["identifier"]
+    try:
+        browser.driver.get("about:blank")
+        browser.open("jobs/9", "Job 9")
+        browser.until(lambda: "Submitted" in browser.text("main"), "the job")
+        # The answer for the parts comes last; what it leads to is drawn before the next timer.
+        browser.until(lambda: browser.driver.execute_script("return window.asked.includes('/9/partial')"), "the parts")
+        browser.driver.execute_async_script("setTimeout(arguments[0], 100)")
+        return browser.text("main")
+    finally:
+        browser.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", {"identifier": added})
+
+
+def test_a_job_that_failed_has_its_rows_as_they_are_numbered_and_no_worker(browser: Browser) -> None:
+    text = shown_job(browser, JOB, [], PARTS)
+    assert [row.split()[:3] for row in rows(browser)] == [["0", "to", "31"], ["32", "to", "63"]]
+    assert "starting" not in text and "Workers" not in text, "it has ended"
+    assert "Failed rows" not in text, "there is nothing to list"
+    assert "61 of 100 done, 3 failed" in text and "The job has ended without output." in text
+    assert "Traceback:\n  File\nValueError" in text, "on lines of its own"
+
+
+def test_a_job_without_rows_has_no_sections_of_zeros(browser: Browser) -> None:
+    counts = {"total_rows": 0, "rows_ok": 0, "rows_failed": 0, "batch_total_batches": 0, "batch_completed_batches": 0}
+    outputs = [{"path": "none.jsonl", "rows": 0, "bytes": 0}]
+    text = shown_job(browser, JOB | counts | {"status": "SUCCEEDED", "error": None, "outputs": outputs}, [], [])
+    assert browser.all("h2") and [one.text for one in browser.all("h2")] == ["Outputs"]
+    assert "no batches" in text and "not counted" not in text and "0 done" not in text
+
+
+def test_a_job_that_runs_has_its_workers(browser: Browser) -> None:
+    text = shown_job(browser, JOB | {"status": "RUNNING", "error": None, "ended_at": None}, [], PARTS[:1])
+    assert "2-c1a0658c" in text and "starting" in text
+    assert "The outputs are published when all batches are done." in text
+
+
+def test_keys_and_quotas_are_shown(browser: Browser) -> None:
+    browser.open("account", "Keys and usage")
+    browser.until(lambda: "laptop" in browser.text("main"), "the key")
+    assert "in use here" in browser.text("main")
+    assert [row for row in rows(browser) if row.startswith("Models loaded 2 8")]
+
+
+def test_a_server_that_is_away_is_waited_for(browser: Browser) -> None:
+    browser.open("overview", "Overview")
+    browser.until(lambda: browser.all(".cards .card"), "the page")
+    gone = {"offline": True, "latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+    browser.driver.execute_cdp_cmd("Network.enable", {})
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", gone)
+    browser.until(lambda: browser.all("body.offline"), "the notice")
+    assert browser.all(".cards .card"), "what was there stays"
+    browser.driver.execute_cdp_cmd("Network.emulateNetworkConditions", {**gone, "offline": False})
+    browser.until(lambda: not browser.all("body.offline"), "the end of the notice")
+    assert all("ERR_INTERNET_DISCONNECTED" in complaint for complaint in browser.complaints())
+
+
+def test_what_is_not_there_is_said(browser: Browser) -> None:
+    browser.open("runs/no:train:0", "Not found")
+    assert "unknown" in browser.text("main")
+    browser.open("nothing", "Overview")
+    assert all("404" in complaint for complaint in browser.complaints())

@@ -1,0 +1,287 @@
+"""Dedicated samplers as processes with data directories of their own: the same answers, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from support.cluster import BASE, Cluster, clustered
+from support.databases import POSTGRES, SQLITE
+from support.live import API_KEY, LiveServer, freeze, serving
+from support.raw_client import RawClient, connect, pass_body
+from tinsmith.samplers.fake import FakeSampler
+from tinsmith.types import ModelShape, Sample, SamplingParams
+from tinsmith.wire.sampling import read_sample_result
+
+SAMPLERS = ("alpha", "beta")
+STEP = 0.01
+
+
+@pytest.fixture(scope="module", params=[SQLITE, pytest.param(POSTGRES, marks=pytest.mark.slow)])
+def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with clustered(tmp_path_factory.mktemp("samplers"), request.param) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def processes(cluster: Cluster) -> Iterator[dict[str, LiveServer]]:
+    with contextlib.ExitStack() as stack:
+        found = {
+            "server": stack.enter_context(cluster.process("server", "server")),
+            "engine": stack.enter_context(cluster.process("engine", "engine")),
+            # Room for one version: whatever is sampled next to another is evicted and fetched again.
+            "alpha": stack.enter_context(cluster.process("alpha", "sampler", settings={"SAMPLER_VERSION_BYTES": "1"})),
+            "beta": stack.enter_context(cluster.process("beta", "sampler")),
+        }
+        cluster.await_ready("engine", *SAMPLERS)
+        yield found
+
+
+@pytest.fixture
+def client(cluster: Cluster, processes: dict[str, LiveServer]) -> Iterator[RawClient]:
+    cluster.await_ready("engine", *SAMPLERS)  # whoever died in the test before
+    cluster.wait(lambda: cluster.engines()["engine"].address)
+    made = connect(processes["server"])
+    yield made
+    made.http.close()
+
+
+def send(client: RawClient, sampler: str, number: int, prompt: Sequence[int], seed: int = 7) -> str:
+    body = {
+        "sampling_session_id": sampler,
+        "seq_id": number,
+        "num_samples": 2,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+        "sampling_params": {"max_tokens": 5, "seed": seed},
+    }
+    return client.ok("asample", body)["request_id"]
+
+
+def tokens_of(client: RawClient, request_id: str) -> list[list[int]]:
+    result = read_sample_result(client.result(request_id).content, request_id)
+    return [sequence.tokens_T.tolist() for sequence in result.sequences]
+
+
+def expected(weight: float, prompt: Sequence[int], seed: int = 7) -> list[list[int]]:
+    """What an engine's own sampler answers."""
+    sampler = FakeSampler(ModelShape(BASE, "", 512, 2048, "fake"), {"v": weight})
+    sampler.submit(Sample("r", "v", np.array(prompt, np.int32), 2, SamplingParams(max_tokens=5, seed=seed)))
+    ((_, result),) = sampler.step()
+    return [sequence.tokens_T.tolist() for sequence in result.sequences]  # type: ignore[union-attr]
+
+
+class Run:
+    """A run whose weight goes down with every step; its versions are told apart by it."""
+
+    def __init__(self, client: RawClient) -> None:
+        self.client = client
+        self.session_id = client.session()
+        self.model_id = client.model(self.session_id)
+        self.seq_id = 0
+        self.weight = 0.0
+        self.number = 0
+
+    def next(self) -> int:
+        self.seq_id += 1
+        return self.seq_id
+
+    def step(self) -> None:
+        assert self.client.send_pass(pass_body(self.model_id, self.next())).status_code == 200
+        self.client.result(self.client.step(self.model_id, self.next(), learning_rate=STEP))
+        self.weight -= STEP
+
+    def publish(self) -> tuple[str, float]:
+        self.number += 1
+        body = {"model_id": self.model_id, "seq_id": self.next(), "sampling_session_seq_id": self.number}
+        answer = self.client.result(self.client.ok("save_weights_for_sampler", body)["request_id"])
+        return answer.json()["sampling_session_id"], self.weight
+
+    def save(self, name: str) -> str:
+        body = {"model_id": self.model_id, "seq_id": self.next(), "path": name, "overwrite": True}
+        return self.client.result(self.client.ok("save_weights_for_sampler", body)["request_id"]).json()["path"]
+
+
+def executors(cluster: Cluster, request_ids: Sequence[str]) -> list[str | None]:
+    names = {row.engine_id: name for name, row in cluster.engines().items()}
+    found = dict(cluster.rows("request_id, executor", "futures"))
+    return [names.get(found[request_id] or "") for request_id in request_ids]
+
+
+def crash_in(cluster: Cluster) -> str:
+    """How a process ended that should not have."""
+    _, mark, text = cluster.log().partition("Traceback")
+    return mark + text[:3000]
+
+
+def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Cluster, client: RawClient) -> None:
+    sampler = client.sampler()
+    prompts = [[number, number + 1] for number in range(30)]
+    ids = [send(client, sampler, number, prompt) for number, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected(0.0, prompt) for prompt in prompts]
+    assert set(executors(cluster, ids)) == set(SAMPLERS)
+
+
+def test_prompts_that_begin_alike_go_to_one_sampler(cluster: Cluster, client: RawClient) -> None:
+    sampler = client.sampler()
+    prompt = list(range(1, 80))
+    ids = [send(client, sampler, number, [*prompt, number]) for number in range(8)]
+    for request_id in ids:
+        client.result(request_id)
+    assert len(set(executors(cluster, ids))) == 1
+
+
+def test_every_answer_is_of_its_own_version(cluster: Cluster, client: RawClient) -> None:
+    run, sent = Run(client), []
+    for _ in range(6):
+        run.step()
+        sampler, weight = run.publish()
+        for number in range(3):
+            prompt = [run.number, number]
+            sent.append((send(client, sampler, number, prompt), weight, prompt))
+    for request_id, weight, prompt in sent:
+        assert tokens_of(client, request_id) == expected(weight, prompt)
+    assert set(executors(cluster, [request_id for request_id, *_ in sent])) <= set(SAMPLERS)
+    first = f"{run.session_id}:sample:1"
+    prompt = [50, 51]
+    again = [send(client, first, 10 + number, [*prompt, number]) for number in range(6)]
+    for number, request_id in enumerate(again):
+        assert tokens_of(client, request_id) == expected(-STEP, [*prompt, number]), "an old version is had again"
+    assert "goes to the engines" not in cluster.log()
+
+
+def test_a_checkpoint_that_was_overwritten_is_not_served_any_more(client: RawClient) -> None:
+    run = Run(client)
+    run.step()
+    path = run.save("newest")
+    body = {"session_id": run.session_id, "sampling_session_seq_id": 90, "model_path": path}
+    sampler = client.ok("create_sampling_session", body)["sampling_session_id"]
+    prompts = [[60, number] for number in range(6)]
+    ids = [send(client, sampler, number, prompt) for number, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected(-STEP, prompt) for prompt in prompts]
+    run.step()
+    assert run.save("newest") == path
+    ids = [send(client, sampler, 10 + number, prompt) for number, prompt in enumerate(prompts)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected(-2 * STEP, prompt) for prompt in prompts]
+
+
+def test_an_inflight_version_is_sampled_by_its_engine_which_alone_knows_the_newest(
+    cluster: Cluster, client: RawClient
+) -> None:
+    run = Run(client)
+    for number in (1, 2):
+        run.step()
+        body = {"model_id": run.model_id, "seq_id": run.next(), "sampling_session_seq_id": number}
+        made = client.ok("save_weights_for_sampler", body | {"kind": "inflight"})["request_id"]
+        sampler = client.result(made).json()["sampling_session_id"]
+        request_id = send(client, sampler, 0, [70])
+        assert tokens_of(client, request_id) == expected(-STEP * number, [70])
+        assert executors(cluster, [request_id]) == [None]
+
+
+def test_what_is_unknown_fails_as_it_does_in_an_engine(client: RawClient) -> None:
+    run = Run(client)
+    path = run.save("gone")
+    body = {"session_id": run.session_id, "sampling_session_seq_id": 91, "model_path": path}
+    sampler = client.ok("create_sampling_session", body)["sampling_session_id"]
+    training_run_id, name = path.removeprefix("tinker://").split("/", 1)
+    deleted = client.http.delete(f"training_runs/{training_run_id}/checkpoints/{name}")
+    assert deleted.status_code in (200, 204), deleted.text
+    assert "gone" in client.error(send(client, sampler, 0, [1, 2]))
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])
+def test_a_sampler_that_is_lost_loses_nothing(cluster: Cluster, client: RawClient, how: str) -> None:
+    run = Run(client)
+    run.step()
+    sampler, weight = run.publish()
+    prompts = [[number % 500, 3] for number in range(120)]
+    ids = []
+    pid = cluster.engines()["alpha"].pid
+    for number, prompt in enumerate(prompts):
+        ids.append(send(client, sampler, number, prompt))
+        if number == 60:
+            if how == "killed":
+                os.kill(pid, signal.SIGKILL)
+            elif how == "frozen":
+                freeze(pid, cluster.directory)
+            else:
+                os.kill(pid, signal.SIGTERM)
+    try:
+        found = [tokens_of(client, request_id) for request_id in ids]
+    finally:
+        if how == "frozen":
+            os.kill(pid, signal.SIGCONT)
+    assert found == [expected(weight, prompt) for prompt in prompts]
+    assert cluster.rows("count(*)", f"future_results WHERE request_id LIKE '{sampler}:%'") == [(len(ids),)]
+    cluster.wait(lambda: (row := cluster.engines()["alpha"]).pid != pid and row.state == "ready")
+    assert crash_in(cluster) == ""
+
+
+def test_without_any_sampler_the_engine_samples(cluster: Cluster, processes: dict[str, LiveServer]) -> None:
+    cluster.await_ready("engine", *SAMPLERS)
+    client = connect(processes["server"])
+    run = Run(client)
+    run.step()
+    sampler, weight = run.publish()
+    ids = [send(client, sampler, number, [number]) for number in range(10)]
+    for name in SAMPLERS:
+        # The process that restarts it dies first, so that nobody says that it is gone.
+        pid = cluster.engines()[name].pid
+        processes[name].process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    ids += [send(client, sampler, number, [number]) for number in range(10, 20)]
+    assert [tokens_of(client, request_id) for request_id in ids] == [expected(weight, [n]) for n in range(20)]
+    client.http.close()
+
+
+def test_a_training_loop_samples_its_newest_weights_from_a_dedicated_sampler(tmp_path: Path) -> None:
+    """The real SDK and the embedded model: what is sampled has the logprobs that its own version gives it."""
+    with (
+        serving(tmp_path / "data", "--samplers", "1") as server,
+        tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service,
+    ):
+        deadline = time.monotonic() + 90
+        while not server.count("engines WHERE kind = 'sampler' AND state = 'ready'"):
+            assert time.monotonic() < deadline, "the sampler does not come"
+            time.sleep(0.1)
+        model = service.create_lora_training_client("tinsmith/nano", rank=8, seed=1).result()
+        prompt = [5, 17, 42, 9]
+        for step in range(3):
+            sampler = model.save_weights_and_get_sampling_client().result()
+            params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step)
+            answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=2, sampling_params=params).result()
+            data = []
+            for sequence in answer.sequences:
+                tokens = [*prompt, *sequence.tokens]
+                inputs = {
+                    "target_tokens": np.array(tokens[1:]),
+                    "weights": np.array([0.0] * (len(prompt) - 1) + [1.0] * len(sequence.tokens), np.float32),
+                }
+                data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
+            passed = model.forward_backward(data, "cross_entropy").result()
+            for sequence, outputs in zip(answer.sequences, passed.loss_fn_outputs, strict=True):
+                trained = outputs["logprobs"].to_numpy()[len(prompt) - 1 :]
+                np.testing.assert_allclose(sequence.logprobs, trained, atol=2e-4)
+            model.optim_step(types.AdamParams(learning_rate=0.05)).result()
+        # Clients of OpenAI are answered by it, too, token by token if they like.
+        chat = {"model": BASE, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
+        headers = {"authorization": f"Bearer {API_KEY}"}
+        url = f"{server.url}/v1/chat/completions"
+        whole = httpx.post(url, json=chat | {"temperature": 0}, headers=headers, timeout=60).json()
+        text = httpx.post(url, json=chat | {"temperature": 0, "stream": True}, headers=headers, timeout=60).text
+        parts = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line.startswith("data: {")]
+        told = "".join(part["choices"][0]["delta"].get("content") or "" for part in parts)
+        assert told == whole["choices"][0]["message"]["content"] != ""
+        assert server.count("futures WHERE kind = 'sample' AND executor LIKE 'sampler%' AND state = 'done'") == 5

@@ -1,0 +1,190 @@
+"""Four ranks, every family of docs/models.md on two, ranks that die or stand still, and the SDK on two.
+
+`make test-ranks` does it. What `make test` does: test_sharded.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from support import families, ranked, tiny_models
+from support.families import FAMILIES, Family
+from support.live import API_KEY, serving
+from tinsmith.backends.distributed import Degrees, Group
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.errors import RanksLostError, SettingsError
+from tinsmith.types import ModelShape
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+torch.set_num_threads(1)
+
+TWO = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True)}
+
+FOUR = {
+    "dp4": Degrees(4),
+    "dp2-tp2": Degrees(2, 2),
+    "fsdp4": Degrees(4, 1, shard_base=True),
+    "fsdp2-tp2": Degrees(2, 2, shard_base=True),
+}
+
+NO_PLAN = {"bitnet", "gpt_bigcode", "hunyuan_v1_dense", "opt", "persimmon"}
+"""Families that transformers has no plan for: refused with tensor_parallel."""
+
+
+def refuse(reason: str) -> None:
+    raise AssertionError(f"the group was lost: {reason}")
+
+
+@pytest.fixture(scope="module", params=[4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Group | None]:
+    """As many as a test asks for, closed before others are: a process is rank 0 of one group at a time."""
+    if request.param == 0:
+        yield None
+        return
+    group = Group(request.param, device="cpu", timeout_s=120.0, on_lost=refuse)
+    yield group
+    group.close()
+
+
+on_two = pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
+with_its_own = pytest.mark.parametrize("ranks", [0], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("degrees", FOUR.values(), ids=FOUR)
+def test_ten_steps_on_four_ranks(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, degrees)
+    ranked.train_alike(one, many, 10)
+    ranked.sample_alike(one, many)
+
+
+@pytest.mark.parametrize("degrees", [FOUR["dp4"], FOUR["dp2-tp2"]], ids=["dp4", "dp2-tp2"])
+def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: ModelShape, degrees: Degrees) -> None:
+    one = TorchBackend(shape, device="cpu", dtype="bfloat16", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, degrees, dtype="bfloat16")
+    rng = np.random.default_rng(0)
+    for model in (0, 1):
+        passes = [ranked.pass_of(rng, model, [9, 17, 30])]
+        (theirs,), (ours,) = one.run_passes(passes), many.run_passes(passes)
+        assert not isinstance(theirs, Exception) and not isinstance(ours, Exception)
+        for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
+            assert np.abs(found - expected).max() < 0.3
+        expected_P, found_P = ranked.gradient(one, model), ranked.gradient(many, model)
+        assert expected_P is not None and found_P is not None and ranked.relative(found_P, expected_P) < 0.05
+
+
+@on_two
+@pytest.mark.parametrize("degrees", [TWO["tp2"], TWO["fsdp2"]], ids=["tp2", "fsdp2"])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+def test_every_family_is_divided_exactly_or_refused(
+    ranks: Group, tmp_path: Path, family: Family, degrees: Degrees
+) -> None:
+    shape = families.make(tmp_path, family)
+    if degrees.tensor > 1 and (family.experts or family.model_type in NO_PLAN):
+        reason = "experts of .* are not divided" if family.experts else "tensor_parallel is 2, and"
+        with pytest.raises(SettingsError, match=reason):
+            ranked.load(shape, ranks, degrees)
+        return
+    one = TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+    ranked.create(one)
+    many = ranked.load(shape, ranks, degrees)
+    ranked.train_alike(one, many, 3)
+    ranked.sample_alike(one, many)
+
+
+@with_its_own
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("name", TWO)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, how: signal.Signals) -> None:
+    reasons: list[str] = []
+    noticed = threading.Event()
+
+    def on_lost(reason: str) -> None:
+        reasons.append(reason)
+        noticed.set()
+
+    group = Group(2, device="cpu", timeout_s=40.0, on_lost=on_lost)
+    try:
+        backend = ranked.load(shape, group, TWO[name])
+        os.kill(group.pids[1], how)
+        if how == signal.SIGKILL:
+            # In the middle of nothing: nobody had to ask.
+            assert noticed.wait(60) and f"process {group.pids[1]}) was killed by signal 9" in reasons[0]
+        with pytest.raises(RanksLostError):
+            backend.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])])
+        assert noticed.wait(60)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(group.pids[1], signal.SIGKILL)
+        group.close()
+
+
+def test_the_sdk_trains_and_samples_on_two_ranks_and_goes_on_when_one_dies(tmp_path: Path) -> None:
+    settings = {"DATA_PARALLEL": "2", "SHARD_BASE": "true", "DEVICE": "cpu", "SESSION_TIMEOUT_S": "-1"}
+    with serving(tmp_path, settings=settings) as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
+            losses = [_step(model) for _ in range(4)]
+            assert losses[-1] < losses[0]
+            others = _others(server.engine_pids())
+            assert len(others) == 1
+            os.kill(others[0], signal.SIGKILL)
+            losses += [_step(model) for _ in range(4)]
+            assert losses[-1] < losses[3] and _others(server.engine_pids()) != others
+            sampler = model.save_weights_and_get_sampling_client().result()
+            prompt = types.ModelInput.from_ints([1, 2, 3, 4])
+            asked = [sampler.sample(prompt, 2, types.SamplingParams(max_tokens=6, seed=seed)) for seed in range(4)]
+            assert all(len(answer.result().sequences) == 2 for answer in asked)
+    with serving(tmp_path / "alone", settings={"DEVICE": "cpu"}) as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            alone = service.create_lora_training_client("tinsmith/nano", rank=8, seed=0).result()
+            assert abs(_step(alone) - losses[0]) < 1.0
+
+
+def _step(model: tinker.TrainingClient) -> float:
+    rng = np.random.default_rng(0)
+    data = []
+    for length in (12, 30, 7):
+        tokens = rng.integers(0, 200, length + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": np.ones(length, np.float32)}
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
+    passed = model.forward_backward(data, "cross_entropy")
+    stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
+    loss = passed.result().metrics["loss:sum"]
+    stepped.result()
+    return loss
+
+
+def _others(engines: list[int]) -> list[int]:
+    """The children of engines: their other ranks."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = []
+        for pid in engines:
+            path = Path(f"/proc/{pid}/task/{pid}/children")
+            found += [int(child) for child in path.read_text().split()] if path.exists() else []
+        if found:
+            return found
+        time.sleep(0.2)
+    raise AssertionError("no engine has other ranks")

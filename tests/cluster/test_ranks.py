@@ -1,0 +1,336 @@
+"""A base model on two ranks against one process: every loss, every degree, and what ranks must agree upon.
+
+One group of two processes serves the whole module. Four ranks, families and deaths: test_sharded_ranks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from support import tiny_models, traced_losses
+from support.ranked import (
+    SPECS,
+    agree_on,
+    create,
+    finish,
+    gradient,
+    load,
+    own,
+    pass_of,
+    publish,
+    relative,
+    sample_alike,
+    samples,
+    step,
+    step_both,
+    train_alike,
+    weights,
+)
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
+from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
+
+torch.set_num_threads(1)
+
+DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True)}
+
+
+class Lost:
+    """What the group said of ranks that were lost."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def __call__(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+@pytest.fixture(scope="module")
+def lost() -> Lost:
+    return Lost()
+
+
+@pytest.fixture(scope="module")
+def group(lost: Lost) -> Iterator[Group]:
+    group = Group(2, device="cpu", timeout_s=240.0, on_lost=lost)
+    yield group
+    group.close()
+    assert not lost.reasons
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def oracle(shape: ModelShape) -> TorchBackend:
+    return TorchBackend(shape, device="cpu", max_tokens_per_microbatch=64)
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def many(request: pytest.FixtureRequest, shape: ModelShape, group: Group) -> ShardedBackend:
+    return load(shape, group, DEGREES[request.param])
+
+
+@pytest.fixture
+def one(oracle: TorchBackend, many: ShardedBackend) -> TorchBackend:
+    """Both begin with fresh adapters."""
+    create(oracle)
+    create(many)
+    return oracle
+
+
+def test_ten_steps_of_every_loss_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+    train_alike(one, many, 10)
+
+
+def test_fewer_sequences_than_ranks(one: TorchBackend, many: ShardedBackend) -> None:
+    """A rank without sequences, and adapters that are below each other's layers: no rank waits for another."""
+    rng = np.random.default_rng(1)
+    for model in range(len(SPECS)):
+        agree_on(one, many, [pass_of(rng, model, [7])])
+    agree_on(one, many, [pass_of(rng, 3, [30]), pass_of(rng, 0, [31])])
+    agree_on(one, many, [pass_of(rng, 1, [5, 6, 7], forward_only=True)])
+    step_both(one, many)
+    assert relative(weights(many, 0), weights(one, 0)) < 1e-4
+
+
+def test_answers_are_those_of_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+    train_alike(one, many, 1, seed=5)
+    sample_alike(one, many)
+
+
+def test_samples_are_drawn_between_micro_batches(one: TorchBackend, many: ShardedBackend) -> None:
+    rng = np.random.default_rng(2)
+    passes = [pass_of(rng, 0, [40] * 6)]
+    for backend in (one, many):
+        publish(backend)
+        for sample in samples():
+            backend.sampler.submit(sample)
+    steps: list[int] = []
+
+    def between() -> None:
+        steps.append(len(many.sampler.step()))
+
+    (expected,), (found,) = one.run_passes(passes), many.run_passes(passes, between=between)
+    assert steps and isinstance(expected, PassResult) and isinstance(found, PassResult)
+    assert abs(found.metrics["loss:sum"] - expected.metrics["loss:sum"]) < 1e-3
+    answers = finish(one)
+    for request_id, result in finish(many).items():
+        assert [s.tokens_T.tolist() for s in result.sequences] == [
+            s.tokens_T.tolist() for s in answers[request_id].sequences
+        ]
+
+
+def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: TorchBackend, many: ShardedBackend) -> None:
+    rng = np.random.default_rng(6)
+    passes = [pass_of(rng, 0, [40] * 6)]
+
+    def between() -> None:
+        raise LookupError("the engine has to stop")
+
+    with pytest.raises(LookupError, match="has to stop"):
+        many.run_passes(passes, between=between)
+    assert gradient(many, 0) is None
+    agree_on(one, many, passes)
+
+
+def test_tokens_are_told_as_they_are_drawn(one: TorchBackend, many: ShardedBackend) -> None:
+    (sample,) = (sample for sample in samples() if sample.stream)
+    publish(many)
+    many.sampler.partials()
+    many.sampler.submit(sample)
+    told: dict[int, list[int]] = {}
+    result = None
+    while many.sampler.has_work:
+        for _, outcome in many.sampler.step():
+            result = outcome
+        for partial in many.sampler.partials():
+            told.setdefault(partial.index, []).extend(partial.tokens)
+        assert many.sampler.cache_use().max_blocks > 0
+    assert result is not None and not isinstance(result, UserError)
+    assert told == {index: sequence.tokens_T.tolist() for index, sequence in enumerate(result.sequences)}
+
+
+def test_a_cancelled_sample_is_gone_from_its_ranks(one: TorchBackend, many: ShardedBackend) -> None:
+    base_only = [sample for sample in samples() if sample.version_id is None]
+    for sample in base_only:
+        many.sampler.submit(sample)
+    many.sampler.step()
+    assert many.sampler.cancel(base_only[0].request_id)
+    assert not many.sampler.cancel(base_only[0].request_id) and not many.sampler.cancel("unknown")
+    assert finish(many).keys() == {sample.request_id for sample in base_only[1:]}
+
+
+def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: ShardedBackend) -> None:
+    rng = np.random.default_rng(3)
+    for backend in (one, many):
+        with pytest.raises(UserError, match="rank is 0"):
+            backend.create_model("bad", LoraSpec(0))
+        unknown = [sample for sample in samples() if sample.version_id]
+        for version in ("v0", "v1"):
+            backend.drop_version(version)
+        with pytest.raises(NotFoundError, match="no weights called"):
+            backend.sampler.submit(unknown[0])
+        assert not backend.sampler.has_work
+        strange = Pass("r9", "m9", (), "cross_entropy", {}, False)
+        outcomes = backend.run_passes([strange, pass_of(rng, 0, [5])])
+        assert isinstance(outcomes[0], UserError) and isinstance(outcomes[1], PassResult)
+
+
+def test_a_checkpoint_has_the_same_bytes_and_goes_on_anywhere(
+    one: TorchBackend, many: ShardedBackend, tmp_path: Path
+) -> None:
+    train_alike(one, many, 2, seed=7)
+    rng = np.random.default_rng(8)
+    agree_on(one, many, [pass_of(rng, 1, [9, 11])])
+    many.capture("m1", optimizer=True, gradient=True).write(tmp_path / "many")
+    one.load("m1", SPECS[1], tmp_path / "many", optimizer=True)
+    one.capture("m1", optimizer=True, gradient=True).write(tmp_path / "one")
+    names = sorted(path.name for path in (tmp_path / "many").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "one").iterdir()) and "gradient.safetensors" in names
+    for name in names:
+        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes(), name
+    many.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
+    one.load("m1", SPECS[1], tmp_path / "one", optimizer=True)
+    agree_on(one, many, [pass_of(rng, 1, [4, 8, 15])])
+    step_both(one, many)
+    assert relative(weights(many, 1), weights(one, 1)) < 1e-5
+    publish(many)
+    many.save_version("v1", tmp_path / "version")
+    many.load_version("again", tmp_path / "version")
+    assert many.has_version("again") and own(many)._versions["again"].flat_P.equal(own(many)._versions["v1"].flat_P)
+
+
+def custom(model: int, fn: traced_losses.Loss, lengths: list[int], seed: int) -> Pass:
+    rng = np.random.default_rng(seed)
+    ranks = {"logprobs": 1, "weights": 1}
+    data = []
+    for length in lengths:
+        tokens = rng.integers(0, tiny_models.VOCAB, length).astype(np.int32)
+        weights = rng.normal(size=length).astype(np.float32)
+        data.append(Datum(tokens, {"target_tokens": tokens.astype(np.int64), "weights": weights}))
+    traced = traced_losses.sent(traced_losses.trace(fn, ranks))
+    return Pass(f"r{model}", f"m{model}", tuple(data), "custom", {"loss_id": "l"}, False, custom_loss=traced)
+
+
+def failing(logprobs, weights):
+    """Its gradient is infinite where a weight is large: in one sequence of one rank."""
+    loss = (logprobs * torch.where(weights > 2.5, weights / torch.zeros_like(weights), weights)).sum()
+    return loss, {"custom/loss:sum": loss}
+
+
+def test_a_custom_loss_that_fails_on_one_rank_fails_on_all(one: TorchBackend, many: ShardedBackend) -> None:
+    passes = [custom(0, traced_losses.weighted, [8, 21, 3], 0), custom(1, traced_losses.weighted, [13], 1)]
+    agree_on(one, many, passes)
+    step_both(one, many)
+    bad = custom(0, failing, [30, 31, 29], 2)
+    spoiled = bad.data[1].inputs["weights"]
+    assert isinstance(spoiled, np.ndarray)
+    spoiled[4] = 3.0
+    mixed = [bad, custom(0, traced_losses.weighted, [17, 5], 3), custom(1, traced_losses.weighted, [9, 9], 4)]
+    for backend in (one, many):
+        outcomes = backend.run_passes(mixed)
+        assert isinstance(outcomes[0], UserError) and "data[1]" in str(outcomes[0])
+        assert all(isinstance(outcome, PassResult) for outcome in outcomes[1:])
+    for model in (0, 1):
+        expected, found = gradient(one, model), gradient(many, model)
+        assert expected is not None and found is not None and relative(found, expected) < 1e-4
+
+
+def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
+    group: Group, shape: ModelShape, oracle: TorchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(oracle)
+    one, many = oracle, load(shape, group, DEGREES["dp2"])
+    trainer, run_one = own(many)._trainer, own(many)._trainer._run_one
+
+    def run(batch, objectives, *, train):
+        if sum(batch.lengths) > 20:
+            raise MemoryError("no room on rank 0")
+        return run_one(batch, objectives, train=train)
+
+    monkeypatch.setattr(trainer, "_run_one", run)
+    rng = np.random.default_rng(4)
+    agree_on(one, many, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
+    # What does not fit alone on rank 0 is refused on all.
+    outcomes = many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])])
+    assert isinstance(outcomes[0], UserError) and "does not fit" in str(outcomes[0])
+    assert isinstance(outcomes[1], PassResult)
+
+
+def test_work_goes_to_the_rank_that_has_least(group: Group, shape: ModelShape) -> None:
+    backend = load(shape, group, DEGREES["dp2"])
+    for sample in samples():
+        if sample.version_id is None:
+            backend.sampler.submit(sample)
+    places = [place.data_index for place in backend.sampler._places.values()]
+    assert set(places) == {0, 1}
+    finish(backend)
+    assert backend.sampler._loads == [0, 0] and not backend.sampler._places
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "degrees", "options", "reason"),
+    [
+        ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}, Degrees(1, 2), {}, "3 key and value heads"),
+        ("qwen3", {"intermediate_size": 97}, Degrees(1, 2), {}, "width 97"),
+        ("gpt_oss", {}, Degrees(1, 2), {}, "experts of GptOssForCausalLM are not divided"),
+        ("qwen3", {}, Degrees(2, 1, shard_base=True), {"quantize": "int8"}, "codes cannot be divided"),
+        ("qwen3", {}, Degrees(2), {"deterministic": "on"}, "deterministic is 'on'"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_by_name(
+    tmp_path: Path,
+    group: Group,
+    arch: str,
+    overrides: dict[str, int],
+    degrees: Degrees,
+    options: dict[str, str],
+    reason: str,
+) -> None:
+    shape = tiny_models.make(tmp_path, arch, seed=0, std=0.15, **overrides)
+    with pytest.raises(SettingsError, match=reason):
+        ShardedBackend(shape, degrees, group, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (("0", "1", "off"), "data_parallel is '0'"),
+        (("1", "x", "off"), "tensor_parallel is 'x'"),
+        (("1", "2", "on"), "shard_base divides"),
+        (("2", "1", "yes"), "shard_base is 'yes'"),
+    ],
+)
+def test_degrees_that_cannot_be_are_refused(given: tuple[str, str, str], reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        Degrees.read(*given)
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    for device, reason in (("cuda:1", "choose 'cuda' or 'cpu'"), ("cuda", "0 CUDA devices")):
+        with pytest.raises(SettingsError, match=reason):
+            Group(2, device=device, timeout_s=10.0)
+
+
+def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost) -> None:
+    """An adapter that one rank alone has changed is found at the next step, rather than served."""
+    backend = load(shape, group, DEGREES["dp2"])
+    backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])])
+    trained = own(backend)._models["m0"]
+    assert trained.gradient_P is not None
+    trained.gradient_P[0] += 1.0
+    with pytest.raises(RanksLostError, match="different results of optim_step"):
+        step(backend)
+    with pytest.raises(RanksLostError, match="different results of digest"):
+        backend._call("digest", "m0")
+    assert len(lost.reasons) == 2
+    lost.reasons.clear()

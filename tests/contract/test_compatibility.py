@@ -1,0 +1,66 @@
+"""docs/compatibility.md says what the tests say, and nothing that a client can ask for is missing from it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tinker
+
+from recipes.table import ROWS
+from support.compatibility import (
+    DOCUMENT,
+    ENDPOINTS,
+    EXCEPTIONS,
+    Witness,
+    cli_commands,
+    declared,
+    known_names,
+    render,
+    sdk_methods,
+)
+from support.live import API_KEY, LiveServer
+
+WIRE = Path(__file__).parents[2] / "docs" / "wire.md"
+
+
+def test_the_document_is_what_the_tests_say() -> None:
+    assert DOCUMENT.read_text() == render(), "run scripts/write-compatibility"
+
+
+def test_every_method_command_and_endpoint_is_driven_or_excepted() -> None:
+    driven = set(declared())
+    undriven = known_names() - driven - set(EXCEPTIONS)
+    assert not undriven, f"no test covers {sorted(undriven)}, and EXCEPTIONS gives no reason"
+    assert not driven & set(EXCEPTIONS), f"both covered and excepted: {sorted(driven & set(EXCEPTIONS))}"
+    assert all(EXCEPTIONS.values())
+
+
+def test_no_declaration_names_what_does_not_exist() -> None:
+    unknown = (set(declared()) | set(EXCEPTIONS)) - known_names()
+    assert not unknown, f"{sorted(unknown)} is no method, command or endpoint"
+
+
+def test_the_names_are_found_by_looking() -> None:
+    assert {"TrainingClient.forward_backward", "RestClient.whoami", "SamplingClient.sample_async"} <= set(sdk_methods())
+    assert {"tinker version", "tinker checkpoint push-hf", "tinker billing usage"} <= set(cli_commands())
+
+
+def test_every_endpoint_is_in_the_wire_document() -> None:
+    documented = set(re.findall(r"^\| `((?:GET|POST|PUT|DELETE) /[^`]*)` \|", WIRE.read_text(), re.MULTILINE))
+    assert set(ENDPOINTS) <= documented
+
+
+def test_a_row_has_a_name_of_its_own_and_checks() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.checks for row in ROWS)
+
+
+def test_a_witness_sees_what_was_called_and_misses_what_was_not(
+    fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    witness = Witness(monkeypatch)
+    tinker.RestClient(base_url=fake_server.url, api_key=API_KEY).list_sessions().result()
+    claims = {"RestClient.list_sessions", "GET /sessions", "RestClient.list_training_runs", "GET /training_runs"}
+    assert witness.missing(claims) == {"RestClient.list_training_runs", "GET /training_runs"}

@@ -1,0 +1,301 @@
+"""The files of deploy/: each is read by a tool that knows its format, and names only what this version has."""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from contract.test_docs import FLAGS, ROOT
+from support.live import free_port
+from tinsmith.settings import PREFIX, Settings
+
+DEPLOY = ROOT / "deploy"
+BIN = Path(sys.executable).parent
+KUBERNETES = "1.33"
+KUBE_FILES = sorted(path for path in (DEPLOY / "kubernetes").rglob("*.yaml"))
+PAGES = {"container": "howto/containers.md", "grafana": "metrics.md"}
+"""The page of a folder of deploy/, where it has another name than the folder."""
+
+RAY_CLUSTER: dict[str, Any] = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "ray.io/v1"},
+        "kind": {"const": "RayCluster"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["headGroupSpec"],
+            "properties": {
+                "rayVersion": {"type": "string"},
+                "enableInTreeAutoscaling": {"type": "boolean"},
+                "autoscalerOptions": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "idleTimeoutSeconds": {"type": "integer"},
+                        "upscalingMode": {"enum": ["Default", "Aggressive", "Conservative"]},
+                    },
+                },
+                "headGroupSpec": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["template"],
+                    "properties": {"rayStartParams": {"$ref": "#/$defs/params"}, "template": {"type": "object"}},
+                },
+                "workerGroupSpecs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["groupName", "maxReplicas", "minReplicas", "template"],
+                        "properties": {
+                            "groupName": {"type": "string"},
+                            "replicas": {"type": "integer"},
+                            "minReplicas": {"type": "integer"},
+                            "maxReplicas": {"type": "integer"},
+                            "rayStartParams": {"$ref": "#/$defs/params"},
+                            "template": {"type": "object"},
+                        },
+                    },
+                },
+            },
+        },
+    },
+    "$defs": {"params": {"type": "object", "additionalProperties": {"type": "string"}}},
+}
+"""What of KubeRay's RayCluster is used here; the pods in it are Kubernetes' own."""
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(path.read_text()) if document]
+
+
+def run(*command: str) -> str:
+    """What a tool says; it says nothing, or it fails."""
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_container_file_is_one(kind: str) -> None:
+    run(str(BIN / "hadolint"), "--no-color", str(DEPLOY / f"container/Dockerfile.{kind}"))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_container_holds_what_it_copies_and_runs_as_nobody_special(kind: str) -> None:
+    text = (DEPLOY / f"container/Dockerfile.{kind}").read_text()
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for line in re.findall(r"^COPY (?!--from)(?:--\S+ )?(.*)$", text, re.M):
+        for source in line.split()[:-1]:
+            assert (ROOT / source).exists() and source in sent, source
+    assert text.count("\nFROM ") + text.startswith("FROM ") == 2
+    assert "\nUSER 10001\n" in text and "\nHEALTHCHECK " in text and 'ENTRYPOINT ["tinsmith"]' in text
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert set(named.split(",")) <= set(extras)
+
+
+def test_the_health_check_says_whether_anything_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/healthz" else 404)
+            self.end_headers()
+
+        def log_message(self, *_arguments: object) -> None:
+            pass
+
+    def status(port: int) -> int:
+        monkeypatch.setenv("TINSMITH_HEALTH_PORT", str(port))
+        return subprocess.run([sys.executable, DEPLOY / "container/alive"], capture_output=True, check=False).returncode
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert status(server.server_port) == 0
+        server.shutdown()
+    assert status(free_port()) == 1
+
+
+def test_the_compose_file_is_one() -> None:
+    path = DEPLOY / "compose/compose.yaml"
+    run(str(BIN / "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(path))
+    (compose,) = documents(path)
+    used = {name for service in compose["services"].values() for name in volumes_of(service)}
+    assert used == set(compose["volumes"])
+    for service in compose["services"].values():
+        assert set(service.get("depends_on", ())) <= set(compose["services"])
+
+
+def volumes_of(service: dict[str, Any]) -> list[str]:
+    return [volume.partition(":")[0] for volume in service.get("volumes", ())]
+
+
+def test_the_example_of_the_environment_has_everything_that_the_compose_file_asks_for() -> None:
+    asked = set(re.findall(r"(?<!\$)\$\{([A-Z_]+)", (DEPLOY / "compose/compose.yaml").read_text()))
+    given = set(re.findall(r"^([A-Z_]+)=", (DEPLOY / "compose/env.example").read_text(), re.M))
+    assert asked == given
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in KUBE_FILES if path.parent.name != "gpu"],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_a_manifest_is_one(path: Path) -> None:
+    for document in documents(path):
+        if document["kind"] != "Kustomization":
+            kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", ["base", "gpu"])
+def test_a_kustomization_names_all_that_lies_beside_it(name: str) -> None:
+    directory = DEPLOY / "kubernetes" / name
+    (document,) = documents(directory / "kustomization.yaml")
+    known = {"apiVersion", "kind", "namespace", "labels", "resources", "patches", "images"}
+    assert set(document) <= known
+    named = {*document["resources"], *(patch["path"] for patch in document.get("patches", ()))}
+    assert all((directory / each).exists() for each in named)
+    beside = {path.name for path in directory.glob("*.yaml")} - {"kustomization.yaml", "secret.example.yaml"}
+    assert beside == named - {"../base"}
+    base = [each for path in (DEPLOY / "kubernetes/base").glob("*.yaml") for each in documents(path)]
+    there = {(each["kind"], each["metadata"]["name"]) for each in base if "metadata" in each}
+    for patch in document.get("patches", ()):
+        (patched,) = documents(directory / patch["path"])
+        assert (patched["kind"], patched["metadata"]["name"]) in there
+
+
+@pytest.mark.parametrize("name", ["engine", "sampler"])
+def test_a_patch_makes_a_manifest_of_the_one_that_it_patches(name: str) -> None:
+    (manifest,) = documents(DEPLOY / f"kubernetes/base/{name}.yaml")
+    (patch,) = documents(DEPLOY / f"kubernetes/gpu/{name}.yaml")
+    assert patch["metadata"].pop("namespace") == "tinsmith"
+    patched = merged(manifest, patch)
+    assert isinstance(patched, dict) and patched != manifest
+    kubernetes_validate.validate(patched, KUBERNETES, strict=True)
+
+
+def merged(value: object, patch: object) -> object:
+    """As Kustomize does it, as far as it is used here: lists of containers go by their names."""
+    if isinstance(value, dict) and isinstance(patch, dict):
+        return {key: merged(value.get(key, patch.get(key)), patch.get(key)) for key in {**value, **patch}}
+    if isinstance(value, list) and isinstance(patch, list):
+        by_name = {each["name"]: each for each in patch}
+        assert by_name.keys() <= {each["name"] for each in value}
+        return [merged(each, by_name.get(each["name"], {})) for each in value]
+    return value if patch is None else patch
+
+
+def test_the_pods_meet_the_restricted_standard() -> None:
+    pods = [
+        (path.name, document["spec"]["template"]["spec"])
+        for path in KUBE_FILES
+        for document in documents(path)
+        if document["kind"] in ("Deployment", "StatefulSet", "Job") and path.parent.name != "gpu"
+    ]
+    assert len(pods) == 5
+    for name, pod in pods:
+        context = pod["securityContext"]
+        assert context["runAsNonRoot"] and context["seccompProfile"] == {"type": "RuntimeDefault"}, name
+        for container in pod["containers"]:
+            inside = container["securityContext"]
+            assert inside["allowPrivilegeEscalation"] is False and inside["capabilities"] == {"drop": ["ALL"]}, name
+
+
+def test_the_ray_cluster_is_one() -> None:
+    (document,) = documents(DEPLOY / "kuberay/raycluster.yaml")
+    jsonschema.validate(document, RAY_CLUSTER)
+    for group in (document["spec"]["headGroupSpec"], *document["spec"]["workerGroupSpecs"]):
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": group["template"]}
+        kubernetes_validate.validate(template, KUBERNETES, strict=True)
+
+
+def test_the_task_is_one() -> None:
+    """SkyPilot itself reads it in `make lint-deploy`."""
+    (task,) = documents(DEPLOY / "skypilot/tinsmith.yaml")
+    assert set(task) <= {"name", "resources", "workdir", "envs", "secrets", "setup", "run"}
+    for script in (task["setup"], task["run"]):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+# What they name.
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    for path in sorted(DEPLOY.rglob("*")):
+        if path.is_file() and path.parent.name != "grafana":
+            yield path, path.read_text()
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    named = {(name, path.name) for path, text in texts() for name in re.findall(rf"\b{PREFIX}[A-Z_]+", text)}
+    assert len(named) > 20
+    assert not {(name, where) for name, where in named if name not in known}
+
+
+def test_every_value_of_a_setting_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    (config,) = documents(DEPLOY / "kubernetes/base/settings.yaml")
+    unit = dict(re.findall(r"^(TINSMITH_\w+)=(.*)$", (DEPLOY / "systemd/tinsmith.env").read_text(), re.M))
+    for values in (config["data"], unit):
+        with monkeypatch.context() as environment:
+            for name, value in values.items():
+                environment.setenv(name, value)
+            Settings()
+
+
+def test_every_command_that_is_named_exists() -> None:
+    found = list(commands())
+    assert {command[0] for command in found} == {"serve", "keys"}
+    for command in found:
+        flags = {word for word in command if word.startswith("-")}
+        if command[0] == "serve":
+            assert flags <= FLAGS["serve"], command
+            roles = [after for word, after in itertools.pairwise(command) if word == "--role"]
+            assert set(roles) <= {"server", "engine", "sampler", "batch-worker"}
+        else:
+            run(sys.executable, "-m", "tinsmith.cli", *command[:2], "--help")
+
+
+def commands() -> Iterator[Sequence[str]]:
+    """What follows `tinsmith` in scripts, and what is handed to a container whose entry point it is."""
+    for path, text in texts():
+        yield from (shlex.split(line, comments=True) for line in re.findall(r"/bin/tinsmith ([a-z].*)$", text, re.M))
+        if path.suffix == ".yaml":
+            for document in documents(path):
+                yield from (words for words in lists(document) if words and words[0] in ("serve", "keys", "up"))
+
+
+def lists(value: object) -> Iterator[list[str]]:
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from lists(each)
+    elif isinstance(value, list):
+        if all(isinstance(each, str) for each in value):
+            yield value
+        for each in value:
+            yield from lists(each)
+
+
+def test_every_folder_has_a_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    for folder in sorted(path.name for path in DEPLOY.iterdir()):
+        page = PAGES.get(folder, f"howto/{folder}.md")
+        assert page in nav
+        assert f"deploy/{folder}" in (ROOT / "docs" / page).read_text(), page

@@ -1,0 +1,121 @@
+"""The documents keep up with the code: every setting, flag, loss and module has its place.
+
+The routes are held to docs/wire.md by test_routes_service.py."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import typer.main
+
+from tinsmith.cli.main import app
+from tinsmith.losses import LOSSES
+from tinsmith.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+DOCS = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md")}
+# Every flag of every command. A new one belongs in docs/settings.md, and here on purpose.
+FLAGS = {
+    "serve": {
+        "--model",
+        "-m",
+        "--role",
+        "--engines",
+        "--samplers",
+        "--host",
+        "--port",
+        "--health-port",
+        "--data-dir",
+        "--device",
+        "--dtype",
+        "--deterministic",
+        "--quantize",
+        "--data-parallel",
+        "--tensor-parallel",
+        "--shard-base",
+        "--backend",
+        "--log-level",
+        "--json",
+    },
+    "demo": {"--data-dir", "--stay", "--json"},
+    "doctor": {
+        *("place", "--model", "-m", "--data-dir", "--gpus", "--memory", "--rank", "--adapters", "--context", "--dtype"),
+        *("--quantize", "--tensor-parallel", "--data-parallel", "--shard-base", "--json"),
+    },
+    "bench": {"--url", "--model", "--key", "--runs", "--rank", "--timeout", "--json"},
+    "batch submit": {
+        *("function", "--input", "-i", "--output", "-o", "--errors", "--batch-size", "--pool", "--fn-kwargs"),
+        *("--sample", "--sample-options"),
+        *("--batched", "--rows", "--max-failed-rows", "--name", "--weight", "--priority", "--resume-from"),
+        *("--if-exists", "--detach", "-d", "--yes", "-y", "--json"),
+    },
+    "batch list": {"--limit", "--json"},
+    "batch show": {"job_id", "--json"},
+    "batch logs": {"job_id", "--follow", "-f", "--json"},
+    "batch errors": {"job_id", "--full", "--json"},
+    "batch cancel": {"job_id", "--yes", "-y", "--json"},
+    "batch purge": {"job_ids", "--all", "--yes", "-y", "--json"},
+    "batch resume": {"job_id", "--output", "-o", "--format", "--detach", "-d", "--json"},
+    "batch export": {"job_id", "target", "--output", "-o", "--if-exists", "--yes", "-y", "--json"},
+    "batch pools": {"--json"},
+    "checkpoints pull": {"path", "directory", "--json"},
+    "checkpoints push": {"directory", "--base", "--name", "--ttl", "--json"},
+    "checkpoints import": {"directory", "--base", "--name", "--ttl", "--base-directory", "--json"},
+    "checkpoints merge": {
+        *("adapter", "directory", "--base", "--dtype", "--max-shard-gb", "--gguf", "--llama-cpp", "--json")
+    },
+    "up": {
+        *("--ray", "--engines", "--samplers", "--batch-workers", "--engine-cpus", "--engine-gpus", "--engine-resource"),
+        *("--sampler-cpus", "--sampler-gpus", "--sampler-resource"),
+        *("--batch-worker-cpus", "--batch-worker-gpus", "--batch-worker-resource"),
+        *("--tokens-per-engine", "--tokens-per-sampler", "--batches-per-worker", "--up-after", "--down-after"),
+        *("--model", "-m", "--backend", "--data-dir", "--json"),
+    },
+    "status": {"--ray", "--data-dir", "--json"},
+    "down": {"--ray", "--data-dir", "--patience", "--json"},
+    "keys create": {"tenant", "--name", "--quota", "--data-dir", "--json"},
+    "keys list": {"--json", "--data-dir"},
+    "keys revoke": {"key_id", "--data-dir", "--json"},
+}
+
+
+def test_every_setting_is_documented_with_its_own_words() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, f"{name} has no docstring"
+        assert f"`TINSMITH_{name.upper()}`" in DOCS["settings.md"], f"{name} is not in docs/settings.md"
+        assert " ".join(field.description.split()) in " ".join(DOCS["settings.md"].split()), f"{name} has changed"
+
+
+def test_the_flags_of_the_commands_are_the_documented_ones() -> None:
+    subcommands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for group in [name for name, sub in subcommands.items() if hasattr(sub, "commands")]:
+        subcommands |= {f"{group} {name}": sub for name, sub in subcommands.pop(group).commands.items()}
+    found = {
+        name: {flag for param in sub.params for flag in param.opts} - {"--help"} for name, sub in subcommands.items()
+    }
+    assert found == FLAGS
+    for name, flags in FLAGS.items():
+        for flag in flags - {"-m"}:
+            assert f"`{flag}`" in DOCS["settings.md"], f"{flag} of {name} is not in docs/settings.md"
+
+
+def test_every_loss_is_documented() -> None:
+    for name in LOSSES:
+        assert f"`{name}`" in DOCS["losses.md"], f"{name} is not in docs/losses.md"
+
+
+def test_the_readme_names_every_module() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for path in sorted((ROOT / "src" / "tinsmith").iterdir()):
+        if path.name.startswith("__"):
+            continue
+        name = f"{path.name}/" if path.is_dir() else path.name
+        assert name in readme, f"{name} is not in README.md"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name}: {target}"

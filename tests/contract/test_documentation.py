@@ -1,0 +1,212 @@
+"""The documentation site builds without a warning or a foreign address; its code runs, and its words are true."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from support.live import API_KEY, LiveServer
+from tinsmith.settings import PREFIX, Settings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "howto").glob("*.md"))]
+EXAMPLES = ROOT / "examples"
+Run = Callable[..., str]
+MARKS = re.compile(r"<\|\w+\|>|</?think>")
+# An example in a page: its language is written so that no formatter takes the line for Python.
+SNIPPET = re.compile(r'^``` { \.python }\n--8<-- "(\S+)"\n```$', re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def own_code(page: Path) -> list[str]:
+    """The Python of a page, but the examples that it shows: these have tests of their own."""
+    return blocks(page, "python")
+
+
+@pytest.fixture
+def run(nano_server: LiveServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> Run:
+    """Runs a script as a user would, in a directory of its own, and gives what it printed. In this process, since each
+    new one would first load torch and transformers.
+    """
+    monkeypatch.setenv("TINKER_BASE_URL", nano_server.url)
+    monkeypatch.setenv("TINKER_API_KEY", API_KEY)
+    monkeypatch.chdir(tmp_path)
+
+    def call(path: Path, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [str(path), *arguments])
+        capsys.readouterr()
+        runpy.run_path(str(path), run_name="__main__")
+        said = capsys.readouterr().out
+        assert not MARKS.search(said), f"{path.name} prints a mark of the chat format"
+        return said
+
+    return call
+
+
+def numbers(pattern: str, said: str) -> list[float]:
+    return [float(each) for each in re.findall(pattern, said)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if own_code(page)], ids=lambda page: page.stem)
+def test_the_code_of_a_page_runs_in_its_order(page: Path, run: Run, tmp_path: Path) -> None:
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text("\n".join(own_code(page)))
+    said = run(script)
+    losses = numbers(r"loss(?: per token)? ([\d.]+)", said)
+    assert said and (len(losses) < 2 or losses[-1] < losses[0])
+    assert page.stem != "quickstart" or "Say hello. -> ahoy\n" in said
+
+
+def test_every_example_is_shown_and_tested() -> None:
+    shown = {path for page in PAGES for path in SNIPPET.findall(page.read_text())}
+    assert shown == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
+    for path in EXAMPLES.glob("*.py"):
+        assert f'"{path.name}"' in Path(__file__).read_text(), path.name
+        assert f"examples/{path.name}" in (ROOT / "README.md").read_text(), path.name
+
+
+def test_sft_and_evaluation(run: Run) -> None:
+    said = run(EXAMPLES / "sft.py")
+    losses = numbers(r"loss per token ([\d.]+)", said)
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3])
+    (before, after) = map(int, *re.findall(r"(\d+)% before, (\d+)% after", said))
+    assert after >= before + 10
+    path = said.split()[-1]
+    table = run(EXAMPLES / "evaluation.py", path)
+    (base, adapter) = map(int, *re.findall(r"pig_latin +(\d+)% \+- \d+% +(\d+)%", table))
+    assert adapter >= base + 10
+
+
+def test_rl(run: Run) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "rl.py"))
+    assert sum(rewards[-3:]) > 1.15 * sum(rewards[:3])
+
+
+def test_dpo(run: Run) -> None:
+    said = run(EXAMPLES / "dpo.py")
+    losses = numbers(r"loss ([\d.]+)", said)
+    assert abs(losses[0] - 0.693) < 0.01 and losses[-1] < 0.8 * losses[0]
+    assert numbers(r"preferred (\d+)%", said)[-1] >= 90
+
+
+@pytest.mark.slow
+def test_distillation(run: Run) -> None:
+    divergence = numbers(r"per token (-?[\d.]+)", run(EXAMPLES / "distillation.py"))
+    assert sum(divergence[-3:]) < 0.7 * sum(divergence[:3])
+
+
+@pytest.mark.slow
+def test_multi_turn(run: Run) -> None:
+    rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "multi_turn.py"))
+    assert sum(rewards[-3:]) > 1.1 * sum(rewards[:3])
+
+
+def script(name: str) -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader(name.replace("-", "_"), str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    for name, page in script("write-reference").PAGES.items():
+        assert (DOCS / "reference" / name).read_text() == page(), "run scripts/write-reference"
+
+
+def test_commands_of_the_pages_use_variables_that_there_are() -> None:
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    for page in DOCS.rglob("*.md"):
+        named = set(re.findall(rf"\b{PREFIX}[A-Z_]+[A-Z]\b", page.read_text()))
+        assert named <= known, f"{page.name} names {sorted(named - known)}"
+
+
+def test_the_yaml_of_the_pages_is_yaml() -> None:
+    for page in DOCS.rglob("*.md"):
+        for block in blocks(page, "yaml"):
+            assert yaml.safe_load(block)
+
+
+def test_troubleshooting_quotes_words_that_the_source_has() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src" / "tinsmith").rglob("*.py"))
+    words = re.sub(r'"\s*\n\s*f?"', "", source)  # texts that are written on several lines
+    quoted = [
+        phrase
+        for line in (DOCS / "troubleshooting.md").read_text().splitlines()
+        if line.startswith("|")
+        for phrase in re.findall(r"`([^`]+)`", line.split("|")[1])
+    ]
+    assert len(quoted) > 30
+    # Typer's own, and a word of the SDK.
+    missing = [phrase for phrase in quoted if phrase not in words and phrase != "No such command"]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; a warning is an error."""
+    directory = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(directory)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return directory
+
+
+class Loaded(HTMLParser):
+    """What a browser fetches by itself, and whether a page has words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "audio", "video", "embed"):
+            self.addresses.append(found.get("src") or "")
+        if tag == "link" and found.get("rel") not in ("canonical", "next", "prev", "alternate"):
+            self.addresses.append(found.get("href") or "")
+
+
+def test_a_reader_of_the_site_asks_nobody_else(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        foreign = [address for address in loaded.addresses if re.match(r"(https?:)?//", address)]
+        assert not foreign, f"{page.name} loads {foreign}"
+    for sheet in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import\s*)['\"]?(https?:)?//", sheet.read_text()), sheet.name
+
+
+def test_the_site_shows_examples_tables_and_pictures(site: Path) -> None:
+    assert "importance_sampling" in (site / "howto" / "rl.html").read_text()
+    assert "--8&lt;--" not in (site / "howto" / "rl.html").read_text()
+    concepts = (site / "concepts.html").read_text()
+    for picture in re.findall(r"images/(\w+\.svg)", concepts):
+        assert (site / "images" / picture).is_file()
+    assert "tinsmith_queue_requests" in (site / "metrics.html").read_text()
+
+
+def test_each_page_is_in_the_navigation_once() -> None:
+    named = re.findall(r"[\w./-]+\.md\b", (ROOT / "mkdocs.yml").read_text())
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(named) == sorted(pages), "mkdocs.yml has the navigation"

@@ -1,0 +1,143 @@
+"""The OpenAPI document: valid, complete, and what the SDK's own types say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pydantic
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from tinker import types
+from tinker.types._pydantic_types.datum import Datum
+from tinker.types._pydantic_types.sampling_params import SamplingParams
+from tinker.types._pydantic_types.tensor_data import TensorData
+from tinker.types.custom_loss_graph import CustomLossGraph, CustomLossNode
+from tinker.types.custom_loss_input import CustomLossInput
+from tinker.types.futures_retrieve_request import FuturesRetrieveRequest, SamplingSessionFuturesTarget
+from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
+from tinker.types.optimizer import AdamParams, DimuonOptimizerConfig
+from tinker.types.session_search_cursor import SessionSearchCursor
+from tinker.types.session_search_request import SessionSearchRequest
+from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
+
+from support.http_harness import Harness
+from tinsmith.api.app import API
+from tinsmith.api.openapi import OPERATIONS, document, takes_body
+from tinsmith.api.operation import PREFIX
+from tinsmith.api.requests import REQUESTS, SHARED, Schema
+
+# What the SDK sends, and where.
+SENT: Mapping[str, type[pydantic.BaseModel]] = {
+    "/asample": types.SampleRequest,
+    "/create_model": types.CreateModelRequest,
+    "/load_weights": types.LoadWeightsRequest,
+    "/save_weights": types.SaveWeightsRequest,
+    "/save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
+    "/save_weights_external": types.SaveWeightsExternalRequest,
+    "/optim_step": types.OptimStepRequest,
+    "/get_info": types.GetInfoRequest,
+    "/unload_model": types.UnloadModelRequest,
+    "/create_session": types.CreateSessionRequest,
+    "/session_heartbeat": types.SessionHeartbeatRequest,
+    "/create_sampling_session": types.CreateSamplingSessionRequest,
+    "/join_sampling_session": JoinSamplingSessionRequest,
+    "/create_custom_loss": types.CreateCustomLossRequest,
+    "/retrieve_future": types.FutureRetrieveRequest,
+    "/retrieve_futures": FuturesRetrieveRequest,
+    "/sessions/search": SessionSearchRequest,
+    "/copy_weights": types.CopyWeightsRequest,
+    "/telemetry": types.TelemetrySendRequest,
+    "/client/config": types.ClientConfigRequest,
+}
+PARTS: Mapping[str, type[pydantic.BaseModel]] = {
+    "Datum": Datum,
+    "SamplingParams": SamplingParams,
+    "TensorData": TensorData,
+    "ModelInput": types.ModelInput,
+    "EncodedTextChunk": types.EncodedTextChunk,
+    "LoraConfig": types.LoraConfig,
+    "AdamParams": AdamParams,
+    "OptimizerConfig": DimuonOptimizerConfig,
+    "CustomLossInput": CustomLossInput,
+    "CustomLossGraph": CustomLossGraph,
+}
+# Fields of the SDK's types that this server refuses, or that the SDK sends elsewhere.
+ABSENT = {
+    "/asample": {"base_model", "model_path"},  # the sampling session says it
+    "/optim_step": {"optim_params"},  # the SDK's name for the two that it sends in its place
+    "/copy_weights": {"weights_access_token"},  # sent as a header
+}
+BEYOND = {"/optim_step": {"adam_params", "optimizer_params"}}
+
+
+def known(schema: Schema) -> dict[str, Any]:
+    return cast(dict[str, Any], schema["properties"])
+
+
+def required(schema: Schema) -> set[str]:
+    return set(cast(list[str], schema["required"]))
+
+
+def test_the_document_is_valid_and_needs_no_key(harness: Harness) -> None:
+    for path in ("/openapi.json", "/api/v1/openapi.json"):
+        found = harness.client.get(path)
+        assert found.status_code == 200
+        OpenAPIV31SpecValidator(found.json()).validate()
+    assert found.json() == document()
+
+
+def test_it_names_the_routes_and_nothing_else() -> None:
+    served = {
+        f"{method} {route.path.removeprefix(PREFIX).replace(':path', '')}"
+        for route in API
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert {operation.name for operation in OPERATIONS} == served
+    assert len(OPERATIONS) == len(served)
+
+
+def test_every_path_that_takes_a_body_has_one_and_no_other() -> None:
+    assert {operation.path for operation in OPERATIONS if takes_body(operation)} == set(REQUESTS)
+
+
+def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never_asks(harness: Harness) -> None:
+    headers = {"X-API-Key": "tml-alice", "Content-Type": "text/plain"}
+    for operation in OPERATIONS:
+        if operation.method in ("POST", "PUT") and operation.keyed:
+            answer = harness.client.request(operation.method, operation.url, content=b"{}", headers=headers)
+            assert (answer.status_code == 415) == takes_body(operation), operation.name
+
+
+def test_a_path_asks_for_a_key_where_the_document_says_so(harness: Harness) -> None:
+    for operation in OPERATIONS:
+        answer = harness.client.request(operation.method, operation.url)
+        assert (answer.status_code == 401) == operation.keyed, operation.name
+
+
+@pytest.mark.parametrize("path", SENT)
+def test_a_request_has_the_fields_that_the_sdk_sends(path: str) -> None:
+    kind = SENT[path]
+    sent = set(kind.model_fields) - {"type"}
+    assert set(known(REQUESTS[path])) == (sent - ABSENT.get(path, set())) | BEYOND.get(path, set())
+    always = {name for name, field in kind.model_fields.items() if field.is_required()}
+    # What the SDK always sends, or sends wherever it uses the path at all.
+    assert required(REQUESTS[path]) <= always | {"sampling_session_id", "seq_id"}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_has_the_fields_that_the_sdk_sends(name: str) -> None:
+    kind = PARTS[name]
+    assert set(known(SHARED[name])) == set(kind.model_fields)
+    assert required(SHARED[name]) <= {each for each, field in kind.model_fields.items() if field.is_required()} | {
+        "type"
+    }
+
+
+def test_parts_that_are_written_in_place_have_the_sdk_s_fields_too() -> None:
+    assert set(known(known(REQUESTS["/retrieve_futures"])["target"])) == set(SamplingSessionFuturesTarget.model_fields)
+    search = known(REQUESTS["/sessions/search"])
+    cursor, statuses = (search[name]["anyOf"][0] for name in ("cursor", "statuses"))
+    assert set(known(cursor)) == set(SessionSearchCursor.model_fields)
+    assert set(known(statuses["items"])) == set(ClientFinishedSessionStatusQuery.model_fields)
+    assert set(known(SHARED["CustomLossNode"])) | {"args", "kwargs"} == set(CustomLossNode.model_fields)

@@ -1,0 +1,194 @@
+"""The checkpoint and run commands of the `tinker` CLI against a live server.
+
+One runs as a process of its own, as a user runs it; the others within this one, which saves each the seconds that the
+SDK takes to be imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from click.testing import CliRunner
+from huggingface_hub import HfApi
+from tinker import types
+from tinker.cli.__main__ import main_cli
+from tinker.cli.exceptions import TinkerCliError
+
+from support.live import API_KEY, LiveServer
+from tinsmith.base_models import nano
+
+TINKER = Path(sys.executable).with_name("tinker")
+TOKENS = list(range(40, 60))
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A run with checkpoints, and what its model computes."""
+
+    server: LiveServer
+    run_id: str
+    training: str
+    sampler: str
+    export: str
+    logprobs: np.ndarray
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY}
+
+    def process(self, *arguments: str) -> str:
+        """The output of a command that runs as a process."""
+        command = [TINKER, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def cli(self, *arguments: str, status: int = 0) -> str:
+        """The output of a command."""
+        done = CliRunner().invoke(main_cli, arguments, env=self.environment)
+        assert done.exit_code == status, done.output
+        error = done.exception  # which the command's entry point would print
+        return done.output + (f"{error.message}: {error.details}" if isinstance(error, TinkerCliError) else "")
+
+    def json(self, *arguments: str) -> dict:
+        text = self.cli("--format", "json", *arguments)
+        return json.loads(text)
+
+    def checkpoints(self) -> dict[str, dict]:
+        found = self.json("checkpoint", "list", "--run-id", self.run_id)["checkpoints"]
+        return {checkpoint["tinker_path"]: checkpoint for checkpoint in found}
+
+
+@pytest.fixture(scope="module")
+def trained(nano_server: LiveServer) -> Iterator[Trained]:
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints(TOKENS[:-1]),
+        loss_fn_inputs={"target_tokens": np.array(TOKENS[1:]), "weights": np.ones(len(TOKENS) - 1, np.float32)},
+    )
+    with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
+        client = service.create_lora_training_client(nano.MODEL_NAME, rank=8, user_metadata={"recipe": "x"}).result()
+        for _ in range(3):
+            client.forward_backward([datum], "cross_entropy").result()
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        scored = client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+        yield Trained(
+            server=nano_server,
+            run_id=client.model_id,
+            training=client.save_state("state", user_metadata={"step": "3"}).result().path,
+            sampler=client.save_weights_for_sampler("sampler").result().path,
+            export=client.save_weights_external("export", ttl_seconds=7200).result().path,
+            logprobs=np.asarray(scored.to_numpy(), np.float32),
+        )
+
+
+def peft_logprobs(directory: Path) -> np.ndarray:
+    """What PEFT computes with the adapter in a directory."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(nano.path(), dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base, directory)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([TOKENS[:-1]]), use_cache=False).logits[0].double()
+    return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
+
+
+@pytest.mark.covers("tinker checkpoint download", "POST /save_weights_external")
+def test_a_downloaded_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
+    for path in (trained.training, trained.export):
+        run = trained.process if path == trained.training else trained.cli
+        output = run("checkpoint", "download", path, "--output", str(tmp_path))
+        assert "Total Size" in output
+        directory = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+        assert sorted(file.name for file in directory.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+        # The server computes in its own number format; an untrained adapter is off by 0.1 and more.
+        np.testing.assert_allclose(peft_logprobs(directory), trained.logprobs, rtol=2e-3, atol=2e-3)
+    assert trained.checkpoints().keys() == {trained.training, trained.sampler, trained.export}
+    # The export that a training checkpoint is downloaded through is deleted afterwards, and its run remains.
+    everything = trained.json("checkpoint", "list", "--limit", "0")["checkpoints"]
+    assert not [checkpoint for checkpoint in everything if checkpoint["checkpoint_id"] == "external_weights/download"]
+    assert "cannot be downloaded" in trained.cli("checkpoint", "download", trained.sampler, status=1)
+
+
+@pytest.mark.covers("tinker checkpoint push-hf")
+def test_what_is_pushed_to_the_hub_is_an_adapter_that_names_its_base(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: dict[str, str] = {}
+
+    def keep(_: HfApi, *, folder_path: str, repo_id: str, **__: object) -> None:
+        pushed.update({path.name: repo_id for path in Path(folder_path).iterdir()})
+        pushed["card"] = (Path(folder_path) / "README.md").read_text()
+
+    for method in ("whoami", "create_repo"):
+        monkeypatch.setattr(HfApi, method, lambda *_, **__: None)
+    monkeypatch.setattr(HfApi, "upload_folder", keep)
+    trained.cli("checkpoint", "push-hf", trained.training, "--repo", "someone/adapter")
+    assert pushed["adapter_model.safetensors"] == pushed["adapter_config.json"] == "someone/adapter"
+    assert f"Base model: {nano.MODEL_NAME}" in pushed["card"] and "LoRA rank: 8" in pushed["card"]
+
+
+@pytest.mark.covers("tinker checkpoint info", "tinker checkpoint list")
+def test_info_and_list_show_what_a_checkpoint_is(trained: Trained) -> None:
+    found = trained.json("checkpoint", "info", trained.training)
+    assert (found["checkpoint_id"], found["checkpoint_type"]) == ("weights/state", "training")
+    assert (found["lora_rank"], found["is_lora"], found["public"]) == (8, True, False)
+    assert (found["user_metadata"], found["expires_at"]) == ({"step": "3"}, None)
+    files = trained.server.data_dir / "checkpoints"
+    sizes = {sum(file.stat().st_size for file in directory.iterdir()) for directory in files.iterdir()}
+    assert found["size_bytes"] in sizes
+    table = trained.cli("checkpoint", "list", "--run-id", trained.run_id)
+    assert "3 checkpoints for run" in table
+    listed = trained.checkpoints()
+    assert listed[trained.export]["checkpoint_type"] == "external"
+    assert listed[trained.export]["expires_at"] is not None
+    assert listed[trained.sampler]["size_bytes"] < found["size_bytes"]  # no optimizer state
+
+
+@pytest.mark.covers("tinker checkpoint publish", "tinker checkpoint unpublish")
+def test_publish_and_unpublish_twice_each(trained: Trained) -> None:
+    for command, public in (("publish", True), ("publish", True), ("unpublish", False), ("unpublish", False)):
+        trained.cli("checkpoint", command, trained.sampler)
+        assert trained.checkpoints()[trained.sampler]["public"] is public
+
+
+@pytest.mark.covers("tinker checkpoint set-ttl")
+def test_a_ttl_is_set_refused_and_removed(trained: Trained) -> None:
+    trained.cli("checkpoint", "set-ttl", trained.sampler, "--ttl", "3600")
+    assert trained.checkpoints()[trained.sampler]["expires_at"] is not None
+    refused = trained.cli("checkpoint", "set-ttl", trained.sampler, "--ttl", "3599", status=1)
+    assert "ttl_seconds is 3599" in refused
+    trained.cli("checkpoint", "set-ttl", trained.sampler, "--remove")
+    assert trained.checkpoints()[trained.sampler]["expires_at"] is None
+
+
+@pytest.mark.covers("tinker run list", "tinker run info")
+def test_runs_are_listed_and_shown(trained: Trained) -> None:
+    runs = trained.json("run", "list")["runs"]
+    assert trained.run_id in [run["training_run_id"] for run in runs]
+    shown = trained.json("run", "info", trained.run_id)
+    assert (shown["base_model"], shown["lora_rank"]) == (nano.MODEL_NAME, 8)
+    assert trained.run_id in trained.cli("run", "info", trained.run_id)
+
+
+@pytest.mark.covers("tinker checkpoint delete")
+def test_delete_takes_checkpoints_of_a_kind_and_names_what_it_cannot(trained: Trained) -> None:
+    trained.cli("checkpoint", "delete", "--run-id", trained.run_id, "--type", "external_weights", "--yes")
+    assert trained.checkpoints().keys() == {trained.training, trained.sampler}
+    output = trained.cli("checkpoint", "delete", trained.export, trained.sampler, "--yes")
+    assert "Deleted 1 checkpoint(s)" in output
+    assert "Failed to delete 1" in output and "does not exist" in output
+    assert trained.checkpoints().keys() == {trained.training}

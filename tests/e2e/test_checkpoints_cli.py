@@ -1,0 +1,282 @@
+"""`tinsmith checkpoints` against a live server: what goes out and comes back computes the same numbers.
+
+Round trips are judged by transformers and PEFT in this process, and by what the service computes with the weights.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import sys
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+from typer.testing import CliRunner
+
+from support import peft_adapters
+from support.live import API_KEY, LiveServer
+from tinsmith.base_models import nano
+from tinsmith.cli.main import app
+from tinsmith.errors import TinsmithError, UserError
+from tinsmith.exchange import transfer
+
+TOKENS = list(range(40, 60))
+GUIDE = Path(__file__).parents[2] / "docs" / "export.md"
+PULLED = ["adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    server: LiveServer
+    service: tinker.ServiceClient
+    state: str
+    sampler: str
+    scored: np.ndarray
+    next_loss: float
+
+    def cli(self, *arguments: object, status: int = 0) -> str:
+        """The output of a command."""
+        environment = {"TINKER_BASE_URL": self.server.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
+        words = ["checkpoints", *map(str, arguments)]
+        done = CliRunner().invoke(app, words, env=environment)
+        assert done.exit_code == status, done.output + repr(done.exception)
+        return done.output
+
+    def json(self, *arguments: object) -> dict:
+        return json.loads(self.cli(*arguments, "--json"))
+
+
+def datum() -> types.Datum:
+    weights = np.ones(len(TOKENS) - 1, np.float32)
+    inputs = {"target_tokens": np.array(TOKENS[1:]), "weights": weights}
+    return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
+
+
+def train(client: tinker.TrainingClient, steps: int) -> float:
+    """The loss before the last step."""
+    for _ in range(steps):
+        passed = client.forward_backward([datum()], "cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+    return passed.result().metrics["loss:sum"]
+
+
+def logprobs(client: tinker.TrainingClient) -> np.ndarray:
+    """What the service computes."""
+    (output,) = client.forward([datum()], "cross_entropy").result().loss_fn_outputs
+    return np.asarray(output["logprobs"].to_numpy(), np.float32)
+
+
+def expected(base: Path, adapter: Path | None = None) -> np.ndarray:
+    """What transformers, and PEFT, compute."""
+    logits = peft_adapters.logits(base, adapter, torch.tensor([TOKENS[:-1]])).double()
+    return logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]].numpy()
+
+
+def close(found: np.ndarray, wanted: np.ndarray) -> None:
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def trained(nano_server: LiveServer) -> Iterator[Trained]:
+    with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
+        client = service.create_lora_training_client(nano.MODEL_NAME, rank=4).result()
+        train(client, 2)
+        state = client.save_state("state").result().path
+        sampler = client.save_weights_for_sampler("sampler").result().path
+        scored = logprobs(client)
+        yield Trained(nano_server, service, state, sampler, scored, train(client, 1))
+
+
+def test_a_pulled_checkpoint_is_the_model_that_was_trained(trained: Trained, tmp_path: Path) -> None:
+    pulled = trained.json("pull", trained.state, tmp_path / "state")
+    assert sorted(pulled["files"]) == PULLED and pulled["tinker_path"] == trained.state
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == PULLED
+    close(expected(nano.path(), tmp_path / "state"), trained.scored)
+    assert "2 files" in trained.cli("pull", trained.sampler, tmp_path / "deep" / "sampler")
+    close(expected(nano.path(), tmp_path / "deep" / "sampler"), trained.scored)
+    assert "exists already" in trained.cli("pull", trained.state, tmp_path / "state", status=2)
+    assert "does not exist" in trained.cli("pull", trained.state + "x", tmp_path / "none", status=2)
+    assert "is not a checkpoint path" in trained.cli("pull", "here", tmp_path / "none", status=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "state"]
+
+
+def test_a_merged_model_computes_the_same_alone(trained: Trained, tmp_path: Path) -> None:
+    merged = trained.json("merge", trained.state, tmp_path / "merged", "--dtype", "float32")
+    assert (merged["dtype"], merged["shards"]) == ("float32", 1)
+    close(expected(tmp_path / "merged"), trained.scored)
+    trained.cli("pull", trained.state, tmp_path / "pulled")
+    arguments = ("merge", tmp_path / "pulled", tmp_path / "sharded", "--base", nano.path(), "--max-shard-gb", "0.003")
+    assert trained.json(*arguments, "--dtype", "float32")["shards"] > 2
+    close(expected(tmp_path / "sharded"), trained.scored)
+
+
+def test_what_is_pushed_goes_on_training_where_it_stopped(trained: Trained, tmp_path: Path) -> None:
+    trained.cli("pull", trained.state, tmp_path / "state")
+    pushed = trained.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)
+    assert pushed["tinker_path"].endswith("/weights/again") and pushed["lora_rank"] == 4
+    client = trained.service.create_training_client_from_state_with_optimizer(pushed["tinker_path"]).result()
+    np.testing.assert_array_equal(logprobs(client), trained.scored)
+    assert train(client, 1) == trained.next_loss
+    sampler = trained.service.create_sampling_client(model_path=pushed["tinker_path"]).result()
+    found = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    np.testing.assert_allclose(np.array(found[1:], float), trained.scored, rtol=1e-3, atol=1e-3)
+
+
+def test_an_adapter_from_elsewhere_is_imported_and_trained(trained: Trained, tmp_path: Path) -> None:
+    """It adapts two linears of seven, with an alpha, ranks and a scale of its own."""
+    settings = {"r": 6, "lora_alpha": 10, "use_rslora": True, "rank_pattern": {"v_proj": 3}}
+    adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", **settings)
+    refused = trained.cli("push", adapter, "--base", nano.MODEL_NAME, status=2)
+    assert "rank_pattern" in refused and "tinsmith checkpoints import" in refused
+    imported = trained.json("import", adapter, "--base", nano.MODEL_NAME)
+    assert (imported["lora_rank"], imported["base_model"]) == (6, nano.MODEL_NAME)
+    client = trained.service.create_training_client_from_state(imported["tinker_path"]).result()
+    wanted = expected(nano.path(), adapter)
+    close(logprobs(client), wanted)
+    assert np.abs(wanted - expected(nano.path())).max() > 0.1
+    losses = [train(client, 1) for _ in range(3)]
+    assert losses[-1] < losses[0]
+    saved = client.save_state("after").result().path
+    trained.cli("pull", saved, tmp_path / "after")
+    close(expected(nano.path(), tmp_path / "after"), logprobs(client))
+    again = trained.service.create_training_client_from_state_with_optimizer(saved).result()
+    np.testing.assert_array_equal(logprobs(again), logprobs(client))
+
+
+def test_the_commands_of_the_guide_run_as_they_stand(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"```bash\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for line in block.replace("$CHECKPOINT", trained.state).splitlines():
+        program, group, *words = shlex.split(line)
+        assert (program, group) == ("tinsmith", "checkpoints")
+        said = trained.cli(*words)
+    assert "/weights/rewritten" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "merged"]
+
+
+def test_what_cannot_be_sent_is_refused_in_one_line(trained: Trained, tmp_path: Path) -> None:
+    adapter = peft_adapters.make(nano.path(), tmp_path / "adapter", use_dora=True)
+    said = trained.cli("import", adapter, "--base", nano.MODEL_NAME, status=2)
+    assert "sets 'use_dora'" in said and len(said.splitlines()) == 1
+    plain = peft_adapters.make(nano.path(), tmp_path / "plain")
+    assert "served: 'tinsmith/nano'" in trained.cli("push", plain, "--base", "x/y", status=2)
+    assert "there is no adapter_config.json" in trained.cli("push", tmp_path, "--base", nano.MODEL_NAME, status=2)
+    config = json.loads((plain / "adapter_config.json").read_text())
+    (plain / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    assert "--base NAME" in trained.cli("push", plain, status=2)
+    assert "--base DIR_OR_ID" in trained.cli("merge", plain, tmp_path / "out", status=2)
+
+
+def test_a_server_that_is_not_there_is_said_to_be(tmp_path: Path) -> None:
+    environment = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": API_KEY, "COLUMNS": "300"}
+    words = ["checkpoints", "pull", "tinker://a/weights/b", str(tmp_path / "x")]
+    done = CliRunner().invoke(app, words, env=environment)
+    assert done.exit_code == 2 and "is it `tinsmith serve`?" in done.output
+
+
+CONVERTER = """
+import sys
+model, _, target = sys.argv[1:]
+assert __import__("pathlib").Path(model, "config.json").is_file()
+if "broken" in target:
+    sys.exit("no such architecture")
+open(target, "wb").write(b"GGUF")
+"""
+
+
+def test_gguf_is_left_to_llama_cpp(trained: Trained, tmp_path: Path) -> None:
+    target = tmp_path / "model.gguf"
+    merging = ("merge", trained.state, tmp_path / "merged", "--gguf", target)
+    said = trained.cli(*merging, status=2)
+    assert "llama.cpp's convert_hf_to_gguf.py" in said and not (tmp_path / "merged").exists()
+    (tmp_path / "llama.cpp").mkdir()
+    (tmp_path / "llama.cpp" / "convert_hf_to_gguf.py").write_text(CONVERTER)
+    found = trained.json(*merging, "--llama-cpp", tmp_path / "llama.cpp")
+    assert (found["gguf"], target.read_bytes()) == (str(target), b"GGUF")
+    broken = ("merge", trained.state, tmp_path / "other", "--gguf", tmp_path / "broken.gguf")
+    said = trained.cli(*broken, "--llama-cpp", tmp_path / "llama.cpp", status=2)
+    assert "no such architecture" in said and (tmp_path / "other").is_dir()
+
+
+# What a server may send, whoever it is.
+
+
+def archive(files: Mapping[str, bytes], *, link: str = "") -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            if link:
+                member.type, member.linkname, member.size = tarfile.SYMTYPE, link, 0
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def pull_of(content: bytes, directory: Path, seen: list[httpx.Request]) -> transfer.Pulled:
+    """Pull from a server that sends this archive from another host."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if request.url.host == "files":
+            return httpx.Response(200, content=content, headers={"content-length": str(len(content))})
+        return httpx.Response(302, headers={"location": "http://files/archive"})
+
+    server = transfer.Server("http://api", "tml-secret")
+    transport = httpx.MockTransport(answer)
+    server._http = httpx.Client(base_url="http://api/api/v1/", headers={"X-API-Key": "tml-secret"}, transport=transport)
+    server._keyless = httpx.Client(transport=transport)
+    try:
+        return server.pull("tinker://r/weights/n", directory, lambda _done, _total: None)
+    finally:
+        server.close()
+
+
+def test_the_key_goes_to_the_server_and_not_where_it_points(tmp_path: Path) -> None:
+    seen: list[httpx.Request] = []
+    pulled = pull_of(archive({"./a": b"x" * 3_000_000, "b": b""}), tmp_path / "out", seen)
+    assert pulled.files == {"a": 3_000_000, "b": 0}
+    assert ["tml-secret" in str(request.headers) for request in seen] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/out", "a/b", "..", "a/../b"])
+def test_an_archive_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="which is no file of its own directory"):
+        pull_of(archive({"good": b"x", name: b"x"}), tmp_path / "out", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_and_doubles_in_an_archive_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which is no file of its own directory"):
+        pull_of(archive({"a": b""}, link="/etc/passwd"), tmp_path / "out", [])
+    with pytest.raises(UserError, match="holds no files"):
+        pull_of(archive({}), tmp_path / "out", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    whole = archive({"a": b"x" * 5000})
+    for cut in (whole[:700], whole[:511], b""):
+        with pytest.raises(TinsmithError, match=r"broke off|holds no files"):
+            pull_of(cut, tmp_path / "out", [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_commands_load_nothing_heavy_before_they_run() -> None:
+    import subprocess
+
+    script = "import tinsmith.cli.checkpoints, sys; print('torch' in sys.modules, 'httpx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]

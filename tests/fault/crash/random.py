@@ -1,0 +1,57 @@
+"""Kills processes at random moments for some minutes: `PYTHONPATH=tests python -m fault.crash.random --minutes 10`.
+
+The training runs of `runs` go on, one after the other, on one data directory; meanwhile a process is killed every few
+seconds, the server, its engine or both, as the seed has it. Every run must tell its clients what an undisturbed one
+did, and the books must be those of as many undisturbed runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("TINKER_TELEMETRY", "0")
+
+from fault.crash.kept import kept
+from fault.crash.killing import Killer, processes_below, server_or_engine
+from fault.crash.runs import books, run_all
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--every", type=float, default=6.0, help="mean seconds between two kills")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="crash-") as directory:
+        with kept(Path(directory) / "undisturbed", "--backend", "fake") as server:
+            told, expected = run_all(server), books(server)
+        with kept(Path(directory) / "killed", "--backend", "fake") as server:
+            killer = Killer(lambda: processes_below(os.getpid()), server_or_engine, given.seed, (0, 2 * given.every))
+            until = time.monotonic() + 60 * given.minutes
+            runs = 0
+            try:
+                while time.monotonic() < until:
+                    started = time.monotonic()
+                    if run_all(server) != told:
+                        raise AssertionError("a client was told something else than without a kill")
+                    runs += 1
+                    print(f"run {runs}: {time.monotonic() - started:.1f} s; {dict(killer.kills)}", flush=True)
+                killer.stop()
+                server.await_answer()
+                if books(server) != expected.times(runs):
+                    raise AssertionError(f"the books differ:\n{books(server)}\n{expected.times(runs)}")
+            except BaseException:
+                print(server.log()[-20000:], file=sys.stderr)
+                raise
+    print(f"{runs} runs, {sum(killer.kills.values())} kills {dict(killer.kills)}: nothing lost, nothing done twice")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Two engines with data directories of their own: one dies at a point, alone or with its machine, and what it worked on
+goes on with the other, as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fault.crash.kept import KeptServer, kept
+from fault.crash.runs import DEPRECATED, Books, Record, books, run_all
+from fault.crash.test_matrix import NTH, POINTS_HERE
+from support import databases
+from support.live import LiveServer, free_port, serving
+from tinsmith.cluster.engines import Engines
+from tinsmith.db.database import Database
+
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
+
+NANO = "tinsmith/nano"
+Seen = tuple[dict[str, Record], Books]
+
+OF_SERVERS = ("submit.", "poll.", "migration.")
+OF_SUCCESSORS = ("model.replaying", "engine.claimed")
+"""Where only the other engine comes to: the one that died has nothing to bring back."""
+POINTS = [point for point in POINTS_HERE if not point.startswith(OF_SERVERS) and point not in OF_SUCCESSORS]
+
+
+@contextlib.contextmanager
+def engine(server: KeptServer, name: str, failpoints: str, **more: str) -> Iterator[LiveServer]:
+    """A process of the role engine, on a data directory of its own."""
+    port = free_port()
+    settings = {
+        "DATABASE_URL": server.database_url,
+        "STORAGE_DIR": str(server.data_dir),
+        "ENGINE_LEASE_S": "2",
+        "FAILPOINTS": failpoints,
+        **more,
+    }
+    arguments = ("--role", "engine", "--backend", "fake", "--health-port", str(port))
+    with serving(server.data_dir.parent / name, *arguments, port=port, settings=settings) as made:
+        yield made
+
+
+def check(directory: Path, undisturbed: Seen, one: str, two: str = "") -> None:
+    with kept(directory / "server", "--backend", "fake", "--role", "server") as server:
+        with engine(server, "one", one) as first, engine(server, "two", two) as second:
+            await_both(server)
+            assert (run_all(server), books(server)) == undisturbed
+            for process, specs in ((first, one), (second, two)):
+                points = {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",") if spec}
+                assert points <= {path.name.removeprefix("crashed.") for path in process.data_dir.glob("crashed.*")}
+        assert server.deaths == 0
+
+
+def await_both(server: KeptServer) -> None:
+    """So that each of them gets a share of the runs."""
+    database = Database(server.database_url)
+    deadline = time.monotonic() + 90
+    while [row.state for row in Engines(database, "").of_base(NANO)] != ["ready"] * 2:
+        assert time.monotonic() < deadline, server.log()
+        time.sleep(0.05)
+    database.close()
+
+
+def test_a_machine_is_lost_and_the_engine_that_takes_over_dies_too(tmp_path: Path, fake_undisturbed: Seen) -> None:
+    check(tmp_path, fake_undisturbed, "settle.uncommitted:12@both", "model.replaying,settle.committed:25")
+
+
+@pytest.mark.slow
+def test_the_same_on_postgres(tmp_path: Path, fake_undisturbed: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(databases, "chosen", databases.POSTGRES)
+    databases.database_url.cache_clear()
+    try:
+        check(tmp_path, fake_undisturbed, "engine.ran:9@both", "engine.claimed,settle.committed:25")
+    finally:
+        databases.database_url.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["engine", "both"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_crash_at_any_point_is_survived_on_the_other_engine(
+    tmp_path: Path, fake_undisturbed: Seen, point: str, victim: str
+) -> None:
+    check(tmp_path, fake_undisturbed, f"{point}:{max(1, NTH.get(point, 1) // 2)}@{victim}")

@@ -1,0 +1,109 @@
+"""Every point x whoever dies there: the clients notice a delay and nothing else, and nothing is lost or done twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fault.crash.kept import KeptServer, kept
+from fault.crash.runs import DEPRECATED, Books, Record, books, run_all
+from tinsmith.runtime.failpoints import POINTS, VICTIMS
+
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
+
+NTH = {
+    "submit.before": 40,
+    "submit.stored": 50,
+    "poll.answering": 30,
+    "engine.fetched": 9,
+    "engine.planned": 12,
+    "engine.running": 15,
+    "engine.ran": 20,
+    "settle.uncommitted": 18,
+    "settle.committed": 22,
+    "model.created": 2,
+    "model.published": 2,
+    "sample.admitted": 4,
+    "checkpoints.writing": 2,
+    "checkpoints.sealed": 2,
+    "checkpoints.placed": 2,
+}
+"""Which time is the deadly one, where the first would come before there is something to lose."""
+
+BEFORE = {"model.replaying": "engine.ran:25,", "engine.claimed": "engine.ran:20,"}
+"""What must happen first."""
+
+FIRST_START = "migration.uncommitted"
+
+POINTS_HERE = [point for point in POINTS if not point.startswith(("batch.", "openai.", "run."))]
+"""Training and sampling never come to those of bulk jobs, which test_batch_jobs, _kill and test_openai_batches do, nor
+alone to those of a move, which test_moving does."""
+
+Seen = tuple[dict[str, Record], Books]
+
+
+def outcome(server: KeptServer) -> Seen:
+    """Everything that must not differ between a run with crashes and one without."""
+    return run_all(server), books(server)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fake_undisturbed: Seen) -> Seen:
+    return fake_undisturbed
+
+
+def check(data_dir: Path, specs: str, points: set[str], undisturbed: Seen) -> None:
+    migrated = FIRST_START not in points
+    with kept(data_dir, "--backend", "fake", migrated=migrated, failpoints=specs) as server:
+        assert outcome(server) == undisturbed
+        assert points <= server.markers, "not every process died"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", VICTIMS)
+@pytest.mark.parametrize("point", POINTS_HERE)
+def test_a_crash_at_any_point_is_a_delay_and_nothing_else(
+    tmp_path: Path, undisturbed: Seen, point: str, victim: str
+) -> None:
+    spec = f"{BEFORE.get(point, '')}{point}:{NTH.get(point, 1)}@{victim}"
+    check(tmp_path / "data", spec, {point}, undisturbed)
+
+
+CHAINS = (
+    "migration.uncommitted,engine.fetched:4,checkpoints.writing@both,snapshots.sealed,model.unloading@server,"
+    "submit.before:9@engine",
+    "submit.stored:9,model.created:2@engine,engine.planned:5@both,versions.writing,checkpoints.sealed:2@server,"
+    "snapshots.recorded",
+    "poll.answering:9@both,engine.running:7,versions.sealed@server,checkpoints.placed,model.loading,"
+    "snapshots.writing@both",
+    "engine.ran:9,engine.claimed,sample.admitted:2@both,model.replaying,versions.placed,model.unloaded@server",
+    "settle.uncommitted:9@both,settle.committed:5,model.loaded@server,model.published:2,snapshots.placed@both",
+)
+"""Every point once, in few runs. Those of one kind of request are apart: what ends two engines is given up."""
+
+
+def test_the_chains_have_every_point() -> None:
+    assert set().union(*map(points_of, CHAINS)) == set(POINTS_HERE)
+
+
+@pytest.fixture(scope="module")
+def chained(tmp_path_factory: pytest.TempPathFactory, undisturbed: Seen) -> Iterator[dict[str, Future[None]]]:
+    """All chains, some at a time: most of it is waiting for a client that waits before it tries again."""
+    with ThreadPoolExecutor(3) as pool:
+        directory = tmp_path_factory.mktemp("chained")
+        yield {
+            chain: pool.submit(check, directory / str(number), chain, points_of(chain), undisturbed)
+            for number, chain in enumerate(CHAINS)
+        }
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
+def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(chained: dict[str, Future[None]], chain: str) -> None:
+    chained[chain].result()
+
+
+def points_of(specs: str) -> set[str]:
+    return {spec.partition("@")[0].partition(":")[0] for spec in specs.split(",")}

@@ -1,0 +1,59 @@
+"""The same with a real model: the numbers of a run with a crash are those of one without, as `docs/numerics.md` bounds
+them, since what shares a step may differ.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fault.crash.kept import kept
+from fault.crash.runs import DEPRECATED, Plan, Record, books, run_all
+
+pytestmark = pytest.mark.filterwarnings(DEPRECATED)
+
+PLANS = (Plan("ann", 4, "cross_entropy", 1, rate=1e-3), Plan("bob", 8, "importance_sampling", 2, rate=1e-3))
+BOUND = 1e-3
+"""Of logprobs after dozens of steps, where it is 5e-5 after three."""
+
+CRASHES = ("submit.stored:30@server", "engine.ran:15@both", "settle.uncommitted:15@engine", "snapshots.placed@both")
+
+Seen = tuple[dict[str, Record], list[tuple], list[tuple]]
+
+
+def outcome(data_dir: Path, **settings: str) -> Seen:
+    with kept(data_dir, **settings) as server:
+        told = run_all(server, PLANS)
+        kept_books = books(server)
+        assert bool(server.markers) == bool(settings)
+    return told, kept_books.futures, kept_books.models
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    return outcome(tmp_path_factory.mktemp("undisturbed") / "data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crash", CRASHES)
+def test_a_crash_does_not_show_in_the_numbers_of_a_real_model(tmp_path: Path, undisturbed: Seen, crash: str) -> None:
+    told, *counts = outcome(tmp_path / "data", failpoints=crash)
+    expected, *expected_counts = undisturbed
+    assert counts == expected_counts
+    for tenant, record in told.items():
+        for (what, value), (_, before) in zip(record.told, expected[tenant].told, strict=True):
+            if what == "sample":  # two candidates may be closer to each other than the bound
+                assert len(value) == len(before)  # type: ignore[arg-type]
+            else:
+                np.testing.assert_allclose(flat(value), flat(before), rtol=BOUND, atol=BOUND, err_msg=what)
+
+
+def flat(value: object) -> list[float]:
+    """The numbers of what a client was told, in order."""
+    if isinstance(value, dict):
+        return [number for key in sorted(value) for number in flat(value[key])]
+    if isinstance(value, list | tuple):
+        return [number for one in value for number in flat(one)]
+    return [float(value)]  # type: ignore[arg-type]

@@ -1,0 +1,256 @@
+"""Mappers whose process ends in the middle of a batch: the rows that end it are recorded, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, text_rows
+from support.databases import fresh_url
+from tinsmith import batch
+from tinsmith.batch.client import functions
+from tinsmith.batch.coordinator.attempts import Lost
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import Assignment, JobSpec, Limits
+from tinsmith.batch.worker.children import Attempt, Events, Mapper
+from tinsmith.batch.worker.markers import MAP, READ, Marker, marker_file
+from tinsmith.db.database import Database
+
+ROWS = 5000
+KINDS = {333: "exit", 1000: "null", 2222: "kill", 4999: "quit"}
+"""Rows that end the process, and how."""
+CLASSES = {"exit": "MapperDied", "null": "MapperDied", "kill": "MapperKilled", "quit": "MapperDied"}
+WORDS = {
+    "exit": "ended with status 3",
+    "null": "died of signal 11",
+    "kill": "killed (signal 9; out of memory?)",
+    "quit": "status 0",
+}
+
+
+def double(row: dict[str, Any], kinds: dict[str, str]) -> dict[str, Any]:
+    import ctypes
+    import os
+    import signal
+
+    kind = kinds.get(row["text"][1:])
+    if kind == "exit":
+        os._exit(3)
+    if kind == "quit":
+        os._exit(0)
+    if kind == "null":
+        ctypes.string_at(0)
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"output": row["text"] * 2}
+
+
+@batch.remote_function
+def doubling(kinds: dict[str, str]) -> None:
+    import ctypes
+    import os
+    import signal
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        for row in rows:
+            kind = kinds.get(row["text"][1:])
+            if kind == "exit":
+                os._exit(3)
+            if kind == "quit":
+                os._exit(0)
+            if kind == "null":
+                ctypes.string_at(0)
+            if kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        batch.save_results([{**row, "output": row["text"] * 2} for row in rows])
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[BatchJobs]:
+    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+        yield BatchJobs(database)
+
+
+@pytest.mark.parametrize(("kind", "batch_size"), [("row", 100), pytest.param("loop", 4, marks=pytest.mark.slow)])
+def test_exactly_the_rows_that_end_the_process_are_recorded(
+    jobs: BatchJobs, tmp_path: Path, kind: str, batch_size: int
+) -> None:
+    kinds = {str(row): how for row, how in KINDS.items()}
+    given = double if kind == "row" else doubling
+    spec = JobSpec(
+        functions.serialize_function(given, kwargs={"kinds": kinds}, kind=kind),
+        {"format": "items", "path": "items", "items": text_rows(ROWS)},
+        [{"format": "json", "path": str(tmp_path / "out.jsonl")}],
+        batch_size,
+        max_failed_rows=len(KINDS),
+        limits=LIMITS,
+    )
+    job_id = jobs.create("local", spec)
+    asyncio.run(coordinate(Place("", str(tmp_path), job_id), jobs, workers=2))
+    job = jobs.find("local", job_id)
+    errors = {error["row_idx"]: error for error in jobs.row_errors(job_id)}
+    assert (job.status, sorted(errors), job.rows_ok) == ("SUCCEEDED", sorted(KINDS), ROWS - len(KINDS)), job
+    for row, how in KINDS.items():
+        found = errors[row]
+        assert found["error_class"] == CLASSES[how] and WORDS[how] in found["message"], found
+        assert found["details"]["row"] == {"text": f"t{row}"} and found["details"]["attempts"] >= 2
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [{"text": f"t{row}", "output": f"t{row}" * 2} for row in range(ROWS) if row not in KINDS]
+    others = [state for state in jobs.get_batch_states(job_id) if state["status"] == "COMPLETED"]
+    assert all(
+        state["error_class"] is None and state["retry_count"] == 0
+        for state in others
+        if not set(range(state["start_idx"], state["end_idx"] + 1)) & set(KINDS)
+    ), "no other batch is blamed for anything"
+
+
+# What a death of a batch leads to.
+
+
+def attempt(jobs: BatchJobs, job_id: int, lost: Lost) -> list[tuple[int, int, str, int, int]]:
+    """The first batch that is due comes to that; then all batches: rows, status, retries."""
+    claim = jobs.turn(job_id, "token", [], {"w": 1}, 60).claims["w"][0]
+    jobs.turn(job_id, "token", [(claim, lost)], {}, 60, LIMITS.max_retries, 0.0)
+    names = ("start_idx", "end_idx", "status", "retry_count", "infra_retries")
+    return [tuple(state[name] for name in names) for state in jobs.get_batch_states(job_id)]
+
+
+def died(row: int | None = None) -> Lost:
+    return Lost("MapperKilled", "killed", infra=False, died=True, row=row)
+
+
+def test_two_deaths_split_a_batch_and_its_parts_have_retries_of_their_own(jobs: BatchJobs, tmp_path: Path) -> None:
+    job_id = submit(jobs, tmp_path, doubling, fn_kwargs={"kinds": {}})
+    assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
+    jobs.save_batch_states(job_id, "token", [0], 8)
+    lost_worker = Lost("WorkerLostError", "gone", infra=True)
+    raised = Lost("ValueError", "odd", infra=False)
+    assert attempt(jobs, job_id, died()) == [(0, 7, "PENDING", 0, 1)], "the first time, no retry is spent"
+    assert attempt(jobs, job_id, lost_worker) == [(0, 7, "PENDING", 0, 2)], "a lost worker says nothing of the batch"
+    parts = [(0, 2), (3, 3), (4, 7)]
+    split = attempt(jobs, job_id, died(row=3))
+    assert split[0][2] == "SPLIT" and [each[:2] for each in split[1:]] == parts
+    assert {each[2:] for each in split[1:]} == {("PENDING", 0, 0)}
+    assert attempt(jobs, job_id, raised)[1] == (0, 2, "PENDING", 1, 0), "a retry of its own"
+    assert [each[:3] for each in attempt(jobs, job_id, raised)][1:4] == [
+        (0, 2, "SPLIT"), (0, 1, "PENDING"), (2, 2, "PENDING")
+    ]  # fmt: skip
+
+
+# What a mapper's process is blamed for.
+
+
+@batch.remote_function
+def waiting(marker: str) -> None:
+    """Says when it is at a batch, and is at it until the file is gone."""
+    import time
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        Path(marker).touch()
+        while Path(marker).exists():
+            time.sleep(0.01)
+        batch.save_results(rows)
+
+
+class Running:
+    """A mapper of a worker, in this process; its child is a real one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.marker = directory / "at-work"
+        (directory / "in.jsonl").write_text("".join(f'{{"n": {index}}}\n' for index in range(80)))
+        spec = JobSpec(
+            functions.serialize_function(waiting, kwargs={"marker": str(self.marker)}),
+            batch.JsonReader(str(directory / "in.jsonl")).to_dict(),
+            [batch.JsonWriter(str(directory / "out.jsonl")).to_dict()],
+            2,
+            limits=Limits(),
+        )
+        self.events: Events = queue.SimpleQueue()
+        self.directory = directory
+        self.mapper = Mapper(spec.to_dict(), directory / "log", lambda _attempt: None)
+
+    def feed(self, *batches: int) -> None:
+        base = str(self.directory / "parts")
+        self.mapper.feed([
+            Attempt(
+                {"batch_idx": each, "start_idx": 2 * each, "end_idx": 2 * each + 1, "attempt_id": 1,
+                 "part_bases": [f"{base}-{each}"]},
+                self.events,
+            )
+            for each in batches
+        ])  # fmt: skip
+
+    def kill(self) -> None:
+        assert self.mapper._child is not None
+        os.kill(self.mapper._child.process.pid, signal.SIGKILL)
+
+    def settled(self) -> tuple[int, dict[str, Any]]:
+        found = self.events.get(timeout=PATIENCE_S)
+        assert isinstance(found, Attempt)
+        return found.assignment["batch_idx"], found.result
+
+    def until(self, there: bool) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.marker.exists() != there:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    yield made
+    made.mapper.close(0)
+
+
+def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(running: Running) -> None:
+    running.feed(0)
+    running.until(True)
+    running.marker.unlink()
+    assert "outcome" in running.settled()[1]
+    running.kill()  # idle
+    running.feed(1, 2)
+    running.until(True)
+    running.kill()  # at batch 1
+    batch_idx, result = running.settled()
+    lost = result["lost"]
+    assert (batch_idx, lost["error_class"], lost["died"], lost["infra"]) == (1, "MapperKilled", True, False)
+    assert "killed (signal 9; out of memory?) while it worked on this batch" in lost["error"]
+    running.marker.unlink()
+    running.until(True)
+    running.marker.unlink()
+    assert running.settled()[0] == 2
+
+
+def test_what_a_child_may_have_stored_is_stored_elsewhere_by_the_next_one() -> None:
+    given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
+    assert [given.given()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
+
+
+def test_a_marker_is_seen_by_whoever_maps_the_same_file() -> None:
+    with marker_file() as file:
+        written, seen = Marker(file.fileno()), Marker(file.fileno())
+    assert seen.starting and seen.busy() == {}
+    written.begin(READ, Assignment(7, 0, 9, 2, ()))
+    assert seen.starting and seen.busy() == {(7, 2): -1}
+    written.begin(MAP, Assignment(6, 0, 9, 3, ()))
+    written.row(5)
+    assert not seen.starting and seen.busy() == {(7, 2): -1, (6, 3): 5}
+    written.end(READ)
+    written.end(MAP)
+    assert seen.busy() == {} and not seen.starting

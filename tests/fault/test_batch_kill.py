@@ -1,0 +1,272 @@
+"""kill -9 at each of the seven steps of a job, of the server, a worker and its mapper: the output is the same.
+
+The steps are those of `failpoints.POINTS` below `batch.`. `pytest -s` prints what each kill cost. The servers here are
+coordinators in processes of their own; `test_batch_jobs.py` has whole ones (slow).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+import tinsmith.batch.coordinator.job_run
+from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
+from support.databases import fresh_url
+from support.live import freeze
+from tinsmith import batch
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH
+from tinsmith.settings import Settings
+
+STEPS = {
+    "batch.claimed": 3,
+    "batch.reported": 3,
+    "batch.committed": 2,
+    "batch.winding": 1,
+    "batch.published": 1,
+    "batch.recorded": 1,
+    "batch.cleaned": 1,
+}
+"""And which time that it is reached."""
+VICTIMS = ("server", "worker", "mapper")
+AT_A_TIME = 3
+
+
+@batch.remote_function
+def double() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
+
+
+EXPECTED = "".join(
+    json.dumps({"text": f"t{index}", "output": f"t{index}" * 2}, separators=(",", ":")) + "\n" for index in range(20)
+).encode()
+
+
+def new_database(directory: Path, kind: str | None = None) -> str:
+    directory.mkdir(parents=True)
+    return fresh_url(directory, kind)
+
+
+@contextlib.contextmanager
+def opened(url: str) -> Iterator[BatchJobs]:
+    with contextlib.closing(Database(url)) as database:
+        yield BatchJobs(database)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a kill left behind, and how often batches were begun beyond once each."""
+
+    output: bytes
+    leftovers: list[str]
+    status: str
+    attempts_more: int
+    retries: int
+    killed: bool
+
+
+def cost_of(jobs: BatchJobs, job_id: int, directory: Path, killed: bool) -> Cost:
+    states = jobs.get_batch_states(job_id)
+    return Cost(
+        output=(directory / "out.jsonl").read_bytes(),
+        leftovers=[str(path) for path in directory.glob(f"**/{TEMPORARY_DIRECTORY}/**/*") if path.is_file()],
+        status=jobs.find("local", job_id).status,
+        attempts_more=sum(state["attempt_id"] for state in states) - len(states),
+        retries=sum(state["retry_count"] for state in states),
+        killed=killed,
+    )
+
+
+def kill_server(directory: Path, url: str, step: str) -> Cost:
+    with opened(url) as jobs:
+        place = Place(url, str(directory), submit(jobs, directory, double))
+        for status in (-signal.SIGKILL, 0):
+            process = start_process(place, f"{step}:{STEPS[step]}")
+            assert process.wait(PATIENCE_S) == status, (directory / "here.log").read_text()[-3000:]
+        return cost_of(jobs, place.job_id, directory, killed=True)
+
+
+# Which case a thread works on: every coordinator below has a thread, and a database, of its own.
+_case = threading.local()
+
+
+def reach_or_kill(point: str) -> None:
+    """In place of `failpoints.hit`: at the step, kill a worker or what it started."""
+    if point != getattr(_case, "step", ""):
+        return
+    _case.reached += 1
+    if _case.reached == STEPS[point]:
+        _case.kill()
+
+
+def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
+    with opened(url) as jobs:
+        place = Place(url, str(directory), submit(jobs, directory, double))
+        killed: list[int] = []
+
+        def kill() -> None:
+            for worker in jobs.workers(place.job_id):
+                pid = int(worker["pid_or_actor"])
+                below = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+                killed.extend([pid] if victim == "worker" else below)
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+        _case.step, _case.reached, _case.kill = step, 0, kill
+        asyncio.run(coordinate(place, jobs))
+        return cost_of(jobs, place.job_id, directory, killed=bool(killed))
+
+
+def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "reach", reach_or_kill)
+    costs: dict[tuple[str, str], Future[Cost]] = {}
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        for step in STEPS:
+            for victim in VICTIMS:
+                directory = tmp_path / f"{step}-{victim}"
+                url = new_database(directory)
+                if victim == "server":
+                    costs[step, victim] = pool.submit(kill_server, directory, url, step)
+                else:
+                    costs[step, victim] = pool.submit(kill_below, directory, url, step, victim)
+    lines = [f"| killed at | {' | '.join(VICTIMS)} |", "|---" * 4 + "|"]
+    for step in STEPS:
+        cells = []
+        for victim in VICTIMS:
+            cost = costs[step, victim].result()
+            assert cost.killed, (step, victim)
+            assert cost.output == EXPECTED, (step, victim)
+            assert (cost.status, cost.leftovers, cost.retries) == ("SUCCEEDED", [], 0), (step, victim)
+            assert 0 <= cost.attempts_more <= 8, "what was committed is not done again"
+            cells.append(f"same bytes, {cost.attempts_more} batches again")
+        lines.append(f"| {step} | {' | '.join(cells)} |")
+    print("\n" + "\n".join(lines))  # noqa: T201
+
+
+@batch.remote_function
+def late(marker: str, gate: str) -> None:
+    """Whoever is first at a row waits for the gate; whoever is next does not."""
+    import os
+    import time
+    from pathlib import Path
+
+    from tinsmith import batch
+
+    for rows in batch.load():
+        if any(row["text"] == "t4" for row in rows) and not Path(marker).exists():
+            Path(marker).write_text(str(os.getpid()))
+            while not Path(gate).exists():
+                time.sleep(0.02)
+        batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows])
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+
+
+def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path: Path, database_kind: str) -> None:
+    """Two servers on one database. The first stands still in the middle of a batch, longer than its lease; the second
+    does the job. Then the first one's worker finishes its batch, and the first goes on."""
+    directory = tmp_path / "one"
+    url = new_database(directory, database_kind)
+    limits = replace(LIMITS, lease_s=1.0)
+    with opened(url) as jobs:
+        marker, gate = tmp_path / "marker", tmp_path / "gate"
+        options = {"marker": str(marker), "gate": str(gate)}
+        job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
+        first = start_process(Place(url, str(directory), job_id, "first", linger_s=2.0))
+        try:
+            until(marker.exists, first)
+            # From now on its lease is no longer than the job says.
+            until(lambda: lease_s(jobs, job_id) < 2, first)
+            freeze(first.pid, directory)
+            second = start_process(Place(url, str(directory), job_id, "second"))
+            assert second.wait(PATIENCE_S) == 0, (directory / "second.log").read_text()[-3000:]
+            before = cost_of(jobs, job_id, directory, killed=True), jobs.find("local", job_id)
+            assert (before[0].output, before[0].status, before[0].leftovers) == (EXPECTED, "SUCCEEDED", [])
+            assert before[0].attempts_more >= 1, "the batch of the first was begun again"
+            gate.touch()
+            until(lambda: list(directory.glob(f"{TEMPORARY_DIRECTORY}/*/out-0/attempt-*/batch_00000004-*")), first)
+            first.send_signal(signal.SIGCONT)
+            assert first.wait(PATIENCE_S) == 0
+            after = cost_of(jobs, job_id, directory, killed=True), jobs.find("local", job_id)
+            assert replace(after[0], leftovers=[]) == before[0] and after[1] == before[1]
+            assert all("/attempt-1/" in path for path in after[0].leftovers), "what nothing refers to"
+        finally:
+            gate.touch()
+            first.kill()
+            first.wait()
+
+
+def lease_s(jobs: BatchJobs, job_id: int) -> float:
+    """How long the job's owner has left."""
+    with jobs._db.read() as connection:
+        left = sa.select(BATCH.jobs.c.owner_lease_at - jobs._db.clock()).where(BATCH.jobs.c.job_id == job_id)
+        return float(connection.scalar(left) or 0)
+
+
+def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, database_kind: str) -> None:
+    """Without its data directory: what both have is the database and where the output goes."""
+    directory, elsewhere = tmp_path / "one", tmp_path / "two"
+    url = new_database(directory, database_kind)
+    elsewhere.mkdir()
+    with opened(url) as jobs:
+        limits = replace(LIMITS, lease_s=1.0)
+        options = {"marker": str(tmp_path / "marker"), "gate": str(tmp_path / "gate")}
+        job_id = submit(jobs, directory, late, limits, fn_kwargs=options)
+        first = start_process(Place(url, str(directory), job_id, "first"))
+        until((tmp_path / "marker").exists, first)
+        until(lambda: lease_s(jobs, job_id) < 2, first)
+        first.kill()
+        first.wait()
+        done = jobs.find("local", job_id).completed_batches
+        asyncio.run(coordinate(Place(url, str(elsewhere), job_id, "second"), jobs))
+        cost = cost_of(jobs, job_id, directory, killed=True)
+        assert (cost.output, cost.status, cost.leftovers, cost.retries) == (EXPECTED, "SUCCEEDED", [], 0)
+        assert 0 < done < 10 and 1 <= cost.attempts_more <= 10 - done, "what was committed is not done again"
+
+
+def test_a_coordinator_that_is_told_to_stop_stops_whatever_it_has_just_heard(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path, backend="fake", batch_workers=2)
+    url = new_database(tmp_path / "database")
+
+    async def stopped_after(turns: int, jobs: BatchJobs) -> None:
+        coordinator = Coordinator(settings, jobs, "here")
+        coordinator.start()
+        await asyncio.sleep(0.2)
+        for pool in coordinator._pools.values():
+            pool.wake()
+        coordinator.wake()
+        for _ in range(turns):  # of the event loop, in which the word goes on its way
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            await coordinator.stop()
+
+    with opened(url) as jobs:
+        for turns in range(5):
+            asyncio.run(stopped_after(turns, jobs))

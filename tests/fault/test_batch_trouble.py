@@ -1,0 +1,282 @@
+"""Bulk jobs on a machine that fails: specifications that cannot be read, coordinators and workers that cannot work."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+import structlog
+from sqlalchemy.exc import OperationalError
+
+from support.coordinating import PATIENCE_S, is_over, submit
+from support.databases import fresh_url
+from tinsmith import batch
+from tinsmith.batch.coordinator import coordinator as coordinators
+from tinsmith.batch.coordinator import job_run as runs
+from tinsmith.batch.coordinator import workers as crews
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
+from tinsmith.batch.formats.protocols import Outcome, OutputInfo, PartInfo
+from tinsmith.batch.pools.local import LocalPool
+from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.batch.worker.rpc import RemoteWorker
+from tinsmith.db.database import Database
+from tinsmith.db.schema import BATCH
+from tinsmith.settings import Settings
+
+
+@batch.remote_function
+def keep() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results(rows)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[BatchJobs]:
+    with contextlib.closing(Database(fresh_url(tmp_path))) as database:
+        yield BatchJobs(database)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(coordinators, "POLL_S", 0.05)
+    monkeypatch.setattr(coordinators, "SWEEP_S", 0.2)
+    monkeypatch.setattr(coordinators, "CLEAN_AGAIN_S", 0.1)
+    with structlog.testing.capture_logs():  # tracebacks take seconds to print
+        yield
+
+
+Until = Callable[[Callable[[], bool]], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def coordinating(jobs: BatchJobs, directory: Path) -> AsyncIterator[Until]:
+    """A coordinator with one slot; gives what waits until something is so."""
+    coordinator = Coordinator(Settings(data_dir=directory, backend="fake", batch_workers=1), jobs, "here")
+
+    async def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not done():
+            assert time.monotonic() < deadline, jobs.listing("local", 9, 0)
+            await asyncio.sleep(0.02)
+
+    coordinator.start()
+    try:
+        yield until
+    finally:
+        await coordinator.stop()
+
+
+def coordinate(jobs: BatchJobs, directory: Path, done: Callable[[], bool]) -> None:
+    async def run() -> None:
+        async with coordinating(jobs, directory) as until:
+            await until(done)
+
+    asyncio.run(run())
+
+
+def submitted(jobs: BatchJobs, directory: Path, name: str) -> int:
+    output = {"format": "json", "path": str(directory / f"{name}.jsonl")}
+    return submit(jobs, directory, keep, rows=4, name=name, batch_output_formats=[output])
+
+
+def change(jobs: BatchJobs, job_id: int, **values: object) -> None:
+    with jobs._db.write() as connection:
+        connection.execute(BATCH.jobs.update().where(BATCH.jobs.c.job_id == job_id).values(**values))
+
+
+def ended(jobs: BatchJobs, job_id: int) -> bool:
+    return jobs.find("local", job_id).status in TERMINAL
+
+
+def test_jobs_that_cannot_be_read_fail_alone_and_say_why(jobs: BatchJobs, tmp_path: Path) -> None:
+    specs = {"of another version": {"shuffled": True}, "no object": ["no"], "no JSON": sa.text("'{no json'")}
+    bad = {name: submitted(jobs, tmp_path, name) for name in specs}
+    cancelled, old = submitted(jobs, tmp_path, "cancelled"), submitted(jobs, tmp_path, "old")
+    jobs.cancel("local", cancelled)
+    change(jobs, old, status="FAILED", ended_at=1.0)  # its parts are due to be deleted
+    good = submitted(jobs, tmp_path, "good")
+    specs["of another version"] = {**jobs.spec(good).to_dict(), "shuffled": True}
+    for name, job_id in bad.items():
+        change(jobs, job_id, spec=specs[name])
+    for job_id in (cancelled, old):
+        change(jobs, job_id, spec=specs["of another version"])
+    ending = [*bad.values(), cancelled]
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, good) and all(ended(jobs, job_id) for job_id in ending))
+    assert jobs.find("local", good).status == "SUCCEEDED"
+    assert jobs.find("local", cancelled).status == "CANCELLED"
+    for name, job_id in bad.items():
+        found = jobs.find("local", job_id)
+        assert found.status == "FAILED" and "specification cannot be read" in str(found.error), (name, found)
+    assert "shuffled" in str(jobs.find("local", bad["of another version"]).error)
+    later = submitted(jobs, tmp_path, "later")  # after a restart, too
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, later))
+    assert jobs.find("local", later).status == "SUCCEEDED"
+
+
+class Failing:
+    """Wraps functions so that they fail, so often in all; `failed` counts."""
+
+    def __init__(self, times: float, error: Exception, only: Callable[..., bool] = lambda *_given: True) -> None:
+        self.times, self.error, self.only = times, error, only
+        self.failed = 0
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*given: Any, **named: Any) -> Any:  # noqa: ANN401
+            if self.failed < self.times and self.only(*given):
+                self.failed += 1
+                raise self.error
+            return function(*given, **named)
+
+        return called
+
+
+class Worker:
+    """In place of a worker's process: it has done everything as soon as it is asked."""
+
+    useless = False
+    infra_failures = 0
+
+    def __init__(
+        self, worker_id: str, started: object, _job_id: int, _limits: object, slot: int | None, *_: object
+    ) -> None:
+        self.worker_id, self.started, self.slot = worker_id, started, slot
+
+    async def call(self, path: str, **body: object) -> None: ...
+
+    async def feed(self, assignments: list[dict[str, Any]]) -> AsyncIterator[list[Any]]:
+        for each in assignments:
+            key = each["batch_idx"], each["attempt_id"]
+            yield [(key, Outcome(*key, parts=(PartInfo("part", 2, 1, "digest"),), rows_ok=2))]
+
+    async def operate(self, op: str) -> AsyncIterator[dict[str, Any]]:
+        yield {"end": {"total_rows": 4, "batch_size": 2}}
+
+    async def result_of(self, op: str, **_: object) -> dict[str, Any]:
+        return OutputInfo("out", 4, 1, "digest").to_dict() if op == "publish" else {}
+
+    async def place(self, path: Path) -> str:
+        return str(path)
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture
+def instant(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(_pool: LocalPool, worker_id: str, _slot: int | None) -> SimpleNamespace:
+        return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
+
+    monkeypatch.setattr(LocalPool, "start", start)
+    for module in (crews, coordinators):
+        monkeypatch.setattr(module, "RemoteWorker", Worker)
+
+
+PHASES = (
+    "waiting", "being_cancelled", "acquire_batch_coordinator", "uncleaned", "save_batch_states", "failure", "turn",
+    "next_retry_in", "renew", "set_status", "winners", "row_errors", "finish", "chain", "note_cleaned", "release",
+    "intend_worker", "note_worker", "forget_worker",
+)  # fmt: skip
+"""What a coordinator asks of the database on the way of a job."""
+ERRORS = [OperationalError("a statement", {}, Exception("the disk is full")), ValueError("odd")]
+
+
+@pytest.mark.usefixtures("instant")
+@pytest.mark.parametrize("error", ERRORS)
+def test_errors_in_all_phases_of_a_coordinator_end_nothing(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Each once; the job is then done as if they had not been."""
+    monkeypatch.setattr(coordinators, "MAX_TROUBLES", 99)
+    monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(crews, "MAX_OPERATION_TRIES", 9)
+    phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
+    fails = {name: Failing(1, error) for name in phases}
+    for name, wrap in fails.items():
+        monkeypatch.setattr(jobs, name, wrap(getattr(jobs, name)))
+    job_id = submitted(jobs, tmp_path, "out")
+    coordinate(jobs, tmp_path, lambda: is_over(jobs, job_id))
+    assert jobs.find("local", job_id).status == "SUCCEEDED"
+    seldom = {"next_retry_in", "row_errors"}
+    assert {name for name, wrap in fails.items() if not wrap.failed} <= seldom
+
+
+@pytest.mark.usefixtures("instant")
+def test_a_job_that_stops_its_coordinator_each_time_fails_with_the_reason(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = submitted(jobs, tmp_path, "bad")
+    fails = Failing(float("inf"), ValueError("this list cannot be read"), lambda job_id, *_: job_id == bad)
+    monkeypatch.setattr(jobs, "save_batch_states", fails(jobs.save_batch_states))
+    good = submitted(jobs, tmp_path, "good")
+    coordinate(jobs, tmp_path, lambda: ended(jobs, bad) and is_over(jobs, good))
+    found = jobs.find("local", bad)
+    assert found.status == "FAILED" and "this list cannot be read" in str(found.error), found
+    assert jobs.find("local", good).status == "SUCCEEDED"
+
+
+STARTING: dict[str, Callable[[BatchJobs], tuple[Any, str]]] = {
+    "noting the intent": lambda jobs: (jobs, "intend_worker"),
+    "making the directory of logs": lambda _: (Path, "mkdir"),
+    "making the worker's directory": lambda _: (tempfile, "mkdtemp"),
+    "opening its log": lambda _: (JobLogs, "path"),
+    "starting its process": lambda _: (asyncio, "create_subprocess_exec"),
+    "hearing where it listens": lambda _: (asyncio.StreamReader, "readline"),
+    "configuring it": lambda _: (RemoteWorker, "call"),
+    "noting its address": lambda jobs: (jobs, "note_worker"),
+}
+"""The steps of starting a worker, each by the function that takes it."""
+
+
+def planned(jobs: BatchJobs, directory: Path, name: str) -> int:
+    """A job whose rows are counted: its first worker is started for a slot."""
+    job_id = submitted(jobs, directory, name)
+    assert jobs.acquire_batch_coordinator(job_id, "planner", "here", 60)
+    jobs.save_batch_states(job_id, "planner", range(0, 4, 2), 4)
+    jobs.release(job_id, "planner")
+    return job_id
+
+
+def test_a_worker_that_cannot_be_started_gives_its_slot_back(
+    jobs: BatchJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each step fails always: the job fails, says why and leaves nothing, and the one slot is there for the next job.
+    At last each step fails once: that job goes on."""
+    error = OSError(28, "no space left on device")
+
+    def spoil(patched: pytest.MonkeyPatch, step: str, times: float) -> None:
+        owner, name = STARTING[step](jobs)
+        only = (lambda path, *_: path.name == "logs") if owner is Path else lambda *_: True
+        patched.setattr(owner, name, Failing(times, error, only)(getattr(owner, name)))
+
+    async def run() -> None:
+        async with coordinating(jobs, tmp_path) as until:
+            for step in STARTING:
+                for make in (planned, submitted) if step == "making the worker's directory" else (planned,):
+                    with monkeypatch.context() as patched:
+                        spoil(patched, step, float("inf"))
+                        job_id = make(jobs, tmp_path, f"{step} {make.__name__}")
+                        await until(lambda job_id=job_id: ended(jobs, job_id) and not jobs.workers(job_id))
+                    found = jobs.find("local", job_id)
+                    assert found.status == "FAILED" and "no space left on device" in str(found.error), (step, found)
+                    assert not list(Path(temporary).glob("tinsmith-worker-*")), step
+            monkeypatch.setattr(runs, "MAX_SETUP_FAILURES", 99)
+            with monkeypatch.context() as patched:
+                for step in STARTING:
+                    spoil(patched, step, 1)
+                job_id = planned(jobs, tmp_path, "out")
+                await until(lambda: is_over(jobs, job_id))
+            assert jobs.find("local", job_id).status == "SUCCEEDED"
+
+    with tempfile.TemporaryDirectory(prefix="tn-") as temporary:  # a socket's path must be short
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        asyncio.run(run())

@@ -1,0 +1,341 @@
+"""What surrounds the processes fails: the database, the disk, the clock. What need not fail does not."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import tinker
+from sqlalchemy import exc
+from tinker import types
+
+from fault.test_recovery import DATA, NANO
+from support.databases import SQLITE, chosen, fresh_url
+from support.engine_bench import Bench
+from support.http_harness import close, make_harness
+from support.live import API_KEY, serving
+from support.raw_client import connect, engine_of
+from tinsmith.db.database import Database
+from tinsmith.db.schema import SESSIONS
+from tinsmith.errors import SettingsError
+from tinsmith.runtime.clocks import WatchedClock
+from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.server.process import build
+from tinsmith.settings import Settings
+from unit.test_janitor import parts, silent_session, unloads  # noqa: F401  fixtures
+
+only_sqlite = pytest.mark.skipif(chosen != SQLITE, reason="Postgres locks rows, not the database")
+
+
+# A database that somebody else holds.
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Another process has the database for itself until the end of the block."""
+    other = sqlite3.connect(path, isolation_level=None, timeout=10)
+    other.execute("BEGIN EXCLUSIVE")
+    try:
+        yield
+    finally:
+        other.execute("ROLLBACK")
+        other.close()
+
+
+@only_sqlite
+def test_a_writer_waits_as_long_as_it_may_and_those_behind_it_are_told_at_once(tmp_path: Path) -> None:
+    url = fresh_url(tmp_path)
+    database = Database(url, patience_s=0.5)
+    with held(tmp_path / "tinsmith.db"):
+        started = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(exc.OperationalError, match="locked"), database.write():
+                pass
+        assert 0.8 < time.monotonic() - started < 5
+        with ThreadedWriter(database) as first:
+            started = time.monotonic()
+            with pytest.raises(exc.TimeoutError), database.write():
+                pass
+            assert time.monotonic() - started < 0.3, "another one of this process waits already"
+        assert isinstance(first.error, exc.OperationalError)
+    with database.write() as connection:
+        connection.execute(SESSIONS.delete())
+    database.close()
+
+
+class ThreadedWriter:
+    """A thread that writes once, and has begun to wait when the block begins."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._thread = threading.Thread(target=self._write)
+        self.error: Exception | None = None
+
+    def _write(self) -> None:
+        try:
+            with self._database.write():
+                pass
+        except Exception as error:  # noqa: BLE001  the test looks at it
+            self.error = error
+
+    @property
+    def waits(self) -> bool:
+        return self._thread.is_alive()
+
+    def __enter__(self) -> ThreadedWriter:
+        self._thread.start()
+        time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(30)
+
+
+@only_sqlite
+def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tinsmith.db.sqlite.MOST_IN_SQLITE_S", 0.1)
+    url = fresh_url(tmp_path)
+    database = Database(url, patience_s=float("inf"))
+    with contextlib.ExitStack() as waiting:
+        with held(tmp_path / "tinsmith.db"):
+            writer = waiting.enter_context(ThreadedWriter(database))
+            time.sleep(0.6)
+            assert writer.waits
+    assert not writer.waits and writer.error is None
+    database.close()
+
+
+@only_sqlite
+def test_a_run_beside_a_database_that_is_held_is_a_delay(tmp_path: Path) -> None:
+    # A lease that runs out meanwhile is nobody else's for that.
+    with serving(tmp_path / "data", "--backend", "fake", settings={"ENGINE_LEASE_S": "2"}) as server:
+        engine = engine_of(server)
+        with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+            client = service.create_lora_training_client(NANO, rank=4).result()
+            first = client.forward_backward(DATA, "cross_entropy").result()
+            raw = connect(server)
+            model = raw.model()
+            passed = client.forward_backward(DATA, "cross_entropy")
+            with held(server.data_dir / "tinsmith.db"):
+                stepped = client.optim_step(types.AdamParams(learning_rate=1e-2))
+                started = time.monotonic()
+                answer = raw.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+                assert answer.status_code == 503 and time.monotonic() - started < 12
+                assert float(answer.headers["retry-after"]) > 0
+                assert server.get("healthz").status_code == 200
+            assert passed.result().metrics == first.metrics
+            assert stepped.result().metrics["step"] == 1
+            assert raw.steps_taken(raw.step(model, 1)) == 1, "the refused one was not stored, and its number is free"
+        assert engine_of(server) == engine, "the engine waited with its results"
+        assert server.count("futures WHERE state <> 'done'") == 0
+
+
+# The clock.
+
+
+WALL = time.time
+
+
+class SetClock:
+    """A clock that is set to another time than the others."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def wall(self) -> float:
+        return WALL() + self.offset_s
+
+
+def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
+    clock = SetClock()
+    watched = WatchedClock(clock.wall)
+    assert watched.jump_s() == 0
+    clock.offset_s = 1.0
+    assert watched.jump_s() == 0
+    clock.offset_s += 3600
+    assert round(watched.jump_s()) == 3600
+    assert watched.jump_s() == 0, "once"
+    clock.offset_s -= 7200
+    assert round(watched.jump_s()) == -7200
+
+
+def test_a_clock_set_forward_expires_nobody_who_is_still_there(
+    db: Database,
+    parts: SweptParts,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, steady = SetClock(), SetClock()
+    watched = WatchedClock(clock.wall, steady.wall)
+    janitor = Janitor(Settings(data_dir=tmp_path), parts, clock=watched)
+    monkeypatch.setattr("tinsmith.server.janitor.time.monotonic", steady.wall)
+    monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
+    silent_session(db, parts, silent_s=10)
+    janitor.sweep()
+    clock.offset_s = 3 * 3600
+    for _ in range(3):
+        janitor.sweep()
+    assert unloads(db) == []
+    clock.offset_s += 301
+    steady.offset_s += 301
+    janitor.sweep()
+    assert len(unloads(db)) == 1, "who says nothing for the timeout that follows is gone"
+
+
+def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
+    db: Database,
+    parts: SweptParts,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SetClock()
+    janitor = Janitor(Settings(data_dir=tmp_path), parts)
+    monkeypatch.setattr("tinsmith.store.sessions.now", clock.wall)
+    silent_session(db, parts, silent_s=-5 * 3600)
+    janitor.sweep()
+    clock.offset_s = 299
+    janitor.sweep()
+    assert unloads(db) == []
+    clock.offset_s = 302
+    janitor.sweep()
+    assert len(unloads(db)) == 1
+
+
+def test_a_clock_set_forward_gives_up_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with bench_in(tmp_path) as bench:
+        model = bench.model()
+        waiting = bench.step(model, 2)
+        bench.turns()
+        bench.engine._give_up_gaps()
+        clock = SetClock()
+        clock.offset_s = 3600
+        monkeypatch.setattr("tinsmith.engine.queues.time.time", clock.wall)
+        bench.engine._give_up_gaps()
+        bench.turns()
+        assert bench.outcome(waiting) is None
+        missing = bench.forward(model, 1)
+        bench.turns()
+        assert bench.outcome(missing) is not None and bench.outcome(waiting) is not None
+
+
+# The disk.
+
+
+@contextlib.contextmanager
+def bench_in(directory: Path) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory(prefix="faults-") as sockets:
+        made = Bench(directory, Path(sockets))
+        yield made
+        made.close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("where", ["mkdir", "fsync", "rename"])
+def test_a_save_on_a_disk_that_fails_is_its_own_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, where: str
+) -> None:
+    with bench_in(tmp_path) as bench:
+        model = bench.model()
+        taken = bench.step(model, 1)
+        bench.turns()
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as broken:
+            target = {"mkdir": "pathlib.Path.mkdir", "fsync": "os.fsync", "rename": "pathlib.Path.rename"}[where]
+            broken.setattr(target, fail)
+            failed = bench.submit(model, 2, "save_weights", {"path": "one"})
+            bench.turns()
+        assert os.strerror(number) in bench.error(failed)
+        left = [path for root in ("checkpoints", "snapshots") for path in (tmp_path / root).glob("*")]
+        assert left == [], "neither half a checkpoint nor half a snapshot"
+        again = bench.submit(model, 3, "save_weights", {"path": "one"})
+        step = bench.step(model, 4)
+        bench.turns()
+        assert [bench.outcome(one).error for one in (taken, again, step)] == [None, None, None]
+
+
+def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(SettingsError, match="cannot write to"):
+        build(Settings(data_dir=tmp_path / "file" / "data", port=0))
+
+
+def refuse_writes(database: Database) -> Callable[[], None]:
+    """From now on the database is read-only; call the result to end that."""
+
+    def refused(_begin: Callable[[], None]) -> NoReturn:
+        raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
+
+    patch = pytest.MonkeyPatch()
+    for name in ("begin", "begin_at_once"):
+        patch.setattr(database._turns, name, refused)
+    return patch.undo
+
+
+@only_sqlite
+def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Path) -> None:
+    with bench_in(tmp_path) as bench:
+        model = bench.model()
+        first = bench.step(model, 1)
+        bench.turns()
+        second = bench.step(model, 2)
+        end = refuse_writes(bench.db)
+        looks = count()
+
+        def stopping() -> bool:
+            if next(looks) == 4:  # it is asked before every attempt
+                assert bench.outcome(second) is None and bench.outcome(first) is not None
+                end()
+            return bench.outcome(second) is not None
+
+        bench.engine.run(stopping)
+        assert bench.optimizer_step(second) == 2
+        bench.restart()
+        assert not bench.engine._suspects
+
+
+@only_sqlite
+def test_a_server_whose_database_turns_read_only_asks_to_try_again(tmp_path: Path) -> None:
+    harness = make_harness(tmp_path)
+    before = harness.session()
+    end = refuse_writes(harness.services.models._db)
+    answer = harness.post("create_session", {"tags": [], "sdk_version": "0.38.0"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert harness.get("healthz").status_code == 200
+    assert harness.get(f"sessions/{before}").status_code == 200, "what only reads goes on"
+    end()
+    assert harness.session() != before
+    close(harness)
+
+
+@pytest.mark.parametrize("verb", ["GET", "POST"])
+def test_a_server_that_cannot_ask_whether_there_are_keys_asks_to_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    harness = make_harness(tmp_path, local=True)
+    path, body = ("server/status", None) if verb == "GET" else ("create_session", {"tags": [], "sdk_version": "0.38.0"})
+
+    def gone(_database: Database) -> NoReturn:
+        raise exc.OperationalError("SELECT", None, Exception("the connection was lost"))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Database, "read", gone)
+        answer = harness.send(verb, path, body)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "1")
+    assert "database does not answer" in answer.json()["detail"]
+    assert harness.send(verb, path, body).status_code != 503
+    close(harness)

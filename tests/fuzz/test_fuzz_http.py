@@ -1,0 +1,227 @@
+"""Every route of the OpenAPI document, with data that fit their schemas and data that do not, by schemathesis.
+
+Nothing answers 500 or takes long, every answer is one that the document declares, and every refusal says why. Most
+of the ids are those of things that exist. `make fuzz` runs the same for longer.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from itertools import cycle
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import schemathesis
+from httpx import Response
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
+from support.properties import examples
+from tinsmith.api.openapi import document
+from tinsmith.api.operation import PREFIX
+from tinsmith.api.requests import REQUESTS, SHARED
+from tinsmith.wire.bodies import PROTO_TYPE
+
+AT_MOST_S = 5.0
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+FUZZ = settings(examples(6), phases=(Phase.generate,), suppress_health_check=list(HealthCheck))
+
+
+def strict(schema: object) -> object:
+    """The document without fields that nobody reads: random ones would be most of what is generated."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+    return {name: strict(each) for name, each in schema.items()} | closed
+
+
+def operations() -> dict[str, Any]:
+    described = deepcopy(document())
+    described["components"]["schemas"] |= {name: strict(SHARED[name]) for name in SHARED}  # type: ignore[index]
+    for path in described["paths"].values():  # type: ignore[attr-defined]
+        for operation in path.values():
+            if "requestBody" in operation:
+                operation["requestBody"] = strict(operation["requestBody"])
+    loaded = schemathesis.openapi.from_dict(described)
+    return {found.ok().label: found.ok() for found in loaded.get_all_operations()}
+
+
+OPERATIONS = operations()
+TAKE_NOTHING = ("healthz", "health", "openapi.json")
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    made = make_harness(tmp_path_factory.mktemp("fuzz"))
+    yield made
+    close(made)
+
+
+@pytest.fixture
+def things(harness: Harness) -> dict[str, str]:
+    """Ids that exist, by the names of the fields that hold them."""
+    session_id = harness.session()
+    model_id = harness.model(session_id)
+    sampler_id = harness.sampler(session_id)
+    path = harness.saved(model_id)
+    pending = harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    return {
+        "session_id": session_id,
+        "last_session_id": session_id,
+        "model_id": model_id,
+        "run_id": model_id,
+        "sampling_session_id": sampler_id,
+        "sampling_client_id": sampler_id,
+        "request_id": pending["request_id"],
+        "base_model": BASE,
+        "kind": "weights",
+        "name": "one",
+        **uploaded(harness),
+        "tinker_path": path,
+        "source_path": path,
+        "model_path": path,
+    }
+
+
+def uploaded(harness: Harness) -> dict[str, str]:
+    headers, file = {"X-API-Key": ALICE}, {"file": ("in.jsonl", b"x")}
+    file_id = harness.client.post("/v1/files", headers=headers, files=file, data={"purpose": "batch"}).json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = harness.client.post("/v1/batches", headers=headers, json=body).json()["id"]
+    return {"file_id": file_id, "input_file_id": file_id, "batch_id": batch_id, "after": file_id}
+
+
+def parts_of(name: str, value: object) -> tuple[str, tuple[str | None, bytes]]:
+    """A part of a form, whatever was generated for it."""
+    filename, content = value[:2] if isinstance(value, tuple) else (None, value)
+    return name, (filename, content if isinstance(content, bytes) else str(content).encode(errors="replace"))
+
+
+def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
+    """The same with most ids replaced by ids that exist."""
+    if isinstance(value, list):
+        return [aimed(each, things, draw) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: things[name] if name in things and draw(st.integers(0, 4)) else aimed(each, things, draw)
+        for name, each in value.items()
+    }
+
+
+def test_every_operation_of_the_document_is_tried() -> None:
+    paths = document()["paths"]
+    assert set(OPERATIONS) == {f"{method.upper()} {path}" for path in paths for method in paths[path]}  # type: ignore[union-attr, index]
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("label", [label for label in OPERATIONS if label.rpartition("/")[2] not in TAKE_NOTHING])
+def test_no_data_break_a_route(harness: Harness, things: dict[str, str], label: str, mode: GenerationMode) -> None:
+    key = BOB if label.startswith("DELETE /api/v1/auth") else ALICE
+
+    @FUZZ
+    @given(OPERATIONS[label].as_strategy(generation_mode=mode), st.data())
+    def ask(case: schemathesis.Case, data: st.DataObject) -> None:
+        case.path_parameters = aimed(case.path_parameters, things, data.draw)  # type: ignore[assignment]
+        case.body = aimed(case.body, things, data.draw)
+        sent = case.as_transport_kwargs(base_url="http://127.0.0.1")
+        sent["headers"]["X-API-Key"] = key
+        sent["content"] = sent.pop("data", None)
+        sent.pop("cookies", None)
+        if "files" in sent:
+            sent["files"] = [parts_of(*part) for part in sent["files"]]
+        started = time.monotonic()
+        answer = harness.client.request(**sent, follow_redirects=False)
+        assert time.monotonic() - started < AT_MOST_S
+        case.validate_response(answer, checks=CHECKS)
+
+    ask()
+
+
+BODY = pass_bytes("m", 1)
+
+
+@FUZZ
+@given(st.integers(0, len(BODY) - 1), st.binary(max_size=4), st.sampled_from(["", "zstd", "identity", "gzip"]))
+def test_no_pass_breaks_its_route(harness: Harness, at: int, change: bytes, encoding: str) -> None:
+    headers = {"X-API-Key": ALICE, "Content-Type": PROTO_TYPE, "Content-Encoding": encoding}
+    body = BODY[:at] + change + BODY[at + len(change) :]
+    answer = harness.client.post("/api/v1/forward_backward", content=body, headers=headers)
+    assert answer.status_code in (400, 404, 415)
+    assert answer.json()["detail"]
+
+
+def ids_of(label: str) -> list[str]:
+    """The fields of a body that hold ids or numbers of them."""
+    schema = REQUESTS.get(label.partition(" ")[2].removeprefix(PREFIX), {}).get("properties", {})
+    assert isinstance(schema, dict)
+    return [name for name in schema if name.endswith(("_id", "_path", "base_model"))]
+
+
+NASTY = [
+    "../../etc/passwd",
+    "%2e%2e%2f%2e%2e",
+    "a/b",
+    "a:b",
+    "a\x00b",
+    "%00",
+    "%25%30%30",
+    "\ud7ff\u202e\U0001f600",
+    "e\u0301",
+    "x" * 5000,
+    "' OR 1=1 --",
+    "{}",
+    "\r\nX-API-Key: tml-bob",
+    "tinker://a/weights/b",
+    " ",
+    "-1",
+]
+BY_PATH = [label for label in OPERATIONS if "{" in label]
+WITH_IDS = [label for label in OPERATIONS if ids_of(label)]
+FORM = f"POST {PREFIX}/upload_weights"
+
+
+def words_of(answer: Response) -> str:
+    """Of a refusal, whichever client's form it has."""
+    body = answer.json()
+    return body["error"]["message"] if "error" in body else body["detail"]
+
+
+@pytest.mark.parametrize("label", BY_PATH)
+def test_no_id_in_a_path_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+    method, _, path = label.partition(" ")
+    names = re.findall(r"{(\w+)}", path)
+    for name, value in zip(cycle(names), NASTY, strict=False):
+        filled = {each: quote(value if each == name else things.get(each, "x"), safe="") for each in names}
+        url = "http://127.0.0.1" + path.format(**filled)
+        answer = harness.client.request(method, url, headers={"X-API-Key": ALICE}, json={"project_id": "p"})
+        # 405 where an id holds a slash: that is another path. 403 is for links.
+        assert answer.status_code in (400, 403, 404, 405), (url, answer.text)
+        assert words_of(answer)
+
+
+@pytest.mark.parametrize("label", WITH_IDS)
+def test_no_id_in_a_body_is_more_than_an_id(harness: Harness, things: dict[str, str], label: str) -> None:
+    method, _, path = label.partition(" ")
+    ids = [name for name in ids_of(label) if name in things]
+    numbers = {name: 1 for name in ids_of(label) if name.endswith("seq_id")}
+    for name, value in zip(cycle(ids), NASTY, strict=False):
+        body = {**numbers, **{each: things[each] for each in ids}, name: value}
+        form = {"files": {each: (None, str(text)) for each, text in body.items()}} if label == FORM else {"json": body}
+        answer = harness.client.request(method, path.format(**things), headers={"X-API-Key": ALICE}, **form)
+        assert answer.status_code in (200, 400, 404), (body, answer.text)
+        assert answer.status_code == 200 or words_of(answer)

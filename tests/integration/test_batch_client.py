@@ -1,0 +1,291 @@
+"""Data sets and jobs, from the client's side, against a live server; and what is refused before anything is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from support.live import API_KEY, LiveServer, serving
+from tinsmith import batch
+from tinsmith.batch import permissions
+from tinsmith.batch.client.dataset import JobRefusedError, Mapped
+from tinsmith.batch.client.functions import load_mapper
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.client.job import JobFailedError, progress_of
+from tinsmith.errors import ForbiddenError, NotSupportedError, TinsmithError, UserError
+from tinsmith.settings import Settings
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with serving(tmp_path_factory.mktemp("bulk") / "data", "--backend", "fake") as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[Client]:
+    with contextlib.closing(Client(server.url, API_KEY)) as made:
+        yield made
+
+
+@batch.remote_function
+def shout() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results([{"text": row["text"], "output": row["text"] * 2} for row in rows], tokens_out=len(rows))
+
+
+def items(count: int) -> Rows:
+    return [{"text": f"t{index}"} for index in range(count)]
+
+
+def all_rows(path: str) -> Rows:
+    reader = batch.load(path).reader
+    return reader.download_batch(0, len(reader) - 1, "")
+
+
+def test_a_job_from_data_set_to_file(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "in.jsonl"
+    batch_rows = items(50)
+    path.write_text("\n".join(f'{{"text":"{row["text"]}"}}' for row in batch_rows))
+    outputs = [batch.JsonWriter(f"{tmp_path}/full.jsonl"), batch.JsonWriter(f"{tmp_path}/text.jsonl", column="text")]
+    job = batch.Dataset(batch.JsonReader(str(path))).map(shout, batch_size=2, output=outputs, client=client)
+    assert isinstance(job, batch.Job) and int(job) == job.job_id
+    assert all_rows(f"{tmp_path}/full.jsonl") == [{**row, "output": row["text"] * 2} for row in batch_rows]
+    assert all_rows(f"{tmp_path}/text.jsonl") == batch_rows
+    assert [output.rows for output in job.outputs] == [50, 50]
+    progress = job.progress
+    assert (progress.status, progress.batches, progress.batches_done) == ("SUCCEEDED", 25, 25)
+    assert (progress.rows_ok, progress.rows_failed, progress.rows) == (50, 0, 50)
+    assert progress.rows_per_second > 0 and progress.tokens_per_second > 0
+    bar = capsys.readouterr().err
+    assert f"Job {job.job_id}: 100%" in bar and "25/25" in bar and "rows/s" in bar
+    assert list(job.errors()) == []
+    assert int(job) in [each["job_id"] for each in client.jobs()]
+    with pytest.raises(FileExistsError, match="if_exists"):
+        batch.load(str(path)).map(shout, output=outputs, client=client)
+
+
+def test_lazy_functions_of_rows_in_the_ways_of_others(client: Client, tmp_path: Path) -> None:
+    def length(row: dict[str, Any], index: int, offset: int) -> dict[str, Any]:
+        return {"length": len(row["text"]) + offset, "index": index}
+
+    mapped = batch.from_items(items(5)).map(
+        length, with_indices=True, remove_columns="text", fn_kwargs={"offset": 10}, stream=False, client=client
+    )
+    assert isinstance(mapped, Mapped)
+    job = mapped.write_csv(f"{tmp_path}/o.csv")
+    assert job.wait()["status"] == "SUCCEEDED"
+    assert all_rows(f"{tmp_path}/o.csv") == [{"length": "12", "index": str(index)} for index in range(5)]
+
+    class Upper:
+        def __init__(self, mark: str) -> None:
+            self.mark = mark
+
+        def __call__(self, columns: dict[str, list[str]]) -> dict[str, list[str]]:
+            return {"text": [text.upper() + self.mark for text in columns["text"]]}
+
+    batch.from_items(items(5)).map_batches(
+        Upper, batch_size=2, batch_format="columns", fn_constructor_kwargs={"mark": "!"}, client=client
+    ).write_parquet(f"{tmp_path}/o/")
+    assert all_rows(f"{tmp_path}/o/*.parquet") == [{"text": f"T{index}!"} for index in range(5)]
+
+
+def test_failed_rows_are_listed_and_the_rest_can_be_read_and_resumed(client: Client, tmp_path: Path) -> None:
+    def picky(row: dict[str, Any]) -> dict[str, Any]:
+        if row["text"] == "t3":
+            raise ValueError("not this one")
+        return row
+
+    data = batch.from_items(items(6))
+    job = data.map(picky, batch_size=2, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), stream=False, client=client)
+    with pytest.raises(JobFailedError, match="FAILED") as failure:
+        job.wait()
+    assert f"resume_from={int(job)}" in str(failure.value)
+    [error] = job.errors()
+    assert (error["idx"], error["error_type"], error["message"]) == (3, "ValueError", "not this one")
+    kept = list(job.partial())
+    assert {"text": "t3"} not in kept and kept == [row for row in items(6) if row in kept]
+    assert list(job.stream()) == kept
+
+    def kind(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    again = data.map(kind, batch_size=2, output=batch.JsonWriter(f"{tmp_path}/o.jsonl"), resume_from=job, client=client)
+    assert again.progress.status == "SUCCEEDED" and all_rows(f"{tmp_path}/o.jsonl") == items(6)
+
+
+def test_failed_rows_within_the_budget_go_to_their_own_file(client: Client, tmp_path: Path) -> None:
+    def picky(row: dict[str, Any]) -> dict[str, Any]:
+        if row["text"] == "t3":
+            raise ValueError("not this one")
+        return row
+
+    job = batch.from_items(items(6)).map(
+        picky,
+        batch_size=2,
+        output=batch.JsonWriter(f"{tmp_path}/o.jsonl"),
+        errors=batch.JsonWriter(f"{tmp_path}/err.jsonl"),
+        max_failed_rows=1,
+        client=client,
+    )
+    assert job.progress.rows_failed == 1
+    assert all_rows(f"{tmp_path}/o.jsonl") == [row for row in items(6) if row["text"] != "t3"]
+    [line] = all_rows(f"{tmp_path}/err.jsonl")
+    assert (line["idx"], line["error_type"], line["row"]) == (3, "ValueError", {"text": "t3"})
+
+
+def test_a_cancelled_job_streams_what_it_has_and_is_resumed(client: Client, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+
+    @batch.remote_function
+    def slow(gate: str) -> None:
+        import os
+        import time
+
+        from tinsmith import batch
+
+        for rows in batch.load():
+            while rows[0]["text"] == "t4" and not os.path.exists(gate):
+                time.sleep(0.01)
+            batch.save_results(rows)
+
+    job = batch.from_items(items(8)).map(
+        slow,
+        batch_size=2,
+        output=batch.JsonWriter(f"{tmp_path}/o.jsonl"),
+        fn_kwargs={"gate": str(gate)},
+        stream=False,
+        client=client,
+    )
+    streamed = job.stream()
+    assert [next(streamed) for _ in range(4)] == items(4)
+    job.cancel()
+    assert job.wait(check=False)["status"] == "CANCELLED"
+    assert list(job.partial())[:4] == items(4)
+    gate.touch()
+    again = batch.resume(int(job), client)
+    again.wait()
+    assert int(again) != int(job) and all_rows(f"{tmp_path}/o.jsonl") == items(8)
+    assert len(again.batches()) == 4
+
+
+def test_what_the_server_refuses_is_an_error_with_its_words(client: Client, tmp_path: Path) -> None:
+    data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
+    with pytest.raises(RuntimeError, match=r"no pool 'nowhere'.*'local'") as refusal:
+        data.map(shout, "nowhere", output=output, client=client)
+    assert isinstance(refusal.value, JobRefusedError)
+    with pytest.raises(UserError, match="bulk job"):
+        batch.Job(10**6, client).status()
+    with pytest.raises(UserError, match="bulk job"):
+        batch.Job(10**6, client).wait()
+
+
+def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
+    data, output = batch.from_items(items(2)), batch.JsonWriter(f"{tmp_path}/o.jsonl")
+
+    def nothing() -> None: ...
+
+    def row_of(row: dict[str, Any]) -> dict[str, Any]:
+        return row
+
+    refused: list[tuple[Callable[[], object], type[Exception], str]] = [
+        (lambda: data.map(nothing, output=output), ValueError, "Mapper function must be decorated"),
+        (lambda: data.map(shout, output=output, batch_size=0), ValueError, "batch_size is 0"),
+        (lambda: data.map(shout, output=[]), ValueError, "batch_output_formats is empty"),
+        (lambda: data.map(shout, output=[output, output]), ValueError, "two outputs"),
+        (lambda: data.map(shout, output=output, if_exists="ask"), ValueError, "if_exists is 'ask'"),
+        (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits has no"),
+        (lambda: data.map(shout, output="o.jsonl"), ValueError, "must be a writer"),  # type: ignore[arg-type]
+        (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "two names of one thing"),
+        (lambda: data.map(row_of, batch_format="rows"), ValueError, "batch_format is 'rows'"),
+        (lambda: data.map(shout, colour=1), NotSupportedError, "no option .'colour'."),  # type: ignore[call-arg]
+        (lambda: data.map(row_of).map(row_of), NotSupportedError, "mapped again"),  # type: ignore[union-attr]
+        (lambda: data.map(row_of, fn_kwargs={"n": 1}), ValueError, "fn_kwargs"),
+        (lambda: batch.Dataset("in.xml"), UserError, "format of 'in.xml'"),
+        (lambda: batch.Dataset(5), UserError, "not of a int"),  # type: ignore[arg-type]
+        (lambda: batch.Dataset([5]), ValueError, "row 0 is a int"),  # type: ignore[list-item]
+        (lambda: batch.JsonWriter(""), ValueError, "must name a file"),
+    ]
+    for call, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_a_data_set_says_what_it_is(tmp_path: Path) -> None:
+    data = batch.Dataset(f"{tmp_path}/in.csv.gz")
+    assert (data.path, data.input_format) == (f"{tmp_path}/in.csv.gz", "csv")
+    assert "CsvReader" in repr(data)
+    assert len(batch.Dataset({"n": index} for index in range(3))) == 3
+    assert all(getattr(batch, name) is not None for name in batch.__all__)
+    mapped = batch.from_items([]).map(shout)
+    assert isinstance(mapped, Mapped) and load_mapper(mapped._payload).kind == "loop"
+
+
+def test_progress_tells_rates_and_what_is_left() -> None:
+    status = {
+        "status": "RUNNING",
+        "batch_total_batches": 10,
+        "batch_completed_batches": 4,
+        "rows_ok": 30,
+        "rows_failed": 10,
+        "tokens_in": 100,
+        "tokens_out": 300,
+        "started_at": 1000.0,
+        "ended_at": 1020.0,
+    }
+    progress = progress_of(status)
+    assert (progress.rows_per_second, progress.tokens_per_second, progress.seconds_left) == (2.0, 20.0, 30.0)
+    assert progress_of({"status": "PENDING"}).seconds_left is None
+
+
+def test_lost_connections_are_made_again_but_a_job_is_not_made_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        calls.append(request.method)
+        if len(calls) < 3:
+            raise httpx.ConnectError("down")
+        if request.url.path.endswith("/events"):
+            return httpx.Response(200, text='event: status\ndata: {"status":"SUCCEEDED"}\n\n')
+        return httpx.Response(200, json={"status": "RUNNING", "job_id": 1})
+
+    monkeypatch.setattr("tinsmith.batch.client.http.PAUSE_S", 0.0)
+    client = Client("http://127.0.0.1:1", "tml-x")
+    client._http = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    assert client.status(1)["status"] == "RUNNING" and len(calls) == 3
+    calls.clear()
+    assert [each["status"] for each in client.statuses(1)] == ["SUCCEEDED"] and len(calls) == 3
+    calls.clear()
+    with pytest.raises(TinsmithError, match="no connection") as failure:
+        client.submit({})
+    assert failure.value.__suppress_context__, "the layers of the HTTP client say nothing that the line does not"
+    assert calls == ["POST"]
+
+
+def test_a_relative_path_is_below_the_clients_directory_or_the_tenants_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(data_dir=tmp_path / "data")
+    sent = batch.read_json("in/a.jsonl").map(batch.Sample("m", prompt="p"))
+    assert isinstance(sent, Mapped)
+    spec = sent._spec([batch.JsonWriter("o.jsonl")])
+    assert spec.batch_dataset_path == f"{tmp_path}/in/a.jsonl" and spec.batch_output_path == [f"{tmp_path}/o.jsonl"]
+    trusted = permissions.admitted(spec, settings, "alice", keyless=True)
+    assert trusted.batch_dataset_path == spec.batch_dataset_path
+    confined = permissions.admitted(spec, settings, "alice", keyless=False)
+    own = settings.resolved_data_dir / "batch" / "alice"
+    assert confined.batch_dataset_path == f"{own}/in/a.jsonl" and confined.batch_output_path == [f"{own}/o.jsonl"]
+    away = dataclasses.replace(spec, batch_input_format={"format": "json", "path": "/elsewhere/a.jsonl"})
+    with pytest.raises(ForbiddenError, match=r"may not read or write '/elsewhere/a\.jsonl'"):
+        permissions.admitted(away, settings, "alice", keyless=False)

@@ -1,0 +1,124 @@
+"""Ways in which another bulk-job engine lost rows, hung or ran what it should not; docs/batch.md has the table."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, start_process, submit
+from support.databases import fresh_url
+from tinsmith import batch
+from tinsmith.batch.client.functions import serialize_function
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, JobSpec
+from tinsmith.db.database import Database
+
+
+@batch.remote_function
+def double() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        if any("FAIL" in row["text"] for row in rows):
+            raise ValueError("this row is poison")
+        batch.save_results([{"text": row["text"], "score": len(row["text"])} for row in rows])
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[BatchJobs, str]]:
+    url = fresh_url(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        yield BatchJobs(database), url
+
+
+def job(directory: Path, batch_size: int = 2, **changes: Any) -> JobSpec:  # noqa: ANN401
+    """`in.jsonl` to `out.jsonl`."""
+    outputs = [{"format": "json", "path": str(directory / "out.jsonl")}]
+    rows = {"format": "json", "path": str(directory / "in.jsonl")}
+    given: dict[str, Any] = {"batch_input_format": rows, "batch_output_formats": outputs, "limits": LIMITS, **changes}
+    return JobSpec(batch_serialized_fn=serialize_function(double, kind="loop"), batch_size=batch_size, **given)
+
+
+def run(jobs: BatchJobs, url: str, directory: Path, spec: JobSpec) -> int:
+    """To the job's end, with one worker."""
+    job_id = jobs.create("local", spec)
+    asyncio.run(coordinate(Place(url, str(directory), job_id), jobs, workers=1))
+    return job_id
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_a_file_holds_is_what_comes_out(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+    """Blank lines are no records, and the last record needs no line end."""
+    texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff"]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines[:3], "", "  ", *lines[3:]]))
+    jobs, url = place
+    job_id = run(jobs, url, tmp_path, job(tmp_path, batch_size=4))
+    found = jobs.find("local", job_id)
+    assert (found.status, found.total_rows, found.rows_failed) == ("SUCCEEDED", 6, 0)
+    assert rows_of(tmp_path / "out.jsonl") == [{"text": text, "score": len(text)} for text in texts]
+
+
+def test_two_outputs_in_one_directory(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+    texts = ["a", "bb", "ccc"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    full = {"format": "json", "path": str(tmp_path / "full.jsonl")}
+    meta = {"format": "json", "path": str(tmp_path / "meta.jsonl"), "column": "score"}
+    jobs, url = place
+    run(jobs, url, tmp_path, job(tmp_path, batch_output_formats=[full, meta]))
+    assert rows_of(tmp_path / "full.jsonl") == [{"text": text, "score": len(text)} for text in texts]
+    assert rows_of(tmp_path / "meta.jsonl") == [{"score": len(text)} for text in texts]
+
+
+def test_a_kill_in_the_middle_of_deleting_parts(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+    """The output was whole and recorded before the first part went; it is not made of what is left."""
+    jobs, url = place
+    job_id = submit(jobs, tmp_path, double)
+    process = start_process(Place(url, str(tmp_path), job_id), "batch.recorded")
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL, (tmp_path / "here.log").read_text()[-3000:]
+    whole = (tmp_path / "out.jsonl").read_bytes()
+    parts = sorted(path for path in (tmp_path / TEMPORARY_DIRECTORY).rglob("*") if path.is_file())
+    assert len(parts) >= 10 and len(rows_of(tmp_path / "out.jsonl")) == 20
+    for path in parts[::2]:
+        path.unlink()
+    asyncio.run(coordinate(Place(url, str(tmp_path), job_id), jobs, workers=1))
+    assert (tmp_path / "out.jsonl").read_bytes() == whole
+    assert jobs.find("local", job_id).status == "SUCCEEDED"
+    assert not [path for path in parts if path.exists()]
+
+
+def test_a_bad_row_costs_no_other_batch_anything(place: tuple[BatchJobs, str], tmp_path: Path) -> None:
+    """Five batches on one worker, one row of the third is bad: what is committed can be read, and the rest is done."""
+    texts = [f"FAIL{index}" if index == 5 else f"t{index}" for index in range(10)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    jobs, url = place
+    errors = {"format": "json", "path": str(tmp_path / "err.jsonl")}
+    job_id = run(jobs, url, tmp_path, job(tmp_path, max_failed_rows=1, batch_error_format=errors))
+    assert jobs.find("local", job_id).status == "SUCCEEDED"
+    states = jobs.get_batch_states(job_id)
+    assert {state["start_idx"] for state in states if state["retry_count"]} == {4, 5}
+    assert [row["text"] for row in rows_of(tmp_path / "out.jsonl")] == [text for text in texts if "FAIL" not in text]
+    assert [(row["idx"], row["error_type"]) for row in rows_of(tmp_path / "err.jsonl")] == [(5, "ValueError")]
+
+
+def test_every_test_that_the_table_names_is_there() -> None:
+    tests = Path(__file__).parents[1]
+    section = (tests.parent / "docs" / "batch.md").read_text().partition("## How it is tested")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert [int(row.split("|")[1]) for row in rows] == list(range(1, 14))
+    named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", section)
+    assert len(named) >= 21
+    for file, test in named:
+        (path,) = tests.rglob(file)
+        assert f"\ndef {test}(" in path.read_text(), (file, test)

@@ -1,0 +1,336 @@
+"""Bulk jobs and security: what runs where, who may run it, and which files a job reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.coordinating import Place, coordinate, submit
+from support.databases import fresh_url
+from support.http_harness import ALICE, BOB, Harness, close, make_harness
+from support.live import LiveServer, serving
+from tinsmith import batch
+from tinsmith.batch import operations
+from tinsmith.batch.client.dataset import Dataset
+from tinsmith.batch.client.http import Client
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.protocols import InputReader, JobSpec
+from tinsmith.batch.operations.sample import Sample
+from tinsmith.db.database import Database
+from tinsmith.errors import ForbiddenError
+from tinsmith.storage import locations, stores
+
+MARKER = "a text that only the code of this job holds"
+
+# Every Python that finds this file writes down which code it compiles, runs and unpickles, and what it imports.
+HOOK = """
+import os, sys
+_log = open(os.path.join(os.environ["WATCHED"], str(os.getpid())), "a", buffering=1)
+_log.write("argv " + repr(sys.orig_argv) + chr(10))
+def _watch(event, given):
+    if event == "exec":
+        text = repr((given[0].co_filename, given[0].co_consts))
+    elif event == "compile":
+        text = repr(given)
+    elif event in ("pickle.find_class", "import"):
+        text = repr(given[:2])
+    else:
+        return
+    _log.write(event + " " + text + chr(10))
+sys.addaudithook(_watch)
+"""
+
+
+@registry.INPUT_READER_REGISTRY.type_register(name="marked")
+@dataclass
+class MarkedReader(InputReader):
+    """Rows from nowhere."""
+
+    count: int = 3
+
+    def __len__(self) -> int:
+        return self.count
+
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[dict[str, Any]]:
+        return [{"marker": "a text that only the code of this job holds"} for _ in range(start_idx, end_idx + 1)]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, Path]]:
+    """A server each of whose processes writes down what it runs."""
+    directory = tmp_path_factory.mktemp("watched")
+    (directory / "sitecustomize.py").write_text(HOOK)
+    (directory / "logs").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(directory))
+        patch.setenv("WATCHED", str(directory / "logs"))
+        with serving(directory / "data", "--backend", "fake") as server:
+            yield server, directory / "logs"
+
+
+def test_a_server_runs_and_unpickles_nothing_of_a_job(watched: tuple[LiveServer, Path], tmp_path: Path) -> None:
+    server, logs = watched
+    client = Client(server.url, "tml-test")
+    marker = MARKER
+
+    @batch.remote_function(serializer="cloudpickle")
+    def compare() -> None:
+        from tinsmith import batch
+
+        for rows in batch.load():
+            batch.save_results([{"marker": row["marker"], "same": row["marker"] == marker} for row in rows])
+
+    output = batch.JsonWriter(str(tmp_path / "out.jsonl"))
+    started = Dataset(MarkedReader("nowhere")).map(compare, output=output, stream=False, client=client)
+    assert isinstance(started, batch.Job)
+    started.wait()
+    client.close()
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+        {"marker": MARKER, "same": True}
+    ] * 3
+    seen = {path.name: path.read_text() for path in logs.iterdir()}
+    own = seen.pop(str(server.process.pid))
+    assert "compile " in own and "exec " in own, "the server is watched"
+    below = "".join(seen.values())
+    assert MARKER in below and "pickle.find_class" in below, "somebody ran it"
+    assert MARKER not in own
+    assert "pickle.find_class" not in own
+    imported = {line for line in own.splitlines() if line.startswith("import ")}
+    for module in ("cloudpickle", "functions", "adapters", "mapper_runtime", "reducing", "planning", "child"):
+        name = module if module == "cloudpickle" else f"tinsmith.batch.{module}"
+        assert not [line for line in imported if f"'{name}'" in line], name
+
+
+# Who may run code.
+
+FUNCTION = "bm8gb3BlcmF0aW9u"
+ROWS = {"format": "json", "path": "in.jsonl"}
+SOURCE = {"_class_source": "class A: ...", "_class_imports": {}, "_class_name": "A", "_class_sha256": "0"}
+
+
+def job(**changes: object) -> dict[str, object]:
+    """A job of operations; `changes` make it one with code, or with other places."""
+    payload = operations.payload_of([Sample(model="local/tiny", prompt="text", max_tokens=1)])
+    outputs = [{"format": "json", "path": "out.jsonl"}]
+    spec = {"batch_serialized_fn": payload, "batch_input_format": ROWS, "batch_output_formats": outputs}
+    return {**spec, "batch_size": 1, **changes}
+
+
+CODE: dict[str, dict[str, object]] = {
+    "a function": {"batch_serialized_fn": FUNCTION},
+    "a reader": {"batch_input_format": {**ROWS, **SOURCE}},
+    "a writer": {"batch_output_formats": [{"format": "json", "path": "out.jsonl", **SOURCE}]},
+    "a writer of errors": {"batch_error_format": {"format": "json", "path": "err.jsonl", **SOURCE}},
+    "a writer without all of it": {"batch_output_formats": [{"format": "json", "path": "o", "_class_source": ""}]},
+    "an interpreter": {"python": "/tmp/python"},
+    "an environment": {"batch_activate_env": "/tmp/env"},
+}
+
+
+@pytest.mark.parametrize("code", CODE)
+def test_only_tenants_that_the_operator_names_run_code_and_nobody_where_it_says_so(tmp_path: Path, code: str) -> None:
+    cases = [
+        ({"local": True}, ALICE, 200, ""),
+        ({"local": True, "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
+        ({"batch_tenants": ("alice",)}, ALICE, 200, ""),
+        ({"batch_tenants": ("alice",)}, BOB, 403, "TINSMITH_BATCH_TENANTS"),
+        ({"batch_tenants": ("alice",), "batch_user_code": False}, ALICE, 403, "TINSMITH_BATCH_USER_CODE"),
+    ]
+    for number, (settings, key, status, words) in enumerate(cases):
+        (directory := tmp_path / str(number)).mkdir()
+        harness = make_harness(directory, **settings)  # type: ignore[arg-type]
+        try:
+            answer = harness.post("batch/jobs", job(**CODE[code]), key)
+            assert answer.status_code == status, (settings, answer.text)
+            assert words in answer.text
+            assert harness.services.batch_jobs.listing(key.removeprefix("tml-"), 9, 0)[1] == (
+                1 if status == 200 and not settings.get("local") else 0
+            )
+        finally:
+            close(harness)
+
+
+def test_a_job_with_code_that_was_stored_before_is_not_run(tmp_path: Path) -> None:
+    """Neither with keys nor without; the server was started anew with the setting."""
+    made = make_harness(tmp_path, local=True, batch_user_code=False, batch_workers=1)
+    jobs, coordinator = made.services.batch_jobs, made.services.coordinator
+    job_id = jobs.create("local", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))
+
+    async def run() -> None:
+        coordinator.start()
+        for _ in range(200):
+            await asyncio.sleep(0.02)
+            if jobs.find("local", job_id).ended_at:
+                break
+        await coordinator.stop()
+
+    asyncio.run(run())
+    found = jobs.find("local", job_id)
+    assert found.status == "FAILED" and "TINSMITH_BATCH_USER_CODE" in str(found.error)
+    assert jobs.workers(job_id) == []
+    close(made)
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """Alice may run code; bob may not, and has a directory of his own besides."""
+    (tmp_path / "shared" / "bob").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    roots = (f"{tmp_path}/shared/{{tenant}}", "s3://bucket/for/{tenant}/", "gs://all")
+    made = make_harness(tmp_path / "data", batch_tenants=("alice",), batch_roots=roots)
+    yield made
+    close(made)
+
+
+def test_a_job_of_operations_is_open_to_everybody_and_begins_in_ones_own_directory(harness: Harness) -> None:
+    job_id = harness.ok("batch/jobs", job(batch_error_format={"format": "json", "path": "a/err.jsonl"}), BOB)["job_id"]
+    spec = harness.services.batch_jobs.spec(job_id)
+    own = f"{harness.services.settings.resolved_data_dir}/batch/bob"
+    assert spec.roots is not None and spec.roots[0] == own
+    assert spec.batch_input_format["path"] == f"{own}/in.jsonl"
+    assert spec.batch_output_path == [f"{own}/out.jsonl"]
+    assert spec.batch_error_format == {"format": "json", "path": f"{own}/a/err.jsonl"}
+    sent = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/a/in.jsonl"})
+    moved = harness.services.batch_jobs.spec(harness.ok("batch/jobs", sent, BOB)["job_id"])
+    assert moved.batch_dataset_path == f"{own}/a/in.jsonl", "where his client put its own directory in front"
+    upwards = job(directory="/home/bob", batch_input_format={"format": "json", "path": "/home/bob/../alice/in.jsonl"})
+    assert harness.post("batch/jobs", upwards, BOB).status_code == 403
+    trusted = harness.services.batch_jobs.spec(harness.ok("batch/jobs", job(), ALICE)["job_id"])
+    assert trusted.roots is None and trusted.batch_dataset_path == "in.jsonl"
+
+
+def test_who_may_not_run_code_can_neither_resume_its_way_to_it_nor_resize_a_pool(harness: Harness) -> None:
+    assert harness.send("PUT", "batch/pools/local", {"workers": 9}, BOB).status_code == 403
+    jobs = harness.services.batch_jobs
+    job_id = jobs.create("bob", JobSpec.from_dict(job(batch_serialized_fn=FUNCTION)))  # when he still was allowed to
+    assert jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
+    assert jobs.set_status(job_id, "token", "FAILED", "for a test")
+    assert harness.send("POST", f"batch/jobs/{job_id}/resume", {}, BOB).status_code == 403
+    for more in ({"roots": ["/"]}, {"roots": []}):
+        assert "roots" in harness.post("batch/jobs", job(**more), BOB).json()["detail"]
+
+
+PLACES = {
+    "in.jsonl": True,
+    "a/b/../in.jsonl": True,
+    "{tmp}/shared/bob/in.jsonl": True,
+    "file://{tmp}/shared/bob/in.jsonl": True,
+    "{tmp}/shared/bob/": True,
+    "{tmp}/shared/bob/*.jsonl": True,
+    "{tmp}/shared/bob/link-inside/in.jsonl": True,
+    "s3://bucket/for/bob/in.jsonl": True,
+    "gs://all/in.jsonl": True,
+    "../alice/in.jsonl": False,
+    "a/../../alice/in.jsonl": False,
+    "../../tinsmith.db": False,
+    "/etc/passwd": False,
+    "/": False,
+    "~/in.jsonl": False,
+    "{tmp}/shared/alice/in.jsonl": False,
+    "{tmp}/shared/bobby/in.jsonl": False,
+    "{tmp}/shared/bob/../alice/*": False,
+    "{tmp}/shared/*/in.jsonl": False,
+    "{tmp}/shared/**/in.jsonl": False,
+    "file://{tmp}/shared/bob/%2e%2e/alice/in.jsonl": False,
+    "{tmp}/shared/bob/link/in.jsonl": False,
+    "{tmp}/shared/bob/link": False,
+    "{tmp}/shared/bob/link/../shared/alice/x": True,  # one of his own: `..` goes before links are followed
+    "{tmp}/data/batch/alice/in.jsonl": False,
+    "{tmp}/data/checkpoints/": False,
+    "s3://bucket/for/alice/in.jsonl": False,
+    "s3://bucket/for/bob/../alice/in.jsonl": False,
+    "s3://bucket/for/bobby": False,
+    "s3://other/for/bob/in.jsonl": False,
+    "gs://bucket/for/bob/in.jsonl": False,
+    "memory://bucket/for/bob/in.jsonl": False,
+}
+
+
+@pytest.mark.parametrize("what", ["batch_input_format", "batch_output_formats", "batch_error_format"])
+def test_a_job_without_code_names_its_own_places_only(harness: Harness, tmp_path: Path, what: str) -> None:
+    (tmp_path / "shared" / "bob" / "inside").mkdir()
+    (tmp_path / "shared" / "bob" / "link-inside").symlink_to("inside")
+    (tmp_path / "shared" / "bob" / "link").symlink_to(tmp_path)
+    for place, allowed in PLACES.items():
+        named = {"format": "json", "path": place.replace("{tmp}", str(tmp_path))}
+        answer = harness.post("batch/jobs", job(**{what: [named] if what == "batch_output_formats" else named}), BOB)
+        assert answer.status_code == (200 if allowed else 403), (place, answer.text)
+        assert allowed or "TINSMITH_BATCH_ROOTS" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("format", ["huggingface", "items"])
+def test_a_job_without_code_uses_formats_that_open_files_in_the_one_way(harness: Harness, format: str) -> None:
+    answer = harness.post("batch/jobs", job(batch_input_format={"format": format, "path": "org/name"}), BOB)
+    assert answer.status_code == (200 if format == "items" else 403), answer.text
+    written = harness.post("batch/jobs", job(batch_output_formats=[{"format": format, "path": "name"}]), BOB)
+    assert written.status_code == 403
+
+
+def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What became a link after the job was taken; what a pattern finds."""
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "in.jsonl").write_text('{"a": 1}\n')
+    (own / "link.jsonl").symlink_to(other / "in.jsonl")
+    (own / "link").symlink_to(other)
+    monkeypatch.setattr(stores, "_confines", None)
+    locations.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tinsmith.batch.formats.offset_cache.cache_directory", lambda: Path(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    assert Dataset(batch.JsonReader(f"{own}/in.jsonl")).reader.download_batch(0, 0, "") == [{"a": 1}]
+    for path in ("other/in.jsonl", "own/link.jsonl", "own/link/in.jsonl", "own/*.jsonl", "own/../other/"):
+        with pytest.raises(ForbiddenError, match="may read and write"):
+            len(batch.JsonReader(f"{tmp_path}/{path}"))
+    for path in (f"{own}/link/out.jsonl", "s3://bucket/owner/x", "s3://bucket/own/../x"):
+        with pytest.raises(ForbiddenError):
+            locations.open_store(path)
+    assert os.listdir(other) == ["in.jsonl"]
+
+
+@batch.remote_function
+def keep() -> None:
+    from tinsmith import batch
+
+    for rows in batch.load():
+        batch.save_results(rows)
+
+
+def test_a_confined_job_does_all_of_its_work_below_its_roots_and_none_elsewhere(tmp_path: Path) -> None:
+    own, other = tmp_path / "own", tmp_path / "other"
+    for directory in (own, other):
+        directory.mkdir()
+        (directory / "in.jsonl").write_text("".join(f'{{"text": "t{index}"}}\n' for index in range(5)))
+    (own / "way-out").symlink_to(other)
+    places = {"in.jsonl": "out.jsonl", "way-out/in.jsonl": "two.jsonl", "*/in.jsonl": "three.jsonl"}
+    places |= {"in.jsonl ": "way-out/four.jsonl"}
+    (own / "in.jsonl ").write_bytes((own / "in.jsonl").read_bytes())
+    url = fresh_url(tmp_path)
+    with contextlib.closing(Database(url)) as database:
+        jobs = BatchJobs(database)
+        for given, made in places.items():
+            source = {"format": "json", "path": f"{own}/{given}"}
+            outputs = [{"format": "json", "path": f"{own}/{made}"}, {"format": "text", "path": f"{own}/texts/{made}"}]
+            errors = {"format": "json", "path": f"{own}/errors/{made}"}
+            confined = {"batch_input_format": source, "batch_output_formats": outputs, "batch_error_format": errors}
+            job_id = submit(jobs, own, keep, roots=[str(own)], **confined)
+            asyncio.run(coordinate(Place(url, str(tmp_path), job_id), jobs))
+            found = jobs.find("local", job_id)
+            if given == "in.jsonl":
+                assert (found.status, found.rows_ok) == ("SUCCEEDED", 5), found.error
+                assert len((own / "texts" / made).read_text().splitlines()) == 5
+            else:
+                assert found.status == "FAILED", given
+                assert "may read and write" in str(found.error) or "no file is named" in str(found.error), found.error
+        assert [path.name for path in other.iterdir()] == ["in.jsonl"]

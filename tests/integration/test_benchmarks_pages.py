@@ -1,0 +1,198 @@
+"""What the benchmarks make of their figures: runs that take turns, ratios, and the page of targets."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+LATENCY = {"runs": 100, "min_ms": 5.0, "p50_ms": 6.0, "p95_ms": 9.0, "max_ms": 40.0}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def benchmarks_can_be_imported() -> Iterator[None]:
+    sys.path.insert(0, str(BENCHMARKS))
+    yield
+    sys.path.remove(str(BENCHMARKS))
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def turns() -> ModuleType:
+    return importlib.import_module("turns")
+
+
+@pytest.fixture
+def targets() -> ModuleType:
+    return importlib.import_module("targets")
+
+
+def spread(median: float, runs: int = 5) -> dict[str, float]:
+    return {"median": median, "least": 0.9 * median, "most": 1.1 * median, "runs": runs}
+
+
+def training(size: str, work: str, rates: dict[str, float]) -> list[dict]:
+    """Rows as training.py writes them, of runs that all took the same time."""
+    base = rates["PEFT float32"]
+    rows = []
+    for what, rate in rates.items():
+        row = {"size": size, "work": work, "what": what, "tokens_per_s": spread(rate), "seconds": [1 / rate] * 5}
+        row |= {"of_peft": spread(rate / base), "peak_mib": rate, "memory_of_peft": rate / base}
+        if alone := rates.get(what.replace("service", "step alone")):
+            row["of_step_alone"] = spread(rate / alone)
+        rows.append(row)
+    return rows
+
+
+def sampling(at_once: int, what: str, rate: float, of: dict[str, float]) -> dict:
+    row = {"size": "m50", "at_once": at_once, "what": what, "tokens_per_s": spread(rate), "seconds": [1.0] * 5}
+    return row | {"of": {other: spread(ratio) for other, ratio in of.items()}}
+
+
+def verdicts(page: str) -> dict[tuple[str, str, str], str]:
+    """By measure, what it is against, and which of several it is."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    return {(row[0], row[1], row[2]): row[7].strip("*") for row in rows[1:]}
+
+
+def test_each_target_is_met_or_missed_by_what_was_measured(targets: ModuleType, tmp_path: Path) -> None:
+    latency = {"tiny": {"forward, one datum": LATENCY, "forward, one datum, 8 clients": LATENCY | {"p50_ms": 26.0}}}
+    (tmp_path / "latency.json").write_text(json.dumps(latency))
+    (tmp_path / "latency-m50.json").write_text(json.dumps({"m50": {"publish + first token": LATENCY}}))
+    rates = {"PEFT float32": 100.0, "step alone bfloat16": 200.0, "service bfloat16": 190.0, "service float32": 100.0}
+    (tmp_path / "training-m50.json").write_text(json.dumps(training("m50", "8 x 256, 1 client", rates)))
+    (tmp_path / "training-tenants.json").write_text(
+        json.dumps(training("m50", "1 x 32, 8 clients", {"PEFT float32": 10.0, "service bfloat16": 39.0}))
+    )
+    ours = sampling(16, "service bfloat16, 1 LoRA", 900, {"transformers bfloat16": 2.9, "transformers float32": 3.1})
+    eight = sampling(16, "service bfloat16, 8 LoRA", 800, {"service bfloat16, 1 LoRA": 0.86})
+    others = [sampling(16, f"transformers {dtype}", 300, {}) for dtype in ("bfloat16", "float32")]
+    failed = {"what": "vllm float32, 1 LoRA", "failed": "it ended with 1"}
+    (tmp_path / "sampling-m50.json").write_text(json.dumps([ours, eight, *others, failed]))
+    page = targets.page(targets.Figures.of(tmp_path))
+    found = verdicts(page)
+    peft, generate = "HF + PEFT float32", "HF generate, without LoRA"
+    eight_words = "8 adapters in one decode batch, m50, 16 at once"
+    expected = {
+        ("one-datum forward, tiny, p50", "absolute", "forward, one datum"): "met",
+        ("the same, 8 clients", "absolute", "forward, one datum, 8 clients"): "missed",
+        ("forward_backward + optim_step, tiny, p50", "absolute", ""): "not measured",
+        ("training m50, 8 x 256, bfloat16 base", peft, "bfloat16"): "met",
+        ("training m50, 8 x 256, float32 base", peft, "float32"): "missed",
+        ("8 tenants with 32 tokens each, m50", f"{peft}, one after the other", "bfloat16"): "missed",
+        ("8 tenants with 32 tokens each, tiny", f"{peft}, one after the other", ""): "not measured",
+        ("share of the step alone that the service keeps, m50, 8 x 256", "the step in process", "bfloat16"): "met",
+        ("engine memory, m50, 8 x 256", peft, "bfloat16"): "missed",
+        ("sampling m50 with LoRA, 16 at once", "vLLM on a CPU, same work", ""): "not measured",
+        ("sampling m50 with LoRA, 16 at once", generate, "service bfloat16, 1 LoRA / transformers bfloat16"): "missed",
+        ("sampling m50 with LoRA, 16 at once", generate, "service bfloat16, 1 LoRA / transformers float32"): "met",
+        (eight_words, "1 adapter", "service bfloat16, 8 LoRA / service bfloat16, 1 LoRA"): "met",
+        ("publish + first token after it, m50, rank 32", "absolute", "publish + first token"): "met",
+    }
+    for key, verdict in expected.items():
+        assert found[key] == verdict, key
+    assert re.search(rf"^{list(found.values()).count('met')} met, ", page, re.MULTILINE)
+    assert "sampling-m50: vllm float32, 1 LoRA: it ended with 1" in page
+    assert "`forward --clients 8`" in page and "`publish --size m50`" not in page
+
+
+def test_every_target_is_on_the_published_page(targets: ModuleType) -> None:
+    text = (BENCHMARKS.parent / "docs" / "benchmarks" / "targets.md").read_text()
+    published = {(measure, against) for measure, against, _ in verdicts(text)}
+    assert published == {(target.measure, target.against) for target in targets.TARGETS}
+
+
+def test_profiles_are_asked_for_with_flags_that_there_are(targets: ModuleType) -> None:
+    text = (BENCHMARKS / "where.py").read_text()
+    where = importlib.import_module("where")
+    for target in targets.TARGETS:
+        assert target.profile, target.measure
+        for flags in target.profile:
+            assert flags.split()[0] in (*where.REQUESTS, *where.STEPS)
+            for flag in re.findall(r"--[a-z-]+", flags):
+                assert f'"{flag}"' in text
+
+
+def test_runs_take_turns_and_the_first_do_not_count(turns: ModuleType) -> None:
+    order: list[str] = []
+
+    def run(name: str, seconds: float) -> float:
+        order.append(name)
+        return seconds
+
+    def fails() -> float:
+        order.append("fails")
+        raise turns.ChildFailed("it ended with 1")
+
+    told: list[tuple[str, str]] = []
+    runs = {"quick": lambda: run("quick", 1.0), "fails": fails, "long": lambda: run("long", 4.0)}
+    found = turns.in_turns(runs, 2, lambda name, why: told.append((name, why)))
+    assert order == ["quick", "fails", "long", "quick", "quick", "long", "quick", "long"]
+    assert told == [("fails", "it ended with 1")]
+    assert found == {"quick": [1.0, 1.0], "long": [4.0, 4.0]}
+
+
+def test_ratios_are_of_runs_that_followed_each_other(turns: ModuleType) -> None:
+    """A machine that slows down by half between turns changes no ratio."""
+    ours, theirs = [1.0, 2.0, 4.0], [3.0, 6.0, 12.0]
+    assert turns.times_as_fast(ours, theirs) == {"median": 3.0, "least": 3.0, "most": 3.0, "runs": 3}
+
+
+def test_a_child_answers_what_it_is_asked_until_it_ends(
+    turns: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from turns import questions
+for question, answer in questions():
+    print("a library says something")
+    if question["number"] == 3:
+        sys.exit(7)
+    answer({"double": 2 * question["number"]})
+"""
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(turns, "__file__", str(tmp_path / "turns.py"))
+    with turns.Child("script.py", str(BENCHMARKS)) as child:
+        assert child.ask(number=1) == {"double": 2}
+        assert child.ask(number=2) == {"double": 4}
+        with pytest.raises(turns.ChildFailed, match="it ended with 7"):
+            child.ask(number=3)
+        with pytest.raises(turns.ChildFailed):
+            child.ask(number=4)
+    with pytest.raises(turns.ChildFailed, match="/no/such/python cannot be run"):
+        turns.Child("script.py", python="/no/such/python")
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_child_is_stopped_while_it_is_not_its_turn(
+    turns: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from turns import questions
+for question, answer in questions():
+    answer({})
+"""
+    (tmp_path / "script.py").write_text(script)
+    monkeypatch.setattr(turns, "__file__", str(tmp_path / "turns.py"))
+    with turns.Child("script.py", str(BENCHMARKS)) as child:
+        for _ in range(2):
+            child.ask()
+            deadline = time.monotonic() + 60
+            while state_of(child.pid) != "T":
+                assert time.monotonic() < deadline
+                time.sleep(0.01)

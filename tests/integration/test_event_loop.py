@@ -1,0 +1,246 @@
+"""What the event loop leaves to threads: files, large results, and writers that may have to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from support.http_harness import (
+    ALICE,
+    BASE,
+    Harness,
+    close,
+    json_bytes,
+    make_harness,
+    pass_bytes,
+    sample_request,
+    send_pass,
+)
+from tinsmith.api.operation import MOST_LARGE
+from tinsmith.api.routes.futures import ON_LOOP_BYTES, PIECE_BYTES
+from tinsmith.auth.keys import Keys
+from tinsmith.db.database import Database
+from tinsmith.runtime.threads import RESULTS
+from tinsmith.store.futures import Futures, Outcome
+
+LARGE_BYTES = 3 * ON_LOOP_BYTES + 1
+READERS = 12
+PATIENCE_S = 60.0
+
+opened_on_a_loop: list[str] | None = None
+
+
+def on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _watch(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and opened_on_a_loop is not None and on_a_loop():
+        opened_on_a_loop.append(str(arguments[0]))
+
+
+sys.addaudithook(_watch)  # for good: there is no way to take one away
+
+
+@contextmanager
+def watching() -> Iterator[list[str]]:
+    """The files that are opened on an event loop within the block."""
+    global opened_on_a_loop
+    opened_on_a_loop = found = []
+    try:
+        yield found
+    finally:
+        opened_on_a_loop = None
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    with made.client:
+        yield made
+    close(made)
+
+
+def settled(harness: Harness, size_bytes: int) -> str:
+    model_id = harness.model()
+    request_id = send_pass(harness, pass_bytes(model_id, 1)).json()["request_id"]
+    harness.settle(request_id, bytes(range(256)) * (size_bytes // 256) + bytes(size_bytes % 256), "proto")
+    return request_id
+
+
+def fetched(harness: Harness, request_id: str) -> bytes:
+    answer = harness.post("retrieve_future", {"request_id": request_id})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "application/x-protobuf"
+    return answer.content
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """The bytes of each result that was read, and whether an event loop read it."""
+    found: list[tuple[int, bool]] = []
+    outcome = Futures.outcome
+
+    def spied(self: Futures, *args: object) -> Outcome | None:
+        result = outcome(self, *args)  # type: ignore[arg-type]
+        if result is not None and result.body is not None:
+            found.append((len(result.body), on_a_loop()))
+        return result
+
+    monkeypatch.setattr(Futures, "outcome", spied)
+    return found
+
+
+def test_a_large_result_is_read_by_a_thread(harness: Harness, reads: list[tuple[int, bool]]) -> None:
+    request_id = settled(harness, LARGE_BYTES)
+    assert len(fetched(harness, request_id)) == LARGE_BYTES
+    by_path = harness.get(f"retrieve_future/{request_id}")  # as older clients ask, who want JSON
+    assert by_path.status_code in (200, 500)  # these bytes are no result that could be read
+    assert reads == [(LARGE_BYTES, False)] * 2
+
+
+def test_a_small_one_is_read_where_it_is_asked_for(harness: Harness, reads: list[tuple[int, bool]]) -> None:
+    request_id = settled(harness, ON_LOOP_BYTES)
+    assert len(fetched(harness, request_id)) == ON_LOOP_BYTES
+    assert reads == [(ON_LOOP_BYTES, not harness.services.reads_wait)]
+
+
+def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request_id = settled(harness, LARGE_BYTES)
+    may_end = threading.Event()
+    changed = threading.Condition()
+    reading, most = 0, 0
+    outcome = Futures.outcome
+
+    def slowly(self: Futures, tenant_id: str, asked: str, inline_bytes: int = 0) -> Outcome | None:
+        nonlocal reading, most
+        if inline_bytes > ON_LOOP_BYTES:
+            with changed:
+                reading += 1
+                most = max(most, reading)
+                changed.notify_all()
+            assert may_end.wait(PATIENCE_S)
+            with changed:
+                reading -= 1
+        return outcome(self, tenant_id, asked, inline_bytes)
+
+    monkeypatch.setattr(Futures, "outcome", slowly)
+    session_id = harness.session()
+    with ThreadPoolExecutor(READERS) as pool:
+        try:
+            readers = [pool.submit(fetched, harness, request_id) for _ in range(READERS)]
+            with changed:
+                assert changed.wait_for(lambda: reading == min(MOST_LARGE, RESULTS), PATIENCE_S)
+            harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+            assert harness.get("get_server_capabilities").status_code == 200
+        finally:
+            may_end.set()
+        assert [len(reader.result()) for reader in readers] == [LARGE_BYTES] * READERS
+    assert most == min(MOST_LARGE, RESULTS)
+    assert harness.services.large_results._value == MOST_LARGE
+
+
+def test_a_large_result_is_sent_in_pieces(harness: Harness) -> None:
+    request_id = settled(harness, LARGE_BYTES)
+    sent: list[dict[str, object]] = []
+
+    async def asked() -> None:
+        body = json_bytes({"request_id": request_id})
+        headers = [(b"host", b"127.0.0.1"), (b"x-api-key", ALICE.encode()), (b"content-type", b"application/json")]
+        scope = {
+            "type": "http", "method": "POST", "path": "/api/v1/retrieve_future", "raw_path": b"", "query_string": b"",
+            "headers": headers, "scheme": "http", "http_version": "1.1", "client": ("127.0.0.1", 1), "root_path": "",
+            "server": ("127.0.0.1", 80),
+        }  # fmt: skip
+
+        async def receive() -> dict[str, object]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: dict[str, object]) -> None:
+            sent.append(message)
+
+        await harness.app(scope, receive, send)  # type: ignore[arg-type]
+
+    asyncio.run(asked())
+    pieces = [message["body"] for message in sent[1:]]
+    assert all(isinstance(piece, bytes) and len(piece) <= PIECE_BYTES for piece in pieces)
+    assert sum(map(len, pieces)) == LARGE_BYTES  # type: ignore[arg-type]
+    assert dict(sent[0]["headers"])[b"content-length"] == str(LARGE_BYTES).encode()  # type: ignore[call-overload]
+
+
+def test_whether_there_are_keys_is_asked_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    any_key = Keys.any
+    monkeypatch.setattr(Keys, "any", lambda self: (asked.append(on_a_loop()), any_key(self))[1])
+    harness = make_harness(tmp_path, local=True)
+    with harness.client:
+        assert harness.client.get("/healthz").status_code == 404
+        assert harness.client.get("/api/v1/healthz").status_code == 200
+    close(harness)
+    assert asked == [False]
+
+
+def tour(harness: Harness) -> None:
+    """One request of every kind that reads or writes files, or that writes to the database."""
+    session_id = harness.session()
+    model_id = harness.model(session_id)
+    sampler = harness.sampler(session_id)
+    harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+    harness.ok("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+    harness.ok("asample", sample_request(sampler))
+    harness.post("retrieve_futures", {"target": {"sampling_session_id": sampler}, "timeout": 0})
+    path = harness.saved(model_id).removeprefix("tinker://")
+    for asked in ("sessions", "training_runs", f"training_runs/{model_id}", "checkpoints", "batch/jobs", "health"):
+        harness.get(asked)
+    run_id, kind, name = path.split("/")
+    found = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link").json()
+    link = next(value for value in found.values() if isinstance(value, str) and value.startswith("http"))
+    assert harness.client.get(link).status_code == 200
+    key = {"X-API-Key": ALICE, "Authorization": f"Bearer {ALICE}"}
+    large = b'{"custom_id": "a"}\n' * (3 << 16)  # more than is kept in memory
+    form = {"file": ("rows.jsonl", large)}
+    stored = harness.client.post("/v1/files", files=form, data={"purpose": "batch"}, headers=key)
+    assert stored.status_code == 200, stored.text
+    assert harness.client.get(f"/v1/files/{stored.json()['id']}/content", headers=key).content == large
+    harness.client.post("/api/v1/upload_weights", files={"adapter_config.json": ("a", b"{}")}, headers=key)
+    harness.client.get(f"/hub/{BASE}/resolve/main/config.json", headers=key)
+    harness.client.get("/metrics", headers=key)
+    harness.client.get("/", headers=key)
+
+
+def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
+    harness = make_harness(tmp_path, max_file_bytes=1 << 24)
+    with harness.client:
+        tour(harness)  # whatever is imported or read once is there now
+        with watching() as found:
+            tour(harness)
+    close(harness)
+    assert [path for path in found if not path.startswith("/proc")] == []
+
+
+def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that may wait for others is a thread's; `write_at_once` waits for nobody."""
+    writers: list[bool] = []
+    write: Callable[[Database], object] = Database.write
+
+    def spied(self: Database) -> object:
+        writers.append(on_a_loop())
+        return write(self)
+
+    monkeypatch.setattr(Database, "write", spied)
+    tour(harness)
+    # The harness settles by itself, on the thread of the test.
+    assert writers and not any(writers)

@@ -1,0 +1,683 @@
+"""vLLM and SGLang as samplers, against engines that keep their HTTP contracts (external_engines.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from support import external_engines
+from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
+from support.live import API_KEY, serving
+from tinsmith.backends.fake import FakeBackend
+from tinsmith.backends.with_remote_sampler import Sampled, VersionFiles, options_of, sample_elsewhere
+from tinsmith.base_models import nano
+from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
+from tinsmith.samplers.remote import attendant
+from tinsmith.samplers.remote.client import Engine, ExternalSampler
+from tinsmith.samplers.remote.dialect import seed_of
+from tinsmith.samplers.remote.vllm import VllmDialect
+from tinsmith.types import (
+    EMPTY_LOGPROB,
+    AdamParams,
+    Adjustments,
+    Grammar,
+    LoraSpec,
+    ModelShape,
+    OptimStep,
+    Sample,
+    SampleResult,
+    SamplingParams,
+    SparseRows,
+)
+
+SHAPE = ModelShape("fake", "/nowhere", 64, 128, "fake")
+EOS = frozenset({2, 3})
+PROMPT = np.array([5, 9, 20, 33, 7], np.int32)
+PATIENCE_S = 60.0
+Fake = external_engines.Engine
+Outcome = SampleResult | TinsmithError
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+class Place:
+    """A fake backend with a sampler at a fake engine."""
+
+    def __init__(self, kind: str, fake: Fake, tmp_path: Path, **engine: object) -> None:
+        self.fake = fake
+        place = Engine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
+        self.trainer = FakeBackend(SHAPE)
+        self.backend = sample_elsewhere(self.trainer, kind, replace(place, **cast(dict[str, bool], engine)), SHAPE, EOS)
+        self.sampler = cast(Sampled, self.backend).sampler
+
+    def publish(self, version_id: str, weight: float, model_id: str = "m") -> None:
+        if not self.trainer.has_model(model_id):
+            self.trainer.create_model(model_id, LoraSpec(rank=8))
+        self.trainer._models[model_id] = replace(self.trainer._models[model_id], weight=weight)
+        self.backend.publish(model_id, version_id)
+
+    def run(self, *samples: Sample) -> dict[str, Outcome]:
+        for sample in samples:
+            self.sampler.submit(sample)
+        return self.collect()
+
+    def collect(self) -> dict[str, Outcome]:
+        found: dict[str, Outcome] = {}
+        deadline = time.monotonic() + PATIENCE_S
+        while self.sampler.has_work:
+            assert time.monotonic() < deadline, "the sampler has not finished"
+            found.update(self.sampler.step())
+        return found
+
+    def answer(self, sample: Sample) -> SampleResult:
+        outcome = self.run(sample)[sample.request_id]
+        assert isinstance(outcome, SampleResult), outcome
+        return outcome
+
+
+Open = Callable[..., Place]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    with contextlib.ExitStack() as entered:
+
+        def open_(kind: str, fake: Fake | None = None, **engine: object) -> Place:
+            place = Place(
+                kind, entered.enter_context(external_engines.running(kind, fake or Fake())), tmp_path, **engine
+            )
+            entered.callback(place.sampler.close)
+            return place
+
+        yield open_
+
+
+def sample(request_id: str = "r", version: str | None = None, n: int = 1, **given: object) -> Sample:
+    params = {"max_tokens": 6, "temperature": 1.0, "seed": 1}
+    known = set(SamplingParams.__dataclass_fields__)
+    params |= {name: value for name, value in given.items() if name in known}
+    rest = {name: value for name, value in given.items() if name not in known}
+    prompt = cast(np.ndarray, rest.pop("prompt", PROMPT))
+    return Sample(request_id, version, prompt, n, SamplingParams(**params), **rest)  # pyright: ignore[reportArgumentType]
+
+
+def expected(fake: Fake, tokens: Sequence[int], start: int, weight: float, temperature: float = 1.0) -> np.ndarray:
+    """[T - start, V] float64 logprobs of what follows."""
+    return np.array(
+        [log_softmax(fake.logits(list(tokens[:at]), weight) / temperature) for at in range(start, len(tokens))]
+    )
+
+
+ADJUSTED = Adjustments(repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((4, -2.0),))
+MAPPED = {
+    "greedy": {"temperature": 0.0},
+    "temperature 1": {},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 3": {"temperature": 3.0},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.4},
+    "min_p": {"adjustments": Adjustments(min_p=0.4)},
+    "greedy, truncated": {"temperature": 0.0, "top_k": 2, "top_p": 0.1},
+    "penalties": {"adjustments": replace(ADJUSTED, repetition_penalty=1.0)},
+    "greedy, penalties": {"temperature": 0.0, "adjustments": replace(ADJUSTED, repetition_penalty=1.0)},
+}
+
+
+@pytest.mark.parametrize("case", MAPPED)
+def test_logprobs_are_those_of_the_whole_distribution_at_the_sampling_temperature(
+    case: str, kind: str, opened: Open
+) -> None:
+    place = opened(kind)
+    place.publish("v", 0.25)
+    given = MAPPED[case]
+    result = place.answer(sample(version="v", n=3, topk_sample_logprobs=4, stop_eos=True, **given))
+    temperature = cast(float, given.get("temperature", 1.0)) or 1.0
+    for sequence in result.sequences:
+        tokens = [*PROMPT.tolist(), *sequence.tokens_T.tolist()]
+        wanted = expected(place.fake, tokens, len(PROMPT), 0.25, temperature)
+        own = wanted[np.arange(len(wanted)), sequence.tokens_T]
+        np.testing.assert_allclose(sequence.logprobs_T, own, atol=1e-5)
+        assert sequence.topk is not None
+        np.testing.assert_array_equal(sequence.topk.token_ids_Tk, np.argsort(-wanted, axis=1)[:, :4])
+        np.testing.assert_allclose(sequence.topk.logprobs_Tk, -np.sort(-wanted, axis=1)[:, :4], atol=1e-5)
+
+
+def test_a_penalty_changes_what_is_drawn(opened: Open) -> None:
+    place = opened("vllm")
+    plain = place.answer(sample("a", temperature=0.0, max_tokens=12))
+    bias = ((int(plain.sequences[0].tokens_T[0]), -100.0),)
+    other = place.answer(sample("b", temperature=0.0, max_tokens=12, adjustments=Adjustments(logit_bias=bias)))
+    assert plain.sequences[0].tokens_T[0] != other.sequences[0].tokens_T[0]
+    repeated = place.answer(sample("c", temperature=0.0, adjustments=ADJUSTED))
+    assert repeated.sequences[0].stop_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_vllm_is_asked_which_logprobs_it_reports(raw: bool, opened: Open) -> None:
+    place = opened("vllm", Fake(processed=not raw))
+    place.run(sample("first"))  # it is up
+    outcome = None
+    try:
+        result = place.answer(sample("warm", temperature=0.5))
+    except NotSupportedError as error:
+        outcome = str(error)
+    assert (outcome is not None and "raw_logprobs" in outcome) == raw
+    before = len(place.fake.asked)
+    result = place.answer(sample("cut", top_p=0.5))
+    assert len(place.fake.asked) - before == (1 if raw else 2)  # raw needs no second request
+    tokens = [*PROMPT.tolist(), *result.sequences[0].tokens_T.tolist()]
+    wanted = expected(place.fake, tokens, len(PROMPT), 0.0)
+    own = wanted[np.arange(len(wanted)), result.sequences[0].tokens_T]
+    np.testing.assert_allclose(result.sequences[0].logprobs_T, own, atol=1e-5)
+
+
+def test_prompts_are_scored(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    place.publish("v", 0.5)
+    wanted = expected(place.fake, PROMPT.tolist(), 1, 0.5)
+    own = wanted[np.arange(4), PROMPT[1:]]
+
+    whole = place.answer(sample(version="v", prompt_logprobs=True, topk_prompt_logprobs=3))
+    assert whole.prompt_logprobs_T is not None and whole.topk_prompt is not None
+    assert np.isnan(whole.prompt_logprobs_T[0])
+    np.testing.assert_allclose(whole.prompt_logprobs_T[1:], own, atol=1e-5)
+    np.testing.assert_array_equal(whole.topk_prompt.token_ids_Tk[1:], np.argsort(-wanted, axis=1)[:, :3])
+    np.testing.assert_array_equal(whole.topk_prompt.logprobs_Tk[0], [EMPTY_LOGPROB] * 3)
+
+    last = place.answer(sample(version="v", prompt_logprobs=True, topk_prompt_logprobs=2, prompt_logprobs_last_n=2))
+    assert last.prompt_logprobs_T is not None and last.topk_prompt is not None
+    assert np.isnan(last.prompt_logprobs_T[:3]).all()
+    np.testing.assert_allclose(last.prompt_logprobs_T[3:], own[2:], atol=1e-5)
+    assert (last.topk_prompt.logprobs_Tk[:3] == EMPTY_LOGPROB).all()
+
+    targets = np.array([[1, 2], [60, -1], [-1, -1], [7, 7]])
+    dense = place.answer(sample(version="v", target_prompt_logprobs=targets)).target_prompt
+    assert isinstance(dense, np.ndarray)
+    rows = np.arange(4)[:, None]
+    np.testing.assert_allclose(dense, np.where(targets < 0, 0.0, wanted[rows, targets]), atol=1e-5)
+
+    sparse = SparseRows(np.array([3, 4, 5]), np.array([0, 1, 1, 3, 3]), np.array([0, 0, 1]), (4, 2))
+    found = place.answer(sample(version="v", target_prompt_logprobs=sparse)).target_prompt
+    assert isinstance(found, SparseRows)
+    np.testing.assert_allclose(found.values, [wanted[0, 3], wanted[2, 4], wanted[2, 5]], atol=1e-5)
+
+
+def test_a_seed_gives_the_same_answers_and_every_sample_its_own(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    asked = [sample(f"{seed}-{again}", n=4, seed=seed) for seed in (1, 2) for again in (0, 1)]
+    found = place.run(*asked)
+
+    def tokens(request_id: str) -> list[list[int]]:
+        outcome = found[request_id]
+        assert isinstance(outcome, SampleResult)
+        return [sequence.tokens_T.tolist() for sequence in outcome.sequences]
+
+    assert tokens("1-0") == tokens("1-1")
+    # No answer of one seed is one of the next: engines count seeds up.
+    everything = [tuple(one) for request_id in ("1-0", "2-0") for one in tokens(request_id)]
+    assert len(set(everything)) == 8
+    assert len({seed_of(seed, index, 31) for seed in range(8) for index in range(8)}) == 64
+
+
+def test_requests_without_a_seed_differ(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    found = [place.answer(sample(f"r{i}", seed=None, n=2)) for i in range(3)]
+    assert len({tuple(s.tokens_T.tolist()) for result in found for s in result.sequences}) > 1
+
+
+def test_stops(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    free = place.answer(sample("free", max_tokens=30, stop_eos=kind == "sglang")).sequences[0].tokens_T.tolist()
+    at = next(i for i in range(3, 30) if free[i] not in free[:i] and chr(97 + free[i] % 26) not in
+              {chr(97 + token % 26) for token in free[:i]})  # fmt: skip
+    by_token = place.answer(sample("token", max_tokens=30, stop_tokens=(free[at],), stop_eos=kind == "sglang"))
+    by_text = place.answer(
+        sample("text", max_tokens=30, stop_strings=(chr(97 + free[at] % 26),), stop_eos=kind == "sglang")
+    )
+    for result in (by_token, by_text):
+        assert result.sequences[0].tokens_T.tolist() == free[: at + 1]
+        assert result.sequences[0].stop_reason == "stop"
+
+
+def test_end_tokens_stop_where_they_should(opened: Open) -> None:
+    place = opened("vllm")
+    free = place.answer(sample("free", max_tokens=8, stop_eos=False)).sequences[0]
+    assert free.stop_reason == "length"
+    stops = [body["stop_token_ids"] for path, body in place.fake.asked if path == "/v1/completions"]
+    assert stops[-1] == []
+    place.answer(sample("ends"))
+    assert place.fake.asked[-1][1]["stop_token_ids"] == sorted(EOS)
+
+
+REFUSED = {
+    ("vllm", "top_p"): {"temperature": 0.7, "top_p": 0.5},
+    ("vllm", "penalty"): {"temperature": 0.7, "adjustments": Adjustments(presence_penalty=1.0)},
+    ("sglang", "penalty"): {"temperature": 0.7, "adjustments": Adjustments(presence_penalty=1.0)},
+    ("vllm", "grammar"): {"adjustments": Adjustments(grammar=Grammar("regex", "a+"))},
+    ("sglang", "grammar"): {"adjustments": Adjustments(grammar=Grammar("regex", "a+"))},
+    ("sglang", "repetition_penalty"): {"adjustments": Adjustments(repetition_penalty=1.5)},
+    ("sglang", "frequency_penalty"): {"adjustments": Adjustments(frequency_penalty=3.0)},
+    ("sglang", "ignore_eos"): {"stop_eos": False, "stop_tokens": (5,)},
+    ("vllm", "prompt_alt_tokens_k"): {"prompt_alt_tokens_k": 2},
+    ("sglang", "prompt_alt_tokens_k"): {"prompt_alt_tokens_k": 2},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED, ids="-".join)
+def test_what_an_engine_cannot_do_is_refused_by_name(case: tuple[str, str], opened: Open) -> None:
+    place = opened(case[0])
+    with pytest.raises(NotSupportedError, match=case[1]):
+        place.sampler.submit(sample(**REFUSED[case]))
+    assert not place.sampler.has_work
+
+
+def test_a_seed_is_refused_where_none_is_known(opened: Open) -> None:
+    place = opened("sglang", Fake(deterministic=False))
+    place.answer(sample("up", seed=None))
+    with pytest.raises(NotSupportedError, match="enable-deterministic-inference"):
+        place.sampler.submit(sample("seeded"))
+
+
+def test_a_prompt_and_its_answer_must_fit(kind: str, opened: Open) -> None:
+    place = opened(kind, Fake(context=16))
+    place.answer(sample("up"))  # from here on the engine's own bound is known
+    with pytest.raises(UserError, match="16 tokens"):
+        place.sampler.submit(sample(max_tokens=12))
+    assert len(place.answer(sample("rest", max_tokens=None, stop_eos=True)).sequences[0].tokens_T) <= 11
+    with pytest.raises(UserError, match="vocabulary"):
+        place.sampler.submit(sample(prompt=np.array([64], np.int32)))
+    with pytest.raises(NotFoundError, match="no weights"):
+        place.sampler.submit(sample(version="nobody's"))
+
+
+def test_targets_beyond_what_vllm_can_tell_are_refused() -> None:
+    with pytest.raises(NotSupportedError, match="target_prompt_logprobs"):
+        VllmDialect(EOS, 150_000).about_prompt(1, 0, (1,), 100)
+
+
+def weight_of(place: Place, result: SampleResult, weights: Sequence[float]) -> float:
+    """Whose logprobs these are."""
+    sequence = result.sequences[0]
+    tokens = [*PROMPT.tolist(), *sequence.tokens_T.tolist()]
+    for weight in weights:
+        wanted = expected(place.fake, tokens, len(PROMPT), weight)
+        if np.allclose(sequence.logprobs_T, wanted[np.arange(len(wanted)), sequence.tokens_T], atol=1e-5):
+            return weight
+    raise AssertionError("of none")
+
+
+def test_versions_never_mix_and_are_never_stale(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    weights = [0.0, 0.1, 0.2, 0.3, 0.4]
+    for step in range(1, 5):
+        place.publish(f"v{step}", weights[step])
+        place.publish("inflight", weights[step])
+        asked = {f"{step}-v{old}": (f"v{old}", weights[old]) for old in range(1, step + 1)}
+        asked |= {f"{step}-in": ("inflight", weights[step]), f"{step}-base": (None, 0.0)}
+        found = place.run(*(sample(name, version) for name, (version, _) in asked.items()))
+        for name, (_, weight) in asked.items():
+            outcome = found[name]
+            assert isinstance(outcome, SampleResult), outcome
+            assert weight_of(place, outcome, weights) == weight, name
+    assert len(place.fake.names_ever) == len(set(place.fake.names_ever)) == 8
+
+
+def test_a_version_that_is_replaced_while_a_request_runs_on_it(kind: str, opened: Open) -> None:
+    place = opened(kind, Fake(pause_s=0.3))
+    place.publish("v", 0.1)
+    place.sampler.submit(sample("old", "v"))
+    place.publish("v", 0.2)
+    place.sampler.submit(sample("new", "v"))
+    found = place.collect()
+    for name, weight in (("old", 0.1), ("new", 0.2)):
+        outcome = found[name]
+        assert isinstance(outcome, SampleResult)
+        assert weight_of(place, outcome, (0.1, 0.2)) == weight
+
+
+def test_adapters_leave_in_the_order_of_their_use_and_come_back(kind: str, opened: Open, tmp_path: Path) -> None:
+    place = opened(kind, Fake(most_adapters=2), most_adapters=2)
+    for step in range(4):
+        place.publish(f"v{step}", step / 10)
+    for version in ("v0", "v1", "v0", "v2", "v3", "v0", "v1"):
+        assert weight_of(place, place.answer(sample(version, version)), (0, 0.1, 0.2, 0.3)) == int(version[1]) / 10
+        assert len(place.fake.adapters) <= 2
+    everything = place.run(*(sample(f"all-{step}-{i}", f"v{step}") for step in range(4) for i in range(3)))
+    assert all(isinstance(outcome, SampleResult) for outcome in everything.values())
+    for step in range(4):
+        place.backend.drop_version(f"v{step}")
+    until(lambda: not place.fake.adapters and not any((tmp_path / "adapters").iterdir()))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_an_adapter_that_somebody_unloaded_is_loaded_again(opened: Open) -> None:
+    place = opened("vllm")
+    place.publish("v", 0.1)
+    place.answer(sample("a", "v"))
+    place.fake.adapters.clear()
+    assert weight_of(place, place.answer(sample("b", "v")), (0.0, 0.1)) == 0.1
+
+
+def test_weights_that_cannot_be_loaded_fail_by_name(opened: Open, tmp_path: Path) -> None:
+    place = opened("vllm")
+    place.publish("v", 0.1)
+    held = place.trainer.capture_version
+    place.trainer.capture_version = lambda version_id: replace(held(version_id), write=lambda path: None)
+    outcome = place.run(sample("r", "v"))["r"]
+    assert isinstance(outcome, UserError)
+    assert "'v' cannot be sampled from" in str(outcome)
+
+
+def test_an_engine_that_is_busy_is_asked_again(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    place.answer(sample("up"))
+    place.fake.busy = 4
+    assert len(place.answer(sample("r")).sequences) == 1
+    assert place.fake.busy == 0
+
+
+def test_requests_in_an_engine_that_dies_begin_again_with_the_same_answers(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    place.publish("v", 0.3)
+    before = place.run(sample("a", "v", n=3), sample("b"))
+    place.fake.pause_s = 0.3
+    for request_id, version, n in (("a", "v", 3), ("b", None, 1)):
+        place.sampler.submit(sample(request_id, version, n))
+    until(lambda: place.fake.running == 4)
+    place.fake.die()
+    time.sleep(0.1)
+    place.fake.pause_s, place.fake.dead = 0.0, False
+    after = place.collect()
+    for request_id in "ab":
+        old, new = before[request_id], after[request_id]
+        assert isinstance(old, SampleResult) and isinstance(new, SampleResult), new
+        for one, other in zip(old.sequences, new.sequences, strict=True):
+            assert one.tokens_T.tolist() == other.tokens_T.tolist()
+
+
+@pytest.fixture
+def reviving() -> Iterator[Callable[[Fake], None]]:
+    stopping = threading.Event()
+
+    def watch(fake: Fake) -> None:
+        while not stopping.wait(0.05):
+            fake.dead = False
+
+    threads: list[threading.Thread] = []
+
+    def start(fake: Fake) -> None:
+        threads.append(threading.Thread(target=watch, args=(fake,)))
+        threads[-1].start()
+
+    yield start
+    stopping.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_request_that_ends_the_engine_three_times_fails_by_name_and_alone(
+    kind: str, opened: Open, reviving: Callable[[Fake], None]
+) -> None:
+    place = opened(kind, Fake(pause_s=0.05))
+    place.answer(sample("up"))
+    reviving(place.fake)
+    deadly = sample("deadly", prompt=np.array([DEADLY, 4], np.int32))
+    found = place.run(deadly, *(sample(f"r{i}") for i in range(4)))
+    failed = found.pop("deadly")
+    assert isinstance(failed, EngineFailedError)
+    assert "failed 3 times" in str(failed)
+    assert place.fake.deaths == 3
+    assert all(isinstance(outcome, SampleResult) for outcome in found.values())
+
+
+def test_a_cancelled_request_leaves_the_engine(kind: str, opened: Open) -> None:
+    place = opened(kind)
+    place.sampler.submit(sample("long", prompt=np.array([NEVER_ENDING, 4], np.int32)))
+    until(lambda: place.fake.running == 1)
+    assert place.sampler.cancel("long")
+    assert not place.sampler.has_work
+    until(lambda: place.fake.closed == 1 and place.fake.running == 0)
+    assert not place.sampler.cancel("long")
+    if kind == "sglang":
+        until(lambda: "/abort_request" in place.fake.paths())
+    assert place.sampler.step() == []
+
+
+def test_a_stream_tells_every_token_once(opened: Open) -> None:
+    place = opened("vllm")
+    place.sampler.submit(sample(n=2, max_tokens=5, stop_eos=False, stream=True, topk_sample_logprobs=2))
+    told, result = [], None
+    while result is None:
+        settled = place.sampler.step()
+        told += place.sampler.partials()
+        result = settled[0][1] if settled else None
+    told += place.sampler.partials()
+    assert isinstance(result, SampleResult)
+    for index, sequence in enumerate(result.sequences):
+        mine = [partial for partial in told if partial.index == index]
+        assert [partial.start for partial in mine] == list(range(5))
+        assert [token for partial in mine for token in partial.tokens] == sequence.tokens_T.tolist()
+        assert sequence.topk is not None
+        assert [partial.topk[0][0] for partial in mine] == [tuple(row) for row in sequence.topk.token_ids_Tk.tolist()]
+
+
+def test_prompts_of_vllm_are_scored_while_nothing_else_runs(opened: Open) -> None:
+    place = opened("vllm", Fake(pause_s=0.02))
+    asked = [sample(f"s{i}") for i in range(6)] + [sample(f"p{i}", prompt_logprobs=True) for i in range(2)]
+    seen: list[int] = []
+    answer = external_engines.vllm_answer
+
+    def watched(engine: Fake, body: external_engines.Json) -> external_engines.Json:
+        if body.get("prompt_logprobs") is not None:
+            seen.append(engine.running)
+        return answer(engine, body)
+
+    external_engines.vllm_answer = watched
+    try:
+        found = place.run(*asked)
+    finally:
+        external_engines.vllm_answer = answer
+    assert all(isinstance(outcome, SampleResult) for outcome in found.values())
+    assert seen == [1] * 3  # the first is the sampler's own question
+    assert place.fake.most_running > 1
+
+
+AWAKE = {
+    "vllm": (["/sleep?level=1"], ["/wake_up?tags=weights", "/wake_up?tags=kv_cache"]),
+    "sglang": (
+        ["/flush_cache", *["/release_memory_occupation"] * 3],
+        ["/resume_memory_occupation"] * 3,
+    ),
+}
+
+
+def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened: Open) -> None:
+    place = opened(kind, shares_device=True)
+    place.answer(sample("up"))
+    place.fake.pause_s = 0.1
+    place.publish("v", 0.1)
+    place.sampler.submit(sample("running", "v"))
+    until(lambda: place.fake.running == 1)
+    place.backend.optim_step([])
+    # What ran has ended before, and nothing that was loaded is relied on afterwards.
+    unload = "/v1/unload_lora_adapter" if kind == "vllm" else "/unload_lora_adapter"
+    asleep, awake = AWAKE[kind]
+    assert place.fake.running == 0
+    assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
+    place.backend.run_passes([])  # it sleeps already
+    assert place.fake.paths()[-len(asleep) :] == asleep
+    if kind == "sglang":
+        tags = [body["tags"] for path, body in place.fake.asked if path == "/release_memory_occupation"]
+        assert tags == [["kv_cache"], ["cuda_graph"], ["weights"]]
+    mark = len(place.fake.asked)
+    place.sampler.submit(sample("later", "v"))
+    found = place.collect()
+    assert isinstance(found["running"], SampleResult) and isinstance(found["later"], SampleResult)
+    load = unload.replace("unload", "load")
+    assert place.fake.paths()[mark : mark + len(awake) + 1] == [*awake, load]
+    if kind == "sglang":
+        tags = [body["tags"] for path, body in place.fake.asked if path == "/resume_memory_occupation"]
+        assert tags == [["weights"], ["cuda_graph"], ["kv_cache"]]
+
+
+def test_a_trainer_with_a_device_of_its_own_does_not_wait(opened: Open) -> None:
+    place = opened("vllm")
+    place.answer(sample("up"))
+    place.fake.pause_s = 0.2
+    place.sampler.submit(sample("running"))
+    until(lambda: place.fake.running == 1)
+    place.backend.create_model("n", LoraSpec(rank=8))
+    place.backend.optim_step([OptimStep("o", "n", AdamParams())])
+    assert place.fake.running == 1
+    place.collect()
+    assert "/sleep?level=1" not in place.fake.paths()
+
+
+def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "fake_adapter.json").write_text('{"weight": 0.4, "step": null}')
+    files = VersionFiles(tmp_path / "versions")
+    with external_engines.running("vllm", Fake()) as fake:
+        engine = Engine(tmp_path / "adapters", tmp_path / "log", url=fake.url)
+        holder = sample_elsewhere(files, "vllm", engine, SHAPE, EOS)
+        sampler = cast(ExternalSampler, holder.sampler)
+        try:
+            holder.load_version("v", saved)
+            (saved / "fake_adapter.json").unlink()  # whose files they are may delete them
+            assert holder.has_version("v")
+            sampler.submit(sample("r", "v"))
+            holder.drop_version("v")
+            assert not holder.has_version("v")
+            settled: Sequence[tuple[str, Outcome]] = []
+            while not settled:
+                settled = sampler.step()
+            assert isinstance(settled[0][1], SampleResult)
+            assert list(fake.names_ever)
+        finally:
+            sampler.close()
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """A Python that has an engine: ours with the fake, whatever module it is asked for."""
+    path = tmp_path / "python"
+    script = Path(external_engines.__file__)
+    path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" vllm "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_a_child_is_started_watched_and_started_again(tmp_path: Path, interpreter: Path) -> None:
+    fake = Fake()
+    place = Place("vllm", fake, tmp_path, url="", python=str(interpreter), options=("--max-loras", "2"))
+    try:
+        place.publish("v", 0.2)
+        first = place.answer(sample("a", "v"))
+        found = place.run(sample("deadly", prompt=np.array([DEADLY, 4], np.int32)), sample("b", "v"))
+        assert isinstance(found["deadly"], EngineFailedError)
+        again = found["b"]
+        assert isinstance(again, SampleResult)
+        assert again.sequences[0].tokens_T.tolist() == first.sequences[0].tokens_T.tolist()
+    finally:
+        place.sampler.close()
+
+
+def test_an_engine_that_never_comes_up_fails_requests_by_name(tmp_path: Path) -> None:
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\nexit 7\n")
+    failing.chmod(0o755)
+    place = Place("vllm", Fake(), tmp_path, url="", python=str(failing))
+    try:
+        outcome = place.run(sample("r"))["r"]
+        assert isinstance(outcome, EngineFailedError)
+        assert str(tmp_path / "engine.log") in str(outcome)
+    finally:
+        place.sampler.close()
+
+
+def test_settings_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
+    engine = Engine(tmp_path / "adapters", tmp_path / "log", python="/no/such/python")
+    with pytest.raises(SettingsError, match="sampler_python"):
+        sample_elsewhere(FakeBackend(SHAPE), "vllm", engine, SHAPE, EOS)
+    with pytest.raises(SettingsError, match="choose 'local'"):
+        sample_elsewhere(FakeBackend(SHAPE), "else", engine, SHAPE, EOS)
+    with pytest.raises(SettingsError, match="sampler_options"):
+        options_of('--one "two')
+
+
+def test_options_given_by_hand_come_before_ours() -> None:
+    dialect = VllmDialect(EOS, 64)
+    command = dialect.command("python", "/m", 1, ("--max-loras", "3"), shares_device=True)
+    assert command.count("--max-loras") == 1
+    assert "--enable-sleep-mode" in command
+    assert dialect.scores_alone
+    dialect.command("python", "/m", 1, ("--lora-target-modules", "q_proj", "v_proj"), shares_device=False)
+    assert not dialect.scores_alone
+
+
+def test_what_was_started_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    command = [sys.executable, attendant.__file__, sys.executable, "-c", script]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    until(lambda: note.exists() and bool(note.read_text()))
+    pid = int(note.read_text())
+    assert process.stdin is not None
+    process.stdin.close()  # as the kernel does for a process that was killed
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_training_loop_with_an_external_sampler(tmp_path: Path) -> None:
+    """The real SDK: each sampling client answers with its own version, under the base model's sampler."""
+    fake = Fake(vocab_size=512, context=2048)
+    with external_engines.running("vllm", fake):
+        settings = {"SAMPLER": "vllm", "SAMPLER_URL": fake.url}
+        with serving(tmp_path / "data", "--backend", "fake", settings=settings) as server:
+            with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
+                client = service.create_lora_training_client(nano.MODEL_NAME, rank=8).result()
+                datum = types.Datum(
+                    model_input=types.ModelInput.from_ints([4, 5, 6]),
+                    loss_fn_inputs={"target_tokens": np.array([5, 6, 7]), "weights": np.ones(3, np.float32)},
+                )
+                clients = []
+                for step in range(1, 4):
+                    client.forward_backward([datum], "cross_entropy").result()
+                    client.optim_step(types.AdamParams(learning_rate=0.1)).result()
+                    clients.append((step, client.save_weights_and_get_sampling_client().result()))
+                params = types.SamplingParams(max_tokens=4, temperature=0.7, seed=3)
+                prompt = types.ModelInput.from_ints([5, 9, 20])
+                for step, sampler in [*clients, *clients]:
+                    sequence = sampler.sample(prompt, 1, params).result().sequences[0]
+                    tokens = [5, 9, 20, *sequence.tokens]
+                    wanted = expected(fake, tokens, 3, -0.1 * step, 0.7)  # a step of the fake backend
+                    own = wanted[np.arange(len(wanted)), sequence.tokens]
+                    np.testing.assert_allclose(sequence.logprobs or [], own, atol=1e-4)
+                refused = types.SamplingParams(max_tokens=4, temperature=0.7, top_p=0.5)
+                with pytest.raises(tinker.RequestFailedError, match="vLLM has no logprobs"):
+                    clients[0][1].sample(prompt, 1, refused).result()

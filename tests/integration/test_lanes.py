@@ -1,0 +1,145 @@
+"""What is long holds up nothing that is short: uploads and downloads have threads of their own, and so have sweeps."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.http_harness import ALICE, Harness, close, make_harness
+from tinsmith.api.openai import files
+from tinsmith.api.operation import SHORT_BYTES
+from tinsmith.api.routes import downloads, uploads
+from tinsmith.runtime.threads import TRANSFERS
+
+MANY = 40
+"""More than all lanes of a server have threads."""
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    with made.client:  # one event loop for all
+        yield made
+    close(made)
+
+
+class Held:
+    """Calls of a function that do not end before they may."""
+
+    def __init__(self) -> None:
+        self._ends = threading.Event()
+        self._changed = threading.Condition()
+        self.running = 0
+
+    def __call__(self, *_args: object) -> bytes:
+        with self._changed:
+            self.running += 1
+            self._changed.notify_all()
+        assert self._ends.wait(PATIENCE_S)
+        return b"{}"
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.running >= count, PATIENCE_S), self.running
+
+    def end(self) -> None:
+        self._ends.set()
+
+
+@contextlib.contextmanager
+def all_at_once(harness: Harness, path: str, held: Held) -> Iterator[list[int]]:
+    """Many uploads to `path`, as many as may be under way; they end with the block. Their statuses come then."""
+    statuses: list[int] = []
+
+    def upload(index: int) -> None:
+        answer = harness.client.post(
+            path,
+            files={"file": (f"{index}.jsonl", b"{}")},
+            headers={"X-API-Key": ALICE, "Authorization": f"Bearer {ALICE}"},
+        )
+        statuses.append(answer.status_code)
+
+    with ThreadPoolExecutor(MANY) as pool:
+        try:
+            for index in range(MANY):
+                pool.submit(upload, index)
+            held.wait_for(TRANSFERS)
+            yield statuses
+        finally:
+            held.end()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "path"),
+    [(uploads, "_stored", "/api/v1/upload_weights"), (files, "_store", "/v1/files")],
+)
+def test_uploads_hold_up_neither_heartbeats_nor_capabilities_nor_training(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, module: object, name: str, path: str
+) -> None:
+    session_id = harness.session()
+    model_id = harness.model(session_id)
+    held = Held()
+    monkeypatch.setattr(module, name, held)
+    with all_at_once(harness, path, held) as statuses:
+        for seq_id in range(1, 6):
+            harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+            assert harness.get("get_server_capabilities").status_code == 200
+            harness.ok("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
+            harness.ok(
+                "optim_step",
+                {"model_id": model_id, "adam_params": {}, "seq_id": 10 + seq_id, "type": "x" * SHORT_BYTES},
+            )
+            assert harness.post("retrieve_future", {"request_id": f"{model_id}:{seq_id}"}).status_code == 408
+        assert held.running == TRANSFERS and not statuses
+    assert statuses == [200] * MANY
+
+
+def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id = harness.session()
+    held = Held()
+    harness.services.tenants._remembered.clear()
+    monkeypatch.setattr(harness.services.batch_jobs.__class__, "listing", lambda *_args: held() and ([], 0))
+    with ThreadPoolExecutor(MANY) as pool:
+        try:
+            slow = [pool.submit(harness.get, "batch/jobs") for _ in range(MANY)]
+            held.wait_for(6)  # as many threads as two processors had for everything
+            for _ in range(5):
+                harness.services.tenants._remembered.clear()  # so that the database is asked who calls
+                harness.ok("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"})
+                assert harness.get("get_server_capabilities").status_code == 200
+        finally:
+            held.end()
+        assert [answer.result().status_code for answer in slow] == [200] * MANY
+
+
+def test_downloads_are_opened_beside_other_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_id = harness.model()
+    path = harness.saved(model_id)
+    run_id, kind, name = path.removeprefix("tinker://").split("/")
+    found = harness.get(f"training_runs/{run_id}/checkpoints/{kind}/{name}/archive_link")
+    assert found.status_code == 200, found.text
+    link = next(value for value in found.json().values() if isinstance(value, str) and value.startswith("http"))
+    held = Held()
+    opened = downloads._opened
+
+    def slowly(request: object) -> object:
+        held()
+        return opened(request)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(downloads, "_opened", slowly)
+    with ThreadPoolExecutor(MANY) as pool:
+        try:
+            fetched = [pool.submit(harness.client.get, link) for _ in range(MANY)]
+            held.wait_for(TRANSFERS)
+            assert harness.get("get_server_capabilities").status_code == 200
+            assert harness.get("sessions").status_code == 200
+            assert held.running == TRANSFERS
+        finally:
+            held.end()
+        assert [answer.result().status_code for answer in fetched] == [200] * MANY

@@ -1,0 +1,142 @@
+"""A database that is moved, deleted or replaced below a running process: nothing more is acknowledged, and it stops."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from support.http_harness import Harness, close, make_harness
+from support.live import serving
+from tinsmith.db.database import Database, DatabaseMovedError
+
+TABLE = sa.table("notes", sa.column("text"))
+
+
+def renamed(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(path: Path) -> None:
+    path.rename(path.with_suffix(".moved"))
+    shutil.copy(path.with_suffix(".moved"), path)
+
+
+def directory_replaced(path: Path) -> None:
+    path.parent.rename(path.parent.with_suffix(".moved"))
+    path.parent.mkdir()
+
+
+def log_deleted(path: Path) -> None:
+    Path(f"{path}-wal").unlink()
+
+
+def index_deleted(path: Path) -> None:
+    Path(f"{path}-shm").unlink()
+
+
+WAYS = [renamed, deleted, replaced, directory_replaced, log_deleted, index_deleted]
+
+
+def written(database: Database, text: str) -> None:
+    with database.write() as connection:
+        connection.execute(TABLE.insert().values(text=text))
+
+
+def written_at_once(database: Database, text: str) -> None:
+    with database.write_at_once() as connection:
+        assert connection is not None
+        connection.execute(TABLE.insert().values(text=text))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    (tmp_path / "data").mkdir()
+    made = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}")
+    with made.write() as connection:
+        connection.execute(sa.text("CREATE TABLE notes (text TEXT)"))
+    written(made, "one")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("write", [written, written_at_once])
+@pytest.mark.parametrize("change", WAYS)
+def test_nothing_is_written_to_files_that_have_lost_their_names(
+    database: Database, tmp_path: Path, change: Callable[[Path], None], write: Callable[[Database, str], None]
+) -> None:
+    database.check_files()
+    write(database, "two")
+    change(tmp_path / "data" / "tinsmith.db")
+    for _ in range(2):
+        with pytest.raises(
+            DatabaseMovedError, match=r"tinsmith\.db.* was moved, deleted or replaced.*put the file back"
+        ):
+            write(database, "three")
+    with pytest.raises(DatabaseMovedError):
+        database.check_files()
+
+
+def test_files_that_stay_are_what_they_were(database: Database, tmp_path: Path) -> None:
+    """Other processes come and go, the log is moved to the file, and backups are made."""
+    for index in range(20):
+        written(database, f"{index}")
+        other = Database(f"sqlite:///{tmp_path / 'data' / 'tinsmith.db'}", exists=True)
+        written(other, "theirs")
+        other.checkpoint()
+        other.close()
+        database.checkpoint()
+        shutil.copy(tmp_path / "data" / "tinsmith.db", tmp_path / "backup.db")
+        database.check_files()
+
+
+def test_who_does_not_make_the_database_makes_no_empty_one(tmp_path: Path) -> None:
+    path = tmp_path / "tinsmith.db"
+    with pytest.raises(DatabaseMovedError, match="was moved"):
+        Database(f"sqlite:///{path}", exists=True)
+    assert not path.exists()
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    if not made.services.models._db.is_sqlite:
+        close(made)
+        pytest.skip("of files")
+    yield made
+    close(made)
+
+
+def test_a_request_is_not_acknowledged_once_the_file_is_gone(harness: Harness, tmp_path: Path) -> None:
+    model_id = harness.model()
+    path = Path(sa.make_url(harness.services.models._db.url).database or "")
+    path.rename(tmp_path / "elsewhere.db")
+    for body in (
+        {"model_id": model_id, "seq_id": 1, "adam_params": {}},  # stored on the event loop
+        {"model_id": model_id, "adam_params": {}},  # and by a thread
+    ):
+        answer = harness.post("optim_step", body)
+        assert answer.status_code == 503, answer.text
+        assert "was moved or deleted" in answer.json()["detail"]
+        assert str(tmp_path) not in answer.text
+
+
+def test_a_server_whose_database_is_deleted_stops_and_says_so(tmp_path: Path) -> None:
+    with serving(tmp_path / "data", "--backend", "fake") as server:
+        if not (tmp_path / "data" / "tinsmith.db").exists():
+            pytest.skip("of files")
+        [engine] = server.engine_pids()
+        (tmp_path / "data" / "tinsmith.db").unlink()
+        assert server.process.wait(30) != 0
+        assert not Path(f"/proc/{engine}").exists()
+        log = (tmp_path / "data" / "server.log").read_text()
+        assert f"{tmp_path / 'data' / 'tinsmith.db'} was moved, deleted or replaced" in log
+        assert "put the file back" in log
+        assert not (tmp_path / "data" / "tinsmith.db").exists()

@@ -1,0 +1,507 @@
+"""Prompts as transformers makes them, text as the tokenizer decodes it, calls as models write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from support import tiny_models
+from support.chat_models import make_plain_model, make_tool_model
+from support.properties import examples
+from tinsmith.base_models import nano, read_shape
+from tinsmith.chat.chats import read_chat
+from tinsmith.chat.choices import Choice, Decoder
+from tinsmith.chat.completions import read_completion
+from tinsmith.chat.generation_request import Plan, read_target
+from tinsmith.chat.messages import read_message
+from tinsmith.chat.refusals import RequestError
+from tinsmith.chat.texts import Text, Thinking, thinking_of
+from tinsmith.chat.tools import Tool, ToolUse
+from tinsmith.errors import NotSupportedError
+from tinsmith.types import ModelShape, SamplingParams
+from tinsmith.wire.fields import Fields, json_bytes
+from tinsmith.wire.sampling import read_sample, sample_body, sample_of
+
+SHAPE = read_shape(nano.MODEL_NAME, nano.path())
+TEXT = Text(SHAPE)
+CHATS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "Say hello."}],
+    [{"role": "system", "content": "Be brief.\n"}, {"role": "user", "content": "  a\tb  "}],
+    [
+        {"role": "user", "content": "1 < 2 && \"x\" 'y' \u00e9\U0001f600"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
+        {"role": "user", "content": "<|im_end|> again"},
+    ],
+]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "<&> \u00fc", "parameters": {"type": "object"}}}
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "go"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "\u00fc"}}}]},
+    {"role": "tool", "content": "done", "tool_call_id": "c"},
+]
+
+
+def shape_of(directory: Path) -> ModelShape:
+    return read_shape("local/x", directory)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("variables", [{}, {"enable_thinking": False}])
+def test_a_chat_becomes_the_prompt_of_transformers(chat: list[dict[str, Any]], variables: dict[str, object]) -> None:
+    theirs = AutoTokenizer.from_pretrained(str(nano.path()))
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=True, **variables)["input_ids"]
+    assert TEXT.chat(chat, None, variables) == expected
+
+
+@pytest.mark.parametrize("chat", [*CHATS, CALLED])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tools_become_the_prompt_of_transformers(
+    tmp_path: Path, chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+) -> None:
+    directory = make_tool_model(tmp_path / "m")
+    theirs = AutoTokenizer.from_pretrained(str(directory))
+    expected = theirs.apply_chat_template(chat, tools=tools, add_generation_prompt=True)["input_ids"]
+    assert Text(shape_of(directory)).chat(chat, tools) == expected
+
+
+def test_templates_know_the_special_tokens_and_refuse_with_their_own_words(tmp_path: Path) -> None:
+    directory = tmp_path / "m"
+    tiny_models.make(directory)
+    source = "{{ eos_token }}{% for m in messages %}{{ m.content | trim }}{% break %}{% endfor %}"
+    theirs = tiny_models.tokenizer()
+    (directory / "chat_template.jinja").write_text(source)
+    text = Text(shape_of(directory))
+    expected = theirs.apply_chat_template(CHATS[0], chat_template=source, add_generation_prompt=True)["input_ids"]
+    assert text.chat(CHATS[0]) == expected
+    assert text.encode("abc \u00e9", special=True) == theirs("abc \u00e9")["input_ids"]
+    for bad in ("{{ raise_exception('no such turn') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"):
+        (directory / "chat_template.jinja").write_text(bad)
+        with pytest.raises(RequestError, match="chat template"):
+            Text(shape_of(directory)).chat(CHATS[0])
+
+
+def test_a_model_without_a_template_or_a_tokenizer_says_so(tmp_path: Path) -> None:
+    plain = Text(shape_of(make_plain_model(tmp_path / "plain")))
+    with pytest.raises(NotSupportedError, match="no chat template; send the prompt to /completions"):
+        plain.chat(CHATS[0])
+    with pytest.raises(NotSupportedError, match=r"no tokenizer\.json"):
+        Text(replace(SHAPE, path=str(tmp_path))).encode("x", special=True)
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Pieces with a mark for a space, and single bytes for what is not among them."""
+    pieces = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "a", "b", "\u2581a", "ab"]
+    inner = Tokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=[("\u2581", "a"), ("a", "b")],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.fixture(scope="module")
+def pieces_text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    directory = tmp_path_factory.mktemp("pieces")
+    tiny_models.make(directory)
+    sentencepiece_like().save_pretrained(directory)
+    return Text(shape_of(directory))
+
+
+@examples(60)
+@given(st.text(st.sampled_from("ab \u00e9\U0001f600\u4e2dx\n"), max_size=30))
+def test_text_that_comes_token_by_token_is_the_whole_text(pieces_text: Text, written: str) -> None:
+    for text in (TEXT, pieces_text):
+        ids = text.encode(written, special=False)
+        decoder = Decoder(text)
+        assert "".join([decoder.push(token) for token in ids]) + decoder.rest() == text.decode(ids)
+        if ids:
+            spelled = b"".join(text.token_bytes(token) for token in ids)
+            assert spelled.decode(errors="replace").lstrip() == text.decode(ids).lstrip()
+
+
+# Choices.
+
+
+def plan_of(*stops: str, tools: ToolUse | None = None) -> Plan:
+    return Plan("m", ([1],), 1, SamplingParams(stop_strings=stops), tools=tools)
+
+
+def pieces_of(plan: Plan, written: str, *, whole: bool) -> tuple[str, list[str], Choice]:
+    choice = Choice(plan, TEXT, 0)
+    texts, calls = "", []
+    for token in TEXT.encode(written, special=False):
+        choice.push(token, -0.5)
+        if not whole:
+            piece = choice.piece()
+            texts += piece.text
+            assert not piece.calls
+    choice.finish()
+    piece = choice.piece()
+    calls += [f"{call.name}({call.arguments})" for call in piece.calls]
+    return texts + piece.text, calls, choice
+
+
+@examples(60)
+@given(
+    st.text(st.sampled_from("abst<op> "), max_size=40), st.lists(st.text("abst", min_size=1, max_size=4), max_size=3)
+)
+def test_a_stream_cuts_at_the_same_stop_as_the_whole(written: str, stops: list[str]) -> None:
+    plan = plan_of(*stops)
+    streamed, _, choice = pieces_of(plan, written, whole=False)
+    assert streamed == pieces_of(plan, written, whole=True)[0]
+    first = min((at for stop in stops if (at := written.find(stop)) >= 0), default=None)
+    if first is None:
+        assert streamed == written and choice.stopped_by is None
+    else:
+        # A token may complete two stops at once: what is cut begins no later than the first of them.
+        assert written.startswith(streamed) and len(streamed) <= first + max(map(len, stops))
+        assert not any(stop in streamed for stop in stops)
+
+
+HERMES = ToolUse((Tool("f", {}, {}),), "auto", False, True, "hermes")
+LLAMA = replace(HERMES, form="llama")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("use", "written", "content", "calls"),
+    [
+        (HERMES, f"I look.\n\n{CALL}\n{CALL}", "I look.", ['f({"a": 1})'] * 2),
+        (HERMES, "no <tool for me", "no <tool for me", []),
+        (HERMES, "<tool_call>\n{broken\n</tool_call>", "<tool_call>\n{broken\n</tool_call>", []),
+        (HERMES, CALL.replace('"f"', '"g"'), CALL.replace('"f"', '"g"'), []),
+        (HERMES, CALL.removesuffix("</tool_call>"), CALL.removesuffix("</tool_call>"), []),
+        (HERMES, '{"name": "f", "arguments": {}}', '{"name": "f", "arguments": {}}', []),
+        (LLAMA, '{"name": "f", "parameters": {"b": "x"}}', "", ['f({"b": "x"})']),
+        (LLAMA, '{"name": "f"}', '{"name": "f"}', []),
+        (LLAMA, "plain words {", "plain words {", []),
+    ],
+)
+def test_calls_are_found_and_what_is_none_stays_text(
+    use: ToolUse, written: str, content: str, calls: list[str], whole: bool
+) -> None:
+    assert pieces_of(plan_of(tools=use), written, whole=whole)[:2] == (content, calls)
+
+
+def test_an_end_token_ends_the_text_and_what_follows_is_not_shown() -> None:
+    choice = Choice(plan_of(), TEXT, 0)
+    ids = TEXT.encode("hi<|im_end|>more", special=False)
+    for token in ids:
+        choice.push(token, 0.0)
+    choice.finish()
+    piece = choice.piece()
+    assert piece.text == "hi" and len(choice.token_ids) == len(ids)
+    assert TEXT.end_token_ids == {0, 2}
+
+
+# Thinking.
+
+MARKS = ("<think>", "</think>")
+THINKING = Thinking(*(TEXT.encode(mark, special=False)[0] for mark in MARKS))
+Said = tuple[str, str, list[str], str | None]
+
+
+def said(plan: Plan, written: str, *, whole: bool) -> Said:
+    """What an answer says: its thought, its text, its calls and the stop that ended it."""
+    choice = Choice(plan, TEXT, 0)
+    thought = text = ""
+    for token in TEXT.encode(written, special=False):
+        choice.push(token, -0.5)
+        if not whole:
+            piece = choice.piece()
+            assert not (piece.reasoning and text), "a thought comes first"
+            thought, text = thought + piece.reasoning, text + piece.text
+            assert not piece.calls
+    choice.finish()
+    piece = choice.piece()
+    assert len(choice.token_ids) == len(TEXT.encode(written, special=False))
+    calls = [f"{call.name}({call.arguments})" for call in piece.calls]
+    return thought + piece.reasoning, text + piece.text, calls, choice.stopped_by
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("written", "thought", "text"),
+    [
+        ("<think>\nhm, so\nso\n</think>\n\nyes.\n", "hm, so\nso", "yes.\n"),
+        (" \n<think>hm</think>yes", "hm", "yes"),
+        ("<think>\n\n</think>\n\nyes", "", "yes"),
+        ("<think>hm, I am cut off ", "hm, I am cut off", ""),
+        ("<think>hm\n\n", "hm", ""),
+        ("<think>hm</think>", "hm", ""),
+        ("<think>hm</think>\n\n", "hm", ""),
+        ("<think>hm <think> hm</think>yes </think> no <think>", "hm <think> hm", "yes </think> no <think>"),
+        ("yes <think>hm</think>", "", "yes <think>hm</think>"),
+        ("yes</think>no", "", "yes</think>no"),
+        ("  yes", "", "  yes"),
+        ("\n", "", "\n"),
+        ("", "", ""),
+    ],
+)
+def test_a_thought_comes_apart_from_the_answer(written: str, thought: str, text: str, whole: bool) -> None:
+    assert said(replace(plan_of(), thinking=THINKING), written, whole=whole) == (thought, text, [], None)
+    assert said(plan_of(), written, whole=whole)[:2] == ("", written), "as it is, where nothing is marked"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_thought_that_the_prompt_began(whole: bool) -> None:
+    begun = replace(plan_of(), thinking=replace(THINKING, begun=True))
+    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("hm", "yes")
+    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("hm, I am cut off", "")
+
+
+def test_a_character_that_the_mark_cuts_off_is_of_the_thought() -> None:
+    face = TEXT.encode("\U0001f600", special=False)
+    choice = Choice(replace(plan_of(), thinking=THINKING), TEXT, 0)
+    for token in (THINKING.open_id, face[0], THINKING.close_id, *face):
+        choice.push(token, -0.5)
+    choice.finish()
+    piece = choice.piece()
+    assert (len(face) > 1, piece.reasoning, piece.text) == (True, "\ufffd", "\U0001f600")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_stops_and_calls_beside_a_thought(whole: bool) -> None:
+    stopped = replace(plan_of("st", "ab"), thinking=THINKING)
+    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("hm", "", [], "st")
+    assert said(stopped, "<think>a</think>bc st", whole=whole) == ("a", "bc ", [], "st"), "none lies across the mark"
+    use = replace(plan_of(tools=HERMES), thinking=THINKING)
+    for thought in ("hm", f"hm\n{CALL}"):
+        found = said(use, f"<think>\n{thought}\n</think>\n\nI look.\n{CALL}", whole=whole)
+        assert found == (thought, "I look.", ['f({"a": 1})'], None), "what it thinks of calling it does not call"
+    assert said(use, f"<think>{CALL}", whole=whole) == (CALL, "", [], None)
+
+
+@examples(150)
+@given(
+    st.lists(
+        st.sampled_from(["<think>", "</think>", "a", "st", " ", "\n", "<tool_call>", "<to", "\u00e9"]), max_size=14
+    ),
+    st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_a_stream_thinks_and_says_what_the_whole_does(written: list[str], stops: list[str], begun: bool) -> None:
+    plan = replace(plan_of(*stops, tools=HERMES), thinking=replace(THINKING, begun=begun))
+    text = "".join(written)
+    assert said(plan, text, whole=False) == said(plan, text, whole=True)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("<think>\nhm, so\nso\n</think>\n\nyes.\n", "yes.\n"),
+        ("<think>hm, I am cut off ", ""),
+        ("<think>", ""),
+        ("yes <think>hm</think> no", "yes  no"),
+        ("<think>hm</think>yes <think>hm, I am cut off", "yes "),
+        ("yes</think>no", "yesno"),
+        ("</think>\n\nyes", "yes"),
+        ("  yes", "  yes"),
+        ("", ""),
+    ],
+)
+def test_a_thought_that_is_not_asked_for_is_left_out(written: str, text: str, whole: bool) -> None:
+    assert said(replace(plan_of(), hidden=THINKING), written, whole=whole) == ("", text, [], None)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_stops_and_calls_beside_a_thought_that_is_left_out(whole: bool) -> None:
+    begun = replace(plan_of(), hidden=replace(THINKING, begun=True))
+    assert said(begun, "hm\n</think>\n\nyes", whole=whole)[:2] == ("", "yes")
+    assert said(begun, "hm, I am cut off", whole=whole)[:2] == ("", "")
+    stopped = replace(plan_of("st"), hidden=THINKING)
+    assert said(stopped, "<think>hm st hm</think>yes", whole=whole) == ("", "", [], "st")
+    use = replace(plan_of(tools=HERMES), hidden=THINKING)
+    assert said(use, f"<think>{CALL}</think>I look.\n{CALL}", whole=whole) == ("", "I look.", ['f({"a": 1})'], None)
+
+
+@examples(100)
+@given(
+    st.lists(st.sampled_from([*MARKS, "a", "st", " ", "\n", "<tool_call>", "\u00e9"]), max_size=14),
+    st.lists(st.text("ast ", min_size=1, max_size=3), max_size=2),
+    st.booleans(),
+)
+def test_marks_never_leak_whatever_is_written(written: list[str], stops: list[str], begun: bool) -> None:
+    plan = replace(plan_of(*stops, tools=HERMES), hidden=replace(THINKING, begun=begun))
+    found = said(plan, "".join(written), whole=False)
+    assert found == said(plan, "".join(written), whole=True)
+    assert "think>" not in found[1]
+
+
+def test_a_message_hides_thoughts_unless_they_are_asked_for(tmp_path: Path) -> None:
+    def read(**more: object) -> Plan:
+        return read_message(Fields({"model": "m", "max_tokens": 2000, "messages": CHATS[0], **more}), TEXT)
+
+    plain = read()
+    assert (plain.thinking, plain.hidden) == (None, THINKING)
+    off = read(thinking={"type": "disabled"})
+    assert off.thinking is None and off.hidden is not None
+    asked = read(thinking={"type": "enabled", "budget_tokens": 1024})
+    assert asked.thinking is not None and asked.hidden is None
+    schema = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert read(output_config=schema).hidden is None, "it cannot think"
+    text = Text(shape_of(make_tool_model(tmp_path / "plain")))
+    unmarked = Fields({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]})
+    assert read_message(unmarked, text).hidden is not None, "whatever the template says, the marks are tokens"
+
+
+RANGES: list[tuple[dict[str, object], str, str]] = [
+    ({"temperature": 2.5}, "temperature", "temperature is 2.5; it must lie between 0 and 2"),
+    ({"temperature": -0.1}, "temperature", "temperature is -0.1; it must lie between 0 and 2"),
+    ({"top_p": 1.1}, "top_p", "top_p is 1.1; it must lie between 0 and 1"),
+    ({"presence_penalty": 2.1}, "presence_penalty", "presence_penalty is 2.1; it must lie between -2 and 2"),
+    ({"frequency_penalty": -3}, "frequency_penalty", "frequency_penalty is -3.0; it must lie between -2 and 2"),
+    ({"n": 129}, "n", "n is 129; it must lie between 1 and 128"),
+    ({"n": 0}, "n", "n is 0; it must lie between 1 and 128"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21; it must lie between 0 and 20"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must lie between 1 and 2147483647"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens is -1; it must lie between 1 and"),
+]
+
+
+@pytest.mark.parametrize(("more", "param", "words"), RANGES)
+def test_a_parameter_out_of_its_range_is_refused_with_the_range(
+    more: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat(**more)
+    assert refused.value.param == param and words in str(refused.value)
+
+
+def test_completions_and_messages_have_ranges_of_their_own() -> None:
+    completion = {"model": "m", "prompt": "one"}
+    for more, words in (
+        ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
+        ({"logprobs": 21}, "logprobs is 21; it must lie between 0 and 20"),
+        ({"temperature": 3}, "temperature is 3.0; it must lie between 0 and 2"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            read_completion(Fields(completion | more), TEXT)
+    assert read_completion(Fields(completion | {"max_tokens": 0, "echo": True}), TEXT).echo_only
+    for more, words in (
+        ({"temperature": 1.5}, "temperature is 1.5; it must lie between 0 and 1"),
+        ({"top_p": -1}, "top_p is -1.0; it must lie between 0 and 1"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must lie between 1"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            read_message(Fields({"model": "m", "max_tokens": 9, "messages": CHATS[0]} | more), TEXT)
+
+
+def test_whose_thoughts_are_apart(tmp_path: Path) -> None:
+    grammar = {"type": "json_object"}
+    assert chat().thinking == chat(chat_template_kwargs={"enable_thinking": False}).thinking == THINKING
+    assert chat(response_format=grammar).thinking is None, "it cannot think"
+    assert chat(structured_outputs={"regex": "a"}).thinking is None
+    assert chat(separate_reasoning=False).thinking is None
+    plain = Text(shape_of(make_tool_model(tmp_path / "plain")))
+    assert plain.has_token("<think>") and thinking_of(plain) is None, "its template knows nothing of it"
+    begins = make_tool_model(tmp_path / "begins")
+    (begins / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if x %}</think>{% endif %}{{ '<think>\\n' if not y }}"
+    )
+    text = Text(shape_of(begins))
+    for variables, expected in (({}, True), ({"y": True}, False), ({"x": True, "y": True}, False)):
+        body = {"model": "m", "messages": [{"role": "user", "content": "<think> is a mark"}]}
+        plan = read_chat(Fields({**body, "chat_template_kwargs": variables}), text)
+        assert plan.thinking is not None and plan.thinking.begun == expected
+
+
+# Requests.
+
+
+def chat(**more: object) -> Plan:
+    return read_chat(Fields({"model": "m", "messages": CHATS[0], **more}), TEXT)
+
+
+def test_a_plan_survives_its_way_to_the_engine() -> None:
+    plan = chat(
+        stop=["a", "b"], stop_token_ids=[7], ignore_eos=True, seed=4, temperature=0.5, top_k=0, top_p=0.5, min_p=0.1,
+        repetition_penalty=1.5, presence_penalty=1, frequency_penalty=-1, logit_bias={"3": 4, "5": -6}, max_tokens=9,
+        response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "integer"}}},
+    )  # fmt: skip
+    body = sample_body(plan.prompts[0], 3, plan.params, {"topk_sample_logprobs": 2}, stream=True)
+    sample = read_sample(json_bytes(body), "r", None)
+    assert sample.params == plan.params and sample.params.top_k == -1
+    assert sample.prompt_T.tolist() == list(plan.prompts[0]) and sample.num_samples == 3 and sample.stream
+    with pytest.raises(Exception, match="beyond is not supported"):
+        sample_of(Fields(body), "r", None)  # as an asample
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"messages": []}, "1 to"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "robot"),
+        ({"messages": [{"role": "user"}]}, "content is missing"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"messages": [{"role": "user", "content": "x", "audio": {"id": "1"}}]}, "audio"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "send one of them"),
+        ({"logit_bias": {"x": 1}}, "token ids"),
+        ({"logit_bias": {"1": 101}}, "between -100 and 100"),
+        ({"stop": [""]}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"stream_options": {"include_usage": True}}, "stream=true"),
+        ({"stream": True, "stream_options": {"what": 1}}, "what"),
+        ({"tool_choice": "required"}, "no tools"),
+        ({"response_format": {"type": "yaml"}}, "yaml"),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "does not go with"),
+        ({"structured_outputs": {"grammar": "x"}}, "exactly one"),
+        ({"skip_special_tokens": False}, "always left out"),
+        ({"service_tier": "priority"}, "one tier"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * 40_000]}}}},
+            "characters",
+        ),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ],
+)
+def test_a_request_that_cannot_be_honoured_is_refused(more: dict[str, object], words: str) -> None:
+    with pytest.raises(Exception, match=words):
+        chat(**more)
+
+
+@pytest.mark.parametrize(
+    "empty", [{"functions": None}, {"tools": []}, {"user": "x", "metadata": {"a": "b"}}, {"stop": None}]
+)
+def test_what_asks_for_nothing_is_taken(empty: dict[str, object]) -> None:
+    assert chat(**empty).params == chat().params
+
+
+def test_prompts_come_as_text_or_ids_one_or_many() -> None:
+    def prompts(prompt: object) -> list[Sequence[int]]:
+        return list(read_completion(Fields({"model": "m", "prompt": prompt}), TEXT).prompts)
+
+    ids = TEXT.encode("one", special=True)
+    assert prompts("one") == prompts(ids) == prompts(["one"]) == prompts([ids]) == [ids]
+    assert prompts(["one", ids]) == [ids, ids]
+    for wrong in ("", [], [""], [[]], [1.5], [[1], 2], [True], None, {"a": 1}):
+        with pytest.raises(RequestError, match="prompt"):
+            prompts(wrong)
+
+
+def test_a_model_is_a_base_a_path_or_both() -> None:
+    found = [read_target(Fields({"model": name})) for name in ("a/b", "tinker://x", "a/b;tinker://x")]
+    assert [(one.base_model, one.model_path) for one in found] == [
+        ("a/b", None),
+        (None, "tinker://x"),
+        ("a/b", "tinker://x"),
+    ]

@@ -1,0 +1,346 @@
+"""Answers without HTTP, partials that are lost or wrong, and the sessions that stand behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from support.arrived import incoming
+from support.http_harness import Harness, close, make_harness
+from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, seated
+from tinsmith.api.openai.streaming import News, follow
+from tinsmith.api.operation import Services
+from tinsmith.auth.quotas import Limits
+from tinsmith.base_models import Bases, nano, read_shape
+from tinsmith.chat.chats import read_chat
+from tinsmith.errors import EngineFailedError, UserError
+from tinsmith.store.futures import Settlement
+from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, StandingSessions
+from tinsmith.store.sessions import Sessions
+from tinsmith.types import Partial, SampledSequence, SampleResult
+from tinsmith.wire.fields import Fields
+from tinsmith.wire.sampling import write_sample_result
+from tinsmith.wire.token_stream import Partials, line_of
+
+SHAPE = read_shape(nano.MODEL_NAME, nano.path())
+BODY = {"model": nano.MODEL_NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield replace(made, services=replace(made.services, bases=Bases((SHAPE,))))
+    close(made)
+
+
+def words(text: str) -> list[int]:
+    from tinsmith.chat.texts import Text
+
+    return Text(SHAPE).encode(text, special=False)
+
+
+def result(*texts: str) -> SampleResult:
+    sequences = [np.array(words(text), np.int32) for text in texts]
+    return SampleResult(
+        "r", tuple(SampledSequence(ids, np.full(len(ids), -0.5, np.float32), "length") for ids in sequences)
+    )
+
+
+async def pending(harness: Harness, count: int = 1) -> list[str]:
+    """The samples that an engine would find, as soon as there are so many."""
+    for _ in range(200):
+        rows = [row for row in incoming(harness.services.futures._db, nano.MODEL_NAME) if row.state == "pending"]
+        if len(rows) >= count:
+            return [row.request_id for row in rows]
+        await asyncio.sleep(0.01)
+    raise AssertionError("nothing was submitted")
+
+
+def settle(harness: Harness, request_id: str, found: SampleResult) -> None:
+    harness.services.futures.settle([Settlement(request_id, write_sample_result(found), "proto")], {})
+    harness.services.waiters.settled([request_id])
+
+
+def test_an_answer_needs_no_http(harness: Harness) -> None:
+    async def scenario() -> None:
+        asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "n": 2, "max_tokens": 4}
+        answering = asyncio.create_task(answer(harness.services, "alice", COMPLETIONS, asked))
+        first, second = await pending(harness, 2)
+        settle(harness, second, result("three", "four"))
+        settle(harness, first, result("one", "two"))
+        status, body = await answering
+        assert status == 200
+        choices = body["choices"]
+        assert isinstance(choices, list)
+        assert [(one["index"], one["text"]) for one in choices] == list(enumerate(["one", "two", "three", "four"]))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "status", "code"),
+    [
+        (CHAT, BODY | {"model": "nobody"}, 404, "model_not_found"),
+        (CHAT, BODY | {"stream": True}, 400, "unsupported_parameter"),
+        (CHAT, {}, 400, None),
+        (CHAT, BODY | {"max_tokens": 10**6}, 400, "context_length_exceeded"),
+        ("/v1/other", BODY, 404, None),
+    ],
+)
+def test_an_error_is_an_answer(
+    harness: Harness, endpoint: str, body: dict[str, object], status: int, code: str | None
+) -> None:
+    found, told = asyncio.run(answer(harness.services, "alice", endpoint, body))
+    assert found == status
+    error = told["error"]
+    assert isinstance(error, dict) and error["message"] and error["code"] == code
+
+
+def posted(harness: Harness, path: str, **more: object) -> dict[str, object]:
+    body: dict[str, object] = {"model": nano.MODEL_NAME, **more}
+    headers = {"X-API-Key": "tml-alice"}
+    found = harness.client.post(path, json=body, headers=headers)
+    assert found.status_code == 400
+    return found.json()["error"]
+
+
+def test_too_long_a_prompt_is_refused_in_the_words_that_clients_match_on(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.app.state, "services", harness.services)
+    context, number = SHAPE.max_context_length, len(words("hi"))
+    chat = [{"role": "user", "content": "hi " * context}]
+    told = posted(harness, "/v1/completions", prompt="hi", max_tokens=context)
+    assert told["message"] == (
+        f"This model's maximum context length is {context} tokens. However, you requested {number + context} tokens "
+        f"({number} in the prompt, {context} in the completion). Please reduce the length of the prompt or of the "
+        "completion (max_tokens)."
+    )
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "prompt")
+    told = posted(harness, "/oai/api/v1/chat/completions", messages=chat)
+    assert str(told["message"]).startswith(f"This model's maximum context length is {context} tokens. However, your")
+    assert (told["code"], told["param"]) == ("context_length_exceeded", "messages")
+    for path in ("/anthropic/api/v1/messages", "/v1/messages"):
+        told = posted(harness, path, messages=BODY["messages"], max_tokens=context)
+        assert str(told["message"]).startswith("input length and `max_tokens` exceed context limit: ")
+        told = posted(harness, path, messages=chat, max_tokens=4)
+        assert "prompt is too long: " in str(told["message"]) and f"> {context - 1} maximum" in str(told["message"])
+
+
+def test_models_come_in_the_form_of_the_client_that_asks(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.app.state, "services", harness.services)
+    key, version = {"X-API-Key": "tml-alice"}, {"anthropic-version": "2023-06-01"}
+    for prefix in ("/v1", "/oai/api/v1"):
+        plain = harness.client.get(f"{prefix}/models", headers=key).json()
+        assert (plain["object"], plain["data"][0]["object"]) == ("list", "model")
+    for prefix in ("/v1", "/oai/api/v1", "/anthropic/api/v1"):
+        page = harness.client.get(f"{prefix}/models", headers=key | version).json()
+        assert page["first_id"] == page["last_id"] == nano.MODEL_NAME and page["has_more"] is False
+        one = harness.client.get(f"{prefix}/models/{nano.MODEL_NAME}", headers=key | version).json()
+        assert one == page["data"][0]
+        assert (one["type"], one["created_at"], one["max_input_tokens"]) == (
+            "model", "2023-11-14T22:13:20Z", SHAPE.max_context_length
+        )  # fmt: skip
+    for query, words_ in (("limit=0", "limit is 0"), ("after_id=x", "'x'"), ("after_id=x&before_id=y", "one of them")):
+        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers=key)
+        assert found.status_code == 400 and words_ in found.json()["error"]["message"]
+
+
+def test_pages_of_models_go_on_in_both_directions(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"local/{letter}" for letter in "abcde"]
+    bases = Bases(tuple(replace(SHAPE, name=name) for name in names))
+    monkeypatch.setattr(harness.app.state, "services", replace(harness.services, bases=bases))
+
+    def page(query: str) -> tuple[list[str], bool]:
+        found = harness.client.get(f"/anthropic/api/v1/models?{query}", headers={"X-API-Key": "tml-alice"}).json()
+        return [model["id"][-1] for model in found["data"]], found["has_more"]
+
+    assert page("limit=2") == (["a", "b"], True)
+    assert page("limit=2&after_id=local/b") == (["c", "d"], True)
+    assert page("limit=2&after_id=local/d") == (["e"], False)
+    assert page("limit=2&before_id=local/d") == (["b", "c"], True)
+    assert page("limit=2&before_id=local/b") == (["a"], False)
+
+
+def test_a_stranger_is_told_so_in_the_words_that_clients_match_on(harness: Harness) -> None:
+    wrong, none = {"Authorization": "Bearer tml-carol"}, {}
+    for path, headers, words_ in (
+        ("/v1/models", wrong, "Incorrect API key provided: "),
+        ("/v1/models", {"Authorization": "Bearer sk-x"}, "Incorrect API key provided: "),
+        ("/v1/models", none, "You didn't provide an API key"),
+        ("/v1/models", {"X-API-Key": "tml-carol", "anthropic-version": "2023-06-01"}, "invalid x-api-key"),
+        ("/anthropic/api/v1/models", none, "x-api-key header is required"),
+    ):
+        found = harness.client.get(path, headers=headers)
+        assert found.status_code == 401 and found.json()["error"]["message"].startswith(words_), found.text
+        assert "carol" not in found.text, "a key is never repeated"
+
+
+def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_path: Path) -> None:
+    made = make_harness(tmp_path, limits=Limits(queued_requests=1))
+    services = replace(made.services, bases=Bases((SHAPE,)))
+    asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
+    status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
+    assert status == 429
+    kinds = [row.kind for row in incoming(services.futures._db, nano.MODEL_NAME)]
+    assert kinds == ["sample", "cancel"]
+    close(made)
+
+
+def test_whoever_stops_waiting_cancels_the_samples(harness: Harness) -> None:
+    async def scenario() -> None:
+        answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+        (request_id,) = await pending(harness)
+        answering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answering
+        assert f"{request_id}:cancel" in await pending(harness, 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_failed_sample_is_its_error(harness: Harness) -> None:
+    async def scenario() -> list[int]:
+        statuses: list[int] = []
+        for error in (UserError("no"), EngineFailedError("no")):
+            answering = asyncio.create_task(answer(harness.services, "alice", CHAT, BODY))
+            request_id = (await pending(harness))[-1]
+            harness.services.futures.settle([Settlement(request_id, error=error)], {})
+            harness.services.waiters.settled([request_id])
+            statuses.append((await answering)[0])
+        return statuses
+
+    assert asyncio.run(scenario()) == [400, 500]
+
+
+# Partials.
+
+
+def partials_of(request_id: str, text: str, index: int = 0) -> list[Partial]:
+    return [Partial(request_id, index, at, (token,), (-0.5,)) for at, token in enumerate(words(text))]
+
+
+def stream(
+    harness: Harness, told: Callable[[str], Sequence[Partial]], found: SampleResult, **more: object
+) -> list[News]:
+    """The news of a stream whose engine tells these partials and settles with this result."""
+
+    async def collect(services: Services) -> list[News]:
+        prepared = prepare(services, "alice", Fields(BODY | {"stream": True} | more), read_chat)
+        results: list[SampleResult] = []
+        async with seated(services, "alice", prepared, stream=True) as seats:
+            news: list[News] = []
+            source: AsyncIterator[News] = follow(services, prepared, seats, results)
+
+            async def engine() -> None:
+                await asyncio.sleep(0.05)
+                for partial in told(seats[0].request_id):
+                    services.partials.arrived([line_of(partial)])
+                await asyncio.sleep(0.05)
+                settle(harness, seats[0].request_id, found)
+
+            working = asyncio.create_task(engine())
+            async for one in source:
+                news.append(one)
+            await working
+            assert [len(one.sequences) for one in results] == [len(found.sequences)]
+            return news
+
+    return asyncio.run(collect(harness.services))
+
+
+def text_of(news: Sequence[News], index: int = 0) -> str:
+    return "".join(one.piece.text for one in news if one.choice and one.choice.index == index and one.piece)
+
+
+def test_partials_are_shown_as_they_come(harness: Harness) -> None:
+    news = stream(harness, lambda name: partials_of(name, "hello there"), result("hello there"))
+    assert text_of(news) == "hello there" and len(news) > 3
+    assert [one.reason for one in news if one.reason] == ["length"]
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_what_is_lost_comes_with_the_result(harness: Harness, lost: int) -> None:
+    def told(name: str) -> list[Partial]:
+        partials = partials_of(name, "hello there")
+        return partials[:lost] + partials[lost + 1 :]
+
+    news = stream(harness, told, result("hello there"))
+    assert text_of(news) == "hello there" and len(news) <= lost + 1
+
+
+def test_several_choices_are_kept_apart(harness: Harness) -> None:
+    def told(name: str) -> list[Partial]:
+        pairs = zip(partials_of(name, "one two"), partials_of(name, "six ten", 1), strict=True)
+        return [partial for pair in pairs for partial in pair]
+
+    news = stream(harness, told, result("one two", "six ten"), n=2)
+    assert (text_of(news), text_of(news, 1)) == ("one two", "six ten")
+
+
+def test_what_a_model_thinks_is_told_as_it_comes(harness: Harness) -> None:
+    written = "<think>\nso it is\n</think>\n\nhello there"
+    news = stream(harness, lambda name: partials_of(name, written), result(written))
+    pieces = [one.piece for one in news if one.piece]
+    assert "".join(piece.reasoning for piece in pieces) == "so it is" and text_of(news) == "hello there"
+    assert sum(bool(piece.reasoning) for piece in pieces) > 1, "not all of it at its end"
+    together = stream(harness, lambda name: partials_of(name, written), result(written), separate_reasoning=False)
+    assert text_of(together) == written
+
+
+def test_a_result_that_contradicts_what_was_shown_is_an_error(harness: Harness) -> None:
+    with pytest.raises(EngineFailedError, match="drew another one"):
+        stream(harness, lambda name: partials_of(name, "hello"), result("goodbye"))
+
+
+def test_lines_that_are_none_of_ours_are_passed_over() -> None:
+    async def scenario() -> None:
+        partials = Partials()
+        with partials.listen(["a"]) as queue:
+            partials.arrived(["+", "+{}", "+[1]", '+["b",0,0,[1],[0.0],[]]', line_of(Partial("a", 0, 1, (2,), (0.0,)))])
+            assert queue.get_nowait().tokens == (2,) and queue.empty()
+        partials.arrived([line_of(Partial("a", 0, 0, (1,), (0.0,)))])
+        assert queue.empty()
+
+    asyncio.run(scenario())
+
+
+# Standing sessions.
+
+
+def test_a_tenant_has_one_standing_session_until_it_is_old_or_over(harness: Harness) -> None:
+    moment = [1000.0]
+    services = harness.services
+    standing = StandingSessions(
+        services.sessions, services.sampling_sessions, services.audit, 300.0, clock=lambda: moment[0]
+    )
+    seats = [standing.seat("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
+    assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
+    assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
+    assert standing.seat("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
+    moment[0] += REPLACED_EVERY_S
+    replaced = standing.seat("alice", nano.MODEL_NAME, None)
+    assert replaced.session_id != seats[0].session_id
+    assert services.sessions.get("alice", seats[0].session_id).state == "finished"
+    assert services.sessions.get("alice", replaced.session_id).tags == ["standing"]
+    services.sessions.close(replaced.session_id, "silent")
+    moment[0] += 30
+    assert standing.seat("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
+
+
+def test_whoever_waits_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[str] = []
+    monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
+    moment = [0.0]
+    services = harness.services
+    standing = StandingSessions(services.sessions, services.sampling_sessions, services.audit, 40.0, lambda: moment[0])
+    seat = standing.seat("alice", nano.MODEL_NAME, None)
+    for _ in range(10):
+        moment[0] += 3
+        standing.keep("alice", seat.session_id)
+    assert beats == [seat.session_id] * 2  # every ten seconds of thirty, and not the first ones

@@ -1,0 +1,399 @@
+"""Requests that end the engine's process: they are found among the others, and in the end they are not tried again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.engine_bench import BASE, Bench, FlakyBackend
+from tinsmith.cluster.engines import Engines, Seat
+from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
+from tinsmith.db.schema import BODIES, MODELS
+from tinsmith.engine.quarantine import MOST_DEATHS, Suspects
+from tinsmith.engine.settling import TurnFailedError
+from tinsmith.errors import UserError
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
+
+POISON = 49
+SAMPLER = "s:sample:0"
+MOST_STARTS = 12
+
+
+class DeathError(BaseException):
+    """The end of the process, as far as the engine's code can tell."""
+
+
+def pending(request_id: str) -> Pending:
+    return Pending(1, request_id, "alice", "s", "sample", "pending", None, SAMPLER, 0, 0, 0.0)
+
+
+# The note.
+
+
+def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    names = [f"r{number}" for number in range(64)]
+    with pytest.raises(DeathError), Suspects(path).running(names):
+        raise DeathError
+    found = Suspects(path)
+    assert {found.company(name) for name in names} == {64 // SMALLER} and not found.company("other")
+    found.keep({*names[:20], "other"})
+    assert [len(group) for group in found.groups([pending(name) for name in names[:20]])] == [8, 8, 4]
+    with pytest.raises(DeathError), found.running(names[:8]):
+        raise DeathError
+    third = Suspects(path)
+    assert [third.company(name) for name in (names[0], names[8], names[20])] == [1, 8, 0]
+
+
+def test_deaths_count_only_while_alone_and_over_engines_that_had_other_work(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    for running in (["a", "b"], ["a"], ["b"], *[["a"]] * (MOST_DEATHS - 1)):
+        suspects = Suspects(path)
+        assert suspects.verdict("a") is None and suspects.verdict("b") is None
+        suspects.keep({"a", "b"})
+        with pytest.raises(DeathError), suspects.running(running):
+            raise DeathError
+    last = Suspects(path)
+    assert f"'a' ended the engine's process {MOST_DEATHS} times" in str(last.verdict("a"))
+    assert last.verdict("b") is None
+
+
+def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    with Suspects(path).running(["a", "b"]):
+        pass
+    suspects = Suspects(path)
+    assert suspects
+    suspects.forget(["a", "b"])
+    assert not suspects and [len(group) for group in suspects.groups([pending(n) for n in "abc"])] == [3]
+
+
+def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Path) -> None:
+    names = [f"r{number}" for number in range(64)]
+    with pytest.raises(DeathError), Suspects(tmp_path / "0").running(names):
+        raise DeathError
+    notes = [left_behind(tmp_path / "0") or ""]
+    other = Suspects(tmp_path / "1")
+    other.heed([*notes, "no note"], {"r0", "r1", "mine"})
+    assert [other.company(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "what is not here is not ours"
+    assert other.verdict("r0") is None
+
+
+def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_is(tmp_path: Path) -> None:
+    notes: list[str] = []
+    for number in range(MOST_DEATHS):
+        path = tmp_path / str(number)
+        suspects = Suspects(path)
+        suspects.heed(notes, {"poison", "innocent"})
+        assert suspects.verdict("poison") is None
+        with pytest.raises(DeathError), suspects.running(["poison"]):
+            raise DeathError
+        notes.append(left_behind(path) or "")
+    last = Suspects(tmp_path / "last")
+    last.heed(notes, {"poison", "innocent"})
+    assert f"ended the engine's process {MOST_DEATHS} times" in str(last.verdict("poison"))
+    assert last.verdict("innocent") is None
+
+
+def test_an_engine_that_ended_in_good_order_leaves_nobody_behind(tmp_path: Path) -> None:
+    suspects = Suspects(tmp_path / "note")
+    with pytest.raises(DeathError), suspects.running(["a"]):
+        suspects.pardon()
+        raise DeathError
+    assert left_behind(tmp_path / "note") is None
+    assert left_behind(tmp_path / "none") is None
+
+
+def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) -> None:
+    model = bench.model()
+    there = Engines(bench.db, "there")
+    lease = there.take(Seat(BASE), 60)
+    with bench.db.write() as connection:
+        connection.execute(MODELS.update().values(engine_id=lease.engine_id))
+    bench.engine._queues.forget_lane(model)
+    request_id = bench.step(model, 1)
+    bench.turns()
+    assert bench.outcome(request_id) is None, "it is another's"
+    there.release(Seat(BASE), "restarting", suspects=Note([], {request_id: Suspect(1, MOST_DEATHS)}).text().decode())
+    bench.engine._look_at_everything()
+    bench.turns()
+    outcome = bench.outcome(request_id)
+    assert outcome is not None and "ended the engine's process" in str(outcome.error)
+
+
+def test_an_inner_block_ends_and_the_outer_one_is_to_blame_again(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    suspects = Suspects(path)
+    with suspects.running(["outer"]):
+        with suspects.running(["inner"]):
+            assert Suspects(path).company("inner") and not Suspects(path).company("outer")
+        assert Suspects(path).company("outer") and not Suspects(path).company("inner")
+
+
+def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "note"
+    suspects = Suspects(path)
+    with suspects.running(["a"]):
+        suspects.pardon()
+    with suspects.running(["b"]):
+        assert not Suspects(path)
+
+
+@pytest.mark.parametrize(
+    "note", [b"", b"\n", b"{", b"[]\n", b'{"running": 3, "suspects": {}}\n', b"\xff\n", b'{"running"']
+)
+def test_a_note_that_cannot_be_read_blames_nobody(tmp_path: Path, note: bytes) -> None:
+    (tmp_path / "note").write_bytes(note)
+    assert not Suspects(tmp_path / "note")
+
+
+def test_a_note_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    with Suspects(tmp_path / "no such directory" / "note").running(["a"]):
+        pass
+
+
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 3]), max_size=30))
+def test_groups_keep_the_order_and_never_mix(companies: list[int]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "note"
+        names = [f"r{number}" for number in range(len(companies))]
+        suspects = {name: (company, 0) for name, company in zip(names, companies, strict=True) if company}
+        path.write_text(json.dumps({"running": [], "suspects": suspects}) + "\n")
+        found = Suspects(path)
+        groups = found.groups([pending(name) for name in names])
+    assert [request.request_id for group in groups for request in group] == names
+    for group in groups:
+        (company,) = {found.company(request.request_id) for request in group}
+        assert company == 0 or len(group) <= company
+
+
+# The engine.
+
+
+class DeadlyBackend(FlakyBackend):
+    """Dies of a pass or a sample that holds the token POISON, and of any optim_step of the models named in `deadly`."""
+
+    deadly: frozenset[str] = frozenset()
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        self.steps.append([pass_.request_id for pass_ in passes])
+        if any(POISON in datum.tokens_N for pass_ in passes for datum in pass_.data):
+            raise DeathError
+        return super(FlakyBackend, self).run_passes(passes, between=between)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        if any(step.model_id in self.deadly for step in steps):
+            raise DeathError
+        return super().optim_step(steps)
+
+
+class DeadlySampler:
+    """Dies in the step after a sample with the token POISON came in; otherwise the sampler it is put around."""
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+        self._poisoned = False
+        self.company: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def submit(self, sample: Sample) -> None:
+        self._poisoned = self._poisoned or POISON in sample.prompt_T
+        self._inner.submit(sample)  # type: ignore[attr-defined]
+
+    def step(self) -> list[tuple[str, SampleResult | UserError]]:
+        self.company.append(len(self._inner._waiting))  # type: ignore[attr-defined]
+        if self._poisoned:
+            raise DeathError
+        return self._inner.step()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr("engine_bench.FlakyBackend", DeadlyBackend)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
+        made = Bench(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+def work(bench: Bench) -> int:
+    """Start engines until one has done everything; returns how many died."""
+    for deaths in range(MOST_STARTS):
+        try:
+            bench.turns(300)
+        except DeathError:
+            bench.restart()
+        else:
+            return deaths
+    raise AssertionError("the engines die for ever")
+
+
+def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -> None:
+    models = [bench.model(f"s{number}:train:0") for number in range(4)]
+    ids = [bench.train(model, 1, (1, POISON) if model == models[2] else (1, 2)) for model in models]
+    after = [bench.step(model, 2) for model in models]
+    assert work(bench) == 1 + MOST_DEATHS
+    assert f"ended the engine's process {MOST_DEATHS} times" in bench.error(ids[2])
+    outcome = bench.outcome(ids[2])
+    assert outcome is not None and outcome.category == "server"
+    norms = [bench.result(request_id)["metrics"]["grad_norm"] for request_id in after]  # type: ignore[index]
+    assert norms == [pytest.approx(0.625), pytest.approx(0.625), 0.0, pytest.approx(0.625)]
+    bench.restart()
+    assert not bench.engine._suspects
+
+
+def test_a_models_passes_keep_their_order_around_a_suspect(bench: Bench) -> None:
+    model = bench.model()
+    ids = [bench.train(model, seq_id, (1, POISON) if seq_id == 3 else (seq_id,)) for seq_id in range(1, 6)]
+    work(bench)
+    assert "ended the engine's process" in bench.error(ids[2])
+    assert all(bench.outcome(request_id).error is None for request_id in ids if request_id != ids[2])  # type: ignore[union-attr]
+    step = bench.step(model, 6)
+    bench.turns()
+    expected = sum((token + 1) / 8 for token in (1, 2, 4, 5))
+    assert bench.result(step)["metrics"]["grad_norm"] == pytest.approx(expected)  # type: ignore[index]
+
+
+def test_an_optim_step_that_kills_leaves_its_gradient_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = bench.model(), bench.model("t:train:0")
+    bench.train(model, 1)
+    deadly = bench.step(model, 2)
+    harmless = [bench.train(other, 1), bench.step(other, 2)][1]
+    monkeypatch.setattr(DeadlyBackend, "deadly", frozenset({model}))
+    work(bench)
+    monkeypatch.setattr(DeadlyBackend, "deadly", frozenset())
+    assert "ended the engine's process" in bench.error(deadly)
+    assert bench.optimizer_step(harmless) == 1
+    for restart in (False, True):
+        if restart:
+            bench.restart()
+        again = bench.step(model, 3 + restart)
+        bench.turns()
+        norm = bench.result(again)["metrics"]["grad_norm"]  # type: ignore[index]
+        assert norm == (0.0 if restart else pytest.approx(1.125))
+
+
+def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench: Bench) -> None:
+    bench.samplers.create(NewSamplingSession(SAMPLER, "s", "alice", BASE))
+    samplers: list[DeadlySampler] = []
+    start = bench.restart
+
+    def restart() -> None:
+        start()
+        samplers.append(DeadlySampler(bench.backend._sampler))
+        bench.backend._sampler = samplers[-1]  # type: ignore[assignment]
+
+    bench.restart = restart  # type: ignore[method-assign]
+    bench.restart()
+    ids = [bench.sample(SAMPLER, seq_id) for seq_id in range(40)]
+    poisoned = poison_sample(bench, 40)
+    ids += [bench.sample(SAMPLER, seq_id) for seq_id in range(41, 60)]
+    deaths = work(bench)
+    assert deaths == 2 + MOST_DEATHS, "sixty, then seven, then alone"
+    assert "ended the engine's process" in bench.error(poisoned)
+    outcomes = [bench.outcome(request_id) for request_id in ids]
+    assert all(outcome is not None and outcome.error is None for outcome in outcomes)
+    assert max(samplers[0].company) == 60 and max(samplers[1].company) == 60 // SMALLER
+
+
+def poison_sample(bench: Bench, seq_id: int) -> str:
+    """The request is rewritten where it is stored."""
+    request_id = bench.sample(SAMPLER, seq_id)
+    body = json.loads(bench.futures.bodies([request_id])[request_id])
+    body["prompt"]["chunks"][0]["tokens"] = [1, POISON]
+    packed = zstandard.ZstdCompressor().compress(json.dumps(body).encode())
+    with bench.db.write() as connection:
+        connection.execute(BODIES.update().where(BODIES.c.request_id == request_id).values(body=packed))
+    return request_id
+
+
+def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = bench.model()
+    request_id = bench.train(model, 1)
+
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    for _ in range(2 * MOST_DEATHS):
+        with monkeypatch.context() as broken:
+            broken.setattr(bench.futures, "settle", full)
+            with pytest.raises(TurnFailedError) as raised:
+                bench.engine.run(lambda: False)
+            assert "no space" in str(raised.value.__cause__)
+        bench.restart()
+        assert not bench.engine._suspects
+    bench.turns()
+    outcome = bench.outcome(request_id)
+    assert outcome is not None and outcome.error is None
+
+
+# A process.
+
+KILLER = f"""
+import os, sys
+from tinsmith.backends import fake
+
+class Backend(fake.FakeBackend):
+    def run_passes(self, passes, *, between=None):
+        if any({POISON} in datum.tokens_N for pass_ in passes for datum in pass_.data):
+            os._exit(99)
+        return super().run_passes(passes, between=between)
+
+fake.FakeBackend = Backend
+from tinsmith.engine.__main__ import main
+sys.exit(main())
+"""
+
+
+def test_a_pass_that_ends_real_processes_is_given_up_and_the_rest_is_done(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        bench = Bench(tmp_path, Path(sockets))
+        model, other = bench.model(), bench.model("t:train:0")
+        guilty, innocent = bench.train(model, 1, (1, POISON)), bench.train(other, 1)
+        with bench.db.write() as connection:
+            connection.execute(MODELS.update().values(engine_id=None))  # the bench's own engine is done with them
+        (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG))
+        settings = {"data_dir": str(tmp_path), "backend": "fake", "database_url": bench.db.url}
+        seat = {"name": BASE, "path": str(tmp_path), "kind": "engine", "index": 0, "peer_key": "00"}
+        spec = json.dumps({**seat, "settings": settings, "log": str(tmp_path / "engine.log")}) + "\n"
+        statuses: list[int] = []
+        while bench.outcome(guilty) is None:
+            assert len(statuses) < MOST_STARTS, "the engines die for ever"
+            statuses.append(run_engine(bench, spec, guilty))
+        assert statuses[: 1 + MOST_DEATHS] == [99] * (1 + MOST_DEATHS)
+        assert "ended the engine's process" in bench.error(guilty)
+        outcome = bench.outcome(innocent)
+        assert outcome is not None and outcome.error is None
+        bench.close()
+
+
+MODEL_CONFIG = {"architectures": ["Tiny"], "vocab_size": 50, "max_position_embeddings": 64, "model_type": "tiny"}
+
+
+def run_engine(bench: Bench, spec: str, awaited: str) -> int:
+    """One engine until it dies, or has settled a request and is told to stop; returns its exit status."""
+    process = subprocess.Popen([sys.executable, "-c", KILLER], stdin=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    process.stdin.write(spec)
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and bench.outcome(awaited) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.stdin.close()
+    return process.wait(30)

@@ -1,0 +1,382 @@
+"""Idle runs go to an engine that has far fewer: exactly as they are, one after the other, and never to and fro."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from support import tiny_models
+from support.engine_bench import BASE, OPTIM, SHAPE, Bench
+from tinsmith.backends import Backend, Capture
+from tinsmith.backends.fake import FakeBackend
+from tinsmith.cluster.engines import Engines, Lease, LeaseLostError, Seat, fence
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import ENGINES, MODELS
+from tinsmith.engine import queues
+from tinsmith.engine.loop import Engine, Stores
+from tinsmith.engine.snapshots import PATIENCE
+from tinsmith.storage.directories import Directories
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSessions
+from tinsmith.types import LoraSpec
+
+IDLE_S = 0.001
+LONG_S = 60.0
+RUN, OTHER = "s:train:0", "s:train:1"
+
+
+# Who hands over, what, and to whom.
+
+
+def ready(db: Database, index: int, kind: str = "engine") -> Lease:
+    seat, engines = Seat(BASE, kind, index), Engines(db, "here")
+    lease = engines.take(seat, LONG_S)
+    engines.set_state(seat, "ready")
+    with db.write() as connection:
+        joined = ENGINES.update().where(ENGINES.c.engine_id == lease.engine_id)
+        connection.execute(joined.values(started_at=now() - LONG_S))
+    return lease
+
+
+def as_seen_by(db: Database, lease: Lease, idle_s: float = IDLE_S) -> Ownership:
+    return Ownership(db, BASE, lease.engine_id, idle_s)
+
+
+def runs_of(db: Database, lease: Lease, count: int, idle_for_s: float = 1.0) -> list[str]:
+    """So many runs of an engine, the first of them used last."""
+    names = [f"{lease.engine_id}:train:{number}" for number in range(count)]
+    for age, name in enumerate(names):
+        Models(db).create(NewModel(name, "s", "alice", BASE, LoraSpec(4), engine_id=lease.engine_id))
+        with db.write() as connection:
+            used = MODELS.update().where(MODELS.c.model_id == name)
+            connection.execute(used.values(state="ready", last_request_at=now() - idle_for_s - age))
+    return names
+
+
+def counts(db: Database) -> list[int]:
+    with db.read() as connection:
+        return sorted(Counter(connection.scalars(sa.select(MODELS.c.engine_id))).values())
+
+
+def test_runs_go_to_whoever_has_two_fewer_until_nobody_has(db: Database) -> None:
+    one, two, three = (ready(db, index) for index in range(3))
+    ready(db, 0, "sampler")
+    runs = runs_of(db, one, 7)
+    runs_of(db, two, 1)
+    mine = as_seen_by(db, one)
+    moved: list[str] = []
+    while taker := mine.lighter():
+        assert taker == three.engine_id if not moved else taker in (two.engine_id, three.engine_id)
+        moved.append(mine.idle_runs()[0])
+        assert mine.hand_over(moved[-1], taker)
+    assert moved == runs[:4], "those that were used last"
+    assert counts(db) == [2, 3, 3]
+    assert [as_seen_by(db, lease).lighter() for lease in (one, two, three)] == [None] * 3, "nothing comes back"
+
+
+def test_an_engine_that_has_just_joined_or_is_not_there_gets_nothing(db: Database) -> None:
+    one, two = ready(db, 0), ready(db, 1)
+    (run, *_) = runs_of(db, one, 4)
+    assert as_seen_by(db, one, 2 * LONG_S).lighter() is None, "it joined a moment ago"
+    assert as_seen_by(db, one, 0).lighter() is None, "it is turned off"
+    mine = as_seen_by(db, one)
+    assert mine.lighter() == two.engine_id
+    Engines(db, "here").set_state(Seat(BASE, index=1), "loading")
+    assert mine.lighter() is None and not mine.hand_over(run, two.engine_id)
+    Engines(db, "here").release(Seat(BASE, index=1), "ready")
+    assert mine.lighter() is None and not mine.hand_over(run, two.engine_id), "nobody hears of it"
+    assert counts(db) == [4]
+
+
+def test_a_run_with_work_or_without_rest_stays(db: Database) -> None:
+    one, two = ready(db, 0), ready(db, 1)
+    trained, sampled, quiet, late = runs_of(db, one, 4)
+    futures, samplers = Futures(db), SamplingSessions(db)
+    asked = futures.submit(
+        NewFuture(f"{trained}:1", "alice", "s", BASE, "optim_step", b"{}", model_id=trained, seq_id=1)
+    )
+    samplers.create(NewSamplingSession("s:sample:0", "s", "alice", BASE, version_id="v", model_id=sampled))
+    drawn = futures.submit(
+        NewFuture("s:sample:0:0", "alice", "s", BASE, "sample", b"{}", sampling_session_id="s:sample:0", seq_id=0)
+    )
+    with db.write() as connection:
+        connection.execute(MODELS.update().where(MODELS.c.model_id == late).values(last_request_at=now() + LONG_S))
+    mine = as_seen_by(db, one)
+    assert mine.idle_runs() == [quiet]
+    assert [mine.hand_over(run, two.engine_id) for run in (trained, sampled)] == [False, False]
+    futures.settle([Settlement(asked, b"{}"), Settlement(drawn, b"{}")], {})
+    assert mine.idle_runs() == [trained, sampled, quiet]
+    assert mine.hand_over(sampled, two.engine_id)
+    assert not mine.hand_over(sampled, two.engine_id), "it is another's"
+    assert as_seen_by(db, two).idle_runs() == [sampled]
+
+
+def test_what_is_not_there_or_not_to_be_trained_is_not_handed_over(db: Database) -> None:
+    one, two = ready(db, 0), ready(db, 1)
+    run, *_ = runs_of(db, one, 3)
+    mine = as_seen_by(db, one)
+    for state in ("creating", "failed", "unloaded"):
+        with db.write() as connection:
+            connection.execute(MODELS.update().where(MODELS.c.model_id == run).values(state=state))
+        assert run not in mine.idle_runs() and not mine.hand_over(run, two.engine_id)
+    assert not mine.hand_over("s:train:nobody", two.engine_id)
+
+
+def test_an_engine_that_was_taken_for_dead_hands_nothing_over(db: Database, database_url: str) -> None:
+    one, two = ready(db, 0), ready(db, 1)
+    run, *_ = runs_of(db, one, 4)
+    fenced = Database(database_url, fence(one))
+    Engines(db, "here").take(Seat(BASE), LONG_S)
+    with pytest.raises(LeaseLostError):
+        as_seen_by(fenced, one).hand_over(run, two.engine_id)
+    fenced.close()
+    assert counts(db) == [4]
+
+
+def test_several_that_give_to_one_at_the_same_time_do_not_give_too_much(db: Database, database_url: str) -> None:
+    givers, taker = [ready(db, index) for index in range(3)], ready(db, 3)
+    runs = {giver.engine_id: runs_of(db, giver, 6) for giver in givers}
+    chosen = [as_seen_by(db, giver).lighter() for giver in givers]
+    assert chosen == [taker.engine_id] * 3
+
+    def give(giver: Lease) -> None:
+        mine = Database(database_url)
+        ownership = as_seen_by(mine, giver)
+        for run in runs[giver.engine_id]:
+            ownership.hand_over(run, taker.engine_id)
+        mine.close()
+
+    threads = [threading.Thread(target=give, args=(giver,)) for giver in givers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = counts(db)
+    assert sum(found) == 18 and max(found) - min(found) >= 0
+    with db.read() as connection:
+        taken = Counter(connection.scalars(sa.select(MODELS.c.engine_id)))[taker.engine_id]
+    assert taken <= 5, "one that has as many as a giver gets none from it"
+
+
+# What the engines do.
+
+
+class Pair(Bench):
+    """Two engines side by side; the second one is not there until it `joins`."""
+
+    kind = "fake"
+
+    def restart(self) -> None:
+        if not hasattr(self, "shape"):
+            self.shape = SHAPE
+            if self.kind == "torch":
+                self.shape = replace(tiny_models.make(self.directory / "tiny"), name=BASE)
+            self.leases = [ready(self.db, 0)]
+        self.engines: list[Engine] = []
+        self.backends: list[Backend] = []
+        for index in range(2):
+            self.add(Engines(self.db, "here").id_of(Seat(BASE, index=index)))
+        self.engine = self.engines[0]
+
+    def add(self, engine_id: str) -> None:
+        from tinsmith.backends.torch import TorchBackend
+
+        backend = FakeBackend(self.shape) if self.kind == "fake" else TorchBackend(self.shape, device="cpu")
+        versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
+        durable = (self.futures, self.models, self.samplers, self.checkpoints)
+        ownership = Ownership(self.db, BASE, engine_id, IDLE_S)
+        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), ownership)
+        engine = Engine(self.shape, backend, nouns, self.mailbox, self.settings)
+        engine.start()
+        self.engines.append(engine)
+        self.backends.append(backend)
+
+    def join(self) -> None:
+        self.leases.append(ready(self.db, 1))
+
+    def turns(self, count: int = 30) -> None:
+        for _ in range(count):
+            busy = False
+            for engine in self.engines:
+                engine._arrivals.fetch_late()
+                busy = engine.turn(0.0) or engine.turn(0.0) or busy
+                engine.flush()
+            if not busy:
+                return
+
+    def owned(self, model_id: str) -> str:
+        self.models.create(NewModel(model_id, "s", "alice", BASE, LoraSpec(4, 1), engine_id=self.leases[0].engine_id))
+        self.submit(model_id, 0, "create_model", {})
+        self.turns()
+        return model_id
+
+    def owner(self, model_id: str = RUN) -> int:
+        found = self.models.find(model_id)
+        assert found is not None
+        return [lease.engine_id for lease in self.leases].index(found.engine_id or "")
+
+    def look(self, index: int = 0) -> None:
+        """What an engine does once a second, and what it began to write."""
+        self.engines[index]._moving.look()
+        self.engines[index].flush()
+
+
+@pytest.fixture(params=["fake", "torch"])
+def pair(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    # Passes held for others run in steps that depend on how fast this machine is, and so do their last bits.
+    monkeypatch.setattr(queues, "MOST_S", 0.0)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        made = type("Pair", (Pair,), {"kind": request.param})(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+def trained(pair: Pair, runs: list[str], move_at: int | None) -> list[bytes | None]:
+    """Ten steps of some runs, with a gradient pending, a version and an inflight version at one of them."""
+    asked: list[str] = []
+    published: list[str] = []
+    for step in range(10):
+        for run in runs:
+            first = 4 * step + 1
+            asked.append(pair.train(run, first, (step + 1, 2, 3)))
+            pair.turns()
+            if run == runs[0]:
+                published.append(pair.publish(run, first + 1, step, "snapshot" if step % 2 else "inflight"))
+                pair.turns()
+            else:
+                asked.append(pair.forward(run, first + 1))
+            if step == move_at and run == runs[0]:
+                moved(pair, run)
+            asked.append(pair.train(run, first + 2, (7, step, 9)))
+            asked.append(pair.submit(run, first + 3, "optim_step", {**OPTIM}))
+            pair.turns()
+        asked += [pair.sample(session, step) for session in published[-3:]]
+        pair.turns()
+    return [outcome.body for one in asked if (outcome := pair.outcome(one)) and outcome.error is None]
+
+
+def moved(pair: Pair, run: str) -> None:
+    pair.join()
+    for _ in range(5):
+        pair.look()
+        if pair.owner(run) == 1:
+            break
+    assert pair.owner(run) == 1
+    assert not pair.backends[0].has_model(run)
+
+
+def test_ten_steps_with_a_move_in_the_middle_are_ten_steps_bit_for_bit(pair: Pair, tmp_path: Path) -> None:
+    runs = [pair.owned(RUN), pair.owned(OTHER)]
+    disturbed = trained(pair, runs, move_at=5)
+    assert (pair.owner(RUN), pair.owner(OTHER)) == (1, 0)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        (tmp_path / "calm").mkdir()
+        calm = type(pair)(tmp_path / "calm", Path(sockets))
+        runs = [calm.owned(RUN), calm.owned(OTHER)]
+        undisturbed = trained(calm, runs, move_at=None)
+        calm.close()
+    assert len(undisturbed) == 10 * 7 + 27
+    assert disturbed == undisturbed
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Iterator[Pair]:
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        made = Pair(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+def stepped(pair: Pair, run: str, seq_id: int) -> float:
+    """How many optimizer steps a run has taken after one more, whoever takes it."""
+    pair.train(run, seq_id)
+    asked = pair.step(run, seq_id + 1)
+    pair.turns()
+    return pair.optimizer_step(asked)
+
+
+def test_at_each_look_one_run_moves_and_then_none(fakes: Pair) -> None:
+    runs = [fakes.owned(f"s:train:{number}") for number in range(6)]
+    assert [stepped(fakes, run, 1) for run in runs] == [1] * 6
+    fakes.join()
+    spread = []
+    for _ in range(10):
+        fakes.look(0)
+        fakes.look(1)
+        spread.append([fakes.owner(run) for run in runs].count(1))
+    assert all(after - before in (0, 1) for before, after in zip([0, *spread], spread, strict=False))
+    assert spread[-3:] == [3] * 3, "then they are spread evenly, and stay"
+    assert sum(fakes.backends[index].has_model(run) for index in range(2) for run in runs) == 3, "the others are files"
+    for index in range(2):
+        mine = {run for run in runs if fakes.owner(run) == index}
+        assert fakes.engines[index]._snapshots._resident.keys() == (mine if index == 0 else set())
+    assert [stepped(fakes, run, 3) for run in runs] == [2] * 6
+    Engines(fakes.db, "here").release(Seat(BASE, index=1), "lost")
+    fakes.engines.pop()
+    assert [stepped(fakes, run, 5) for run in runs] == [3] * 6, "those that went and came back, too"
+
+
+def test_a_run_that_wakes_while_it_is_written_stays(fakes: Pair) -> None:
+    runs = [fakes.owned(RUN), fakes.owned(OTHER)]
+    assert stepped(fakes, OTHER, 1) == stepped(fakes, RUN, 1) == 1
+    fakes.join()
+    fakes.look()  # the one that was used last is written
+    fakes.train(RUN, 3)
+    fakes.look()
+    assert [fakes.owner(run) for run in runs] == [0, 0]
+    fakes.turns()
+    assert fakes.owner(RUN) == 0
+    asked = fakes.step(RUN, 4)
+    fakes.turns()
+    assert fakes.optimizer_step(asked) == 2
+
+
+def test_a_run_that_cannot_be_written_stays_and_another_goes(fakes: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [fakes.owned(OTHER), fakes.owned(RUN)]
+    assert [stepped(fakes, run, 1) for run in runs] == [1, 1]
+    taken = fakes.backends[0].capture
+
+    def capture(model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        captured = taken(model_id, optimizer=optimizer, gradient=gradient)
+        return replace(captured, write=full) if model_id == RUN else captured
+
+    def full(_directory: Path) -> None:
+        raise OSError("no space left on the device")
+
+    monkeypatch.setattr(fakes.backends[0], "capture", capture)
+    fakes.join()
+    for _ in range(PATIENCE):
+        fakes.look()
+    assert [fakes.owner(run) for run in runs] == [0, 0]
+    for _ in range(3):
+        fakes.look()
+    assert [fakes.owner(run) for run in runs] == [1, 0]
+    assert [stepped(fakes, run, 3) for run in runs] == [2, 2]
+
+
+def test_a_version_that_is_written_apart_is_waited_for(fakes: Pair) -> None:
+    fakes.owned(OTHER)
+    run = fakes.owned(RUN)
+    session = fakes.publish(run, 1, 0)
+    fakes.turns()
+    fakes.look()
+    fakes.engines[0]._versions._written.clear()  # as if the snapshot had gone ahead of it
+    fakes.join()
+    fakes.look()
+    assert fakes.owner(run) == 0
+    fakes.look()
+    assert fakes.owner(run) == 1
+    asked = fakes.sample(session)
+    fakes.turns()
+    outcome = fakes.outcome(asked)
+    assert outcome is not None and outcome.error is None

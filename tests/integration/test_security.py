@@ -1,0 +1,358 @@
+"""docs/security.md against a live server with keys, in raw HTTP; and what the source must never do.
+
+What one module owes to security stands in that module's own tests; docs/security.md names them all.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from support import databases
+from support.live import LiveServer, environment, serving
+from support.raw_client import RawClient, engine_of
+from tinsmith.wire import tinker_public_pb2 as pb
+
+SOURCE = Path(__file__).parents[2] / "src" / "tinsmith"
+SIGNING_SECRET = "a-secret-of-many-more-than-32-bytes-for-signing"
+ELSEWHERE = {
+    "TINKER_API_KEY": "tml-of-another-server",
+    "HF_TOKEN": "hf_elsewhere",
+    "AWS_SECRET_ACCESS_KEY": "aws-elsewhere",
+}
+HARMLESS = {"HF_HOME": "/some/cache", "MY_TOKENIZER": "fast"}
+
+
+@dataclass(frozen=True, slots=True)
+class Keyed:
+    server: LiveServer
+    key: str
+    client: RawClient
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
+    """A server whose data directory was made by the command that made its first key."""
+    data_dir = tmp_path_factory.mktemp("secure") / "new" / "data"
+    command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", "alice", "--data-dir", str(data_dir)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
+    key = made.stdout.strip()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (ELSEWHERE | HARMLESS).items():
+            patch.setenv(name, value)
+        settings = {"HOLD_S": "1", "SIGNING_SECRET": SIGNING_SECRET}
+        with serving(data_dir, "--backend", "fake", settings=settings) as server:
+            http = httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": key}, timeout=60)
+            with http:
+                client = RawClient(http)
+                model_id = client.model()
+                client.result(client.ok("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"})["request_id"])
+                yield Keyed(server, key, client)
+
+
+def exchange(server: LiveServer, request: bytes) -> bytes:
+    """All that is answered to these bytes until the connection ends."""
+    address = urlsplit(server.url)
+    parts: list[bytes] = []
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        connection.sendall(request)
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def request(line: bytes, *fields: bytes, host: bytes = b"127.0.0.1", body: bytes = b"") -> bytes:
+    return b"\r\n".join([line + b" HTTP/1.1", b"Host: " + host, *fields, b"Connection: close", b"", body])
+
+
+# One request must not be taken for two, nor two for one.
+
+JSON = b"Content-Type: application/json"
+CHUNKED = b"Transfer-Encoding: chunked"
+POST = b"POST /api/v1/telemetry"
+AMBIGUOUS = {
+    "length and chunks": request(POST, b"Content-Length: 4", CHUNKED, body=b"2\r\n{}\r\n0\r\n\r\n"),
+    "chunks and length": request(POST, CHUNKED, b"Content-Length: 4", body=b"2\r\n{}\r\n0\r\n\r\n"),
+    "two lengths": request(POST, b"Content-Length: 2", b"Content-Length: 4", body=b"{}{}"),
+    "a list of lengths": request(POST, b"Content-Length: 2, 4", body=b"{}{}"),
+    "a negative length": request(POST, b"Content-Length: -2", body=b"{}"),
+    "a length with a sign": request(POST, b"Content-Length: +2", body=b"{}"),
+    "a length that overflows": request(POST, b"Content-Length: 18446744073709551618", body=b"{}"),
+    "an unknown coding": request(POST, b"Transfer-Encoding: xchunked", body=b"2\r\n{}\r\n0\r\n\r\n"),
+    "chunks inside a coding": request(POST, b"Transfer-Encoding: chunked, gzip", body=b"2\r\n{}\r\n0\r\n\r\n"),
+    "two codings": request(POST, CHUNKED, b"Transfer-Encoding: identity", body=b"2\r\n{}\r\n0\r\n\r\n"),
+    "a chunk's size that overflows": request(POST, CHUNKED, body=b"10000000000000002\r\n{}\r\n0\r\n\r\n"),
+    "a chunk's size in another notation": request(POST, CHUNKED, body=b"0x2\r\n{}\r\n0\r\n\r\n"),
+    "a space before the colon": request(POST, b"Content-Length : 2", body=b"{}"),
+    "a folded field": request(POST, b"X: a\r\n Content-Length: 2", body=b"{}"),
+    "lines without CR": request(POST, b"Content-Length: 2", body=b"{}").replace(b"\r", b""),
+    "a lone CR": request(POST, b"X: a\rContent-Length: 2", body=b"{}"),
+    "NUL in a field": request(POST, b"X: a\x00b"),
+    "a path that is no ASCII": request(b"GET /api/v1/\xff\xfe"),
+    "a tunnel": request(b"CONNECT example.org:443"),
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+}
+
+
+@pytest.mark.parametrize("case", AMBIGUOUS)
+def test_a_request_that_can_be_read_in_two_ways_is_read_in_none(keyed: Keyed, case: str) -> None:
+    """Whoever stands in front may read it in the other way: the connection ends with it."""
+    head = request(b"GET /api/v1/healthz")
+    answer = exchange(keyed.server, AMBIGUOUS[case].replace(b"Connection: close\r\n", b"") + head)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer[:200]
+    assert len(re.findall(rb"HTTP/1\.1 \d", answer)) == 1
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["detail"]
+    assert keyed.client.http.get("healthz").status_code == 200
+
+
+def test_a_key_behind_the_body_opens_nothing(keyed: Keyed) -> None:
+    late = b"2\r\n{}\r\n0\r\nX-API-Key: " + keyed.key.encode() + b"\r\n\r\n"
+    assert exchange(keyed.server, request(POST, JSON, CHUNKED, body=late)).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("protocol", [b"websocket", b"h2c", b"TLS/1.0"])
+def test_a_connection_stays_what_it_is(keyed: Keyed, protocol: bytes) -> None:
+    fields = b"Upgrade: " + protocol, b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==", b"Sec-WebSocket-Version: 13"
+    asked = request(b"GET /api/v1/healthz", *fields).replace(b"Connection: close", b"Connection: Upgrade, close")
+    answer = exchange(keyed.server, asked)
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
+
+
+@pytest.mark.parametrize(
+    "path", [b"/api/v1/healthz/", b"//example.org/%2e%2e", b"/api/v1//healthz", b"/api/v1/asample/"]
+)
+def test_no_path_sends_a_client_to_a_host_that_somebody_named(keyed: Keyed, path: bytes) -> None:
+    answer = exchange(keyed.server, request(b"GET " + path, host=b"example.org"))
+    assert answer.startswith(b"HTTP/1.1 404 "), answer[:200]
+    assert b"location" not in answer.lower() and b"example.org/" not in answer.partition(b"\r\n\r\n")[0]
+
+
+@pytest.mark.parametrize("host", [b"[", b"a b", b"a@b", b"a\tb", b"", b"\xff", b"x" * 5000, b"a/b?c#d", b"[::1"])
+def test_a_strange_host_is_no_failure_and_comes_back_nowhere(keyed: Keyed, host: bytes) -> None:
+    own = b"X-API-Key: " + keyed.key.encode()
+    for line in (b"GET /nowhere", b"GET /api/v1/sessions", b"PUT /api/v1/healthz"):
+        answer = exchange(keyed.server, request(line, own, host=host))
+        assert answer[9:12] in (b"200", b"404", b"405", b"400"), answer[:200]
+        assert not host or host not in answer.partition(b"\r\n\r\n")[0].replace(b"HTTP/1.1", b"")
+
+
+# A web page in the browser of somebody who can reach the server.
+
+
+def test_a_web_page_of_elsewhere_may_neither_ask_nor_read(keyed: Keyed) -> None:
+    """A key can only be sent in a header of its own, for which browsers ask first; nobody is ever told yes."""
+    origin = {"Origin": "https://example.org"}
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-api-key, content-type"}
+    for path in ("create_session", "telemetry", "healthz", "retrieve_future"):
+        first = httpx.options(f"{keyed.server.url}/api/v1/{path}", headers=origin | wish)
+        assert first.status_code == 405
+        simple = httpx.post(
+            f"{keyed.server.url}/api/v1/{path}", content="{}", headers={**origin, "Content-Type": "text/plain"}
+        )
+        assert simple.status_code in (401, 405), "what needs no asking first has no key"
+        read = httpx.get(f"{keyed.server.url}/api/v1/{path}", headers=origin)
+        for answer in (first, simple, read):
+            assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert "set-cookie" not in answer.headers, "a cookie would go with every request of every page"
+
+
+# The server asks nobody for anything.
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[bytes]]]:
+    """An address, and what came to it."""
+    came: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def accept() -> None:
+            while True:
+                try:
+                    came.append(repr(server.accept()[1]).encode())
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/x", came
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_an_address_in_a_request_is_not_followed(keyed: Keyed, listener: tuple[str, list[bytes]]) -> None:
+    url, came = listener
+    client = keyed.client
+    model_id = client.model()
+    sampler = client.sampler()
+    pointer = {"type": "image_asset_pointer", "location": url, "format": "png", "expected_tokens": 1}
+    sample = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [pointer]}, "sampling_params": {}}
+    assert "image" in client.error(client.ok("asample", sample)["request_id"])
+    message = pb.ForwardBackwardRequest(model_id=model_id, seq_id=1, loss_fn="cross_entropy")
+    message.data.add().model_input.add().image.data = url.encode()
+    assert "image" in client.error(client.send_pass(message.SerializeToString()).json()["request_id"])
+    session_id = client.session()
+    for number, (path, body) in enumerate(
+        [
+            ("create_model", {"base_model": url}),
+            ("create_model", {"base_model": f"../../../..{keyed.server.data_dir}"}),
+            ("load_weights", {"path": url, "optimizer": False}),
+            ("load_weights", {"path": "tinker://x/weights/a", "base_model": url, "optimizer": False}),
+        ]
+    ):
+        body = body | {"session_id": session_id, "model_seq_id": number}
+        assert client.error(client.ok(path, body)["request_id"])
+    for body in ({"base_model": url}, {"model_path": url}):
+        body = body | {"session_id": session_id, "sampling_session_seq_id": 0}
+        assert client.post("create_sampling_session", body).status_code in (400, 404)
+    assert client.post("copy_weights", {"source_path": url, "destination_project_id": url}).status_code == 400
+    time.sleep(0.2)
+    assert came == []
+
+
+# What lies on the disk, and what the engine is told.
+
+
+def test_what_a_server_keeps_is_its_users_alone(keyed: Keyed) -> None:
+    data_dir = keyed.server.data_dir
+    if databases.chosen == databases.SQLITE:  # otherwise the command has no use for it, and the test has made it
+        assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
+    for name in ("checkpoints", "logs"):
+        assert stat.S_IMODE((data_dir / name).stat().st_mode) == 0o700, name
+    found = list(data_dir.glob("tinsmith.db*"))
+    assert found or databases.chosen == databases.POSTGRES
+    for path in [*found, *data_dir.glob("*.key"), *data_dir.glob("*.running")]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def process_facts(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_an_engine_has_no_secrets_that_it_does_not_need(keyed: Keyed) -> None:
+    facts = process_facts(engine_of(keyed.server))
+    assert facts
+    for secret in (SIGNING_SECRET, keyed.key, *ELSEWHERE.values()):
+        assert secret.encode() not in facts
+    for name, value in HARMLESS.items():
+        assert f"{name}={value}".encode() in facts
+
+
+def test_the_signing_secret_is_written_nowhere(keyed: Keyed) -> None:
+    for path in keyed.server.data_dir.rglob("*"):
+        assert not path.is_file() or SIGNING_SECRET.encode() not in path.read_bytes(), path
+
+
+def test_nonsense_from_strangers_fills_no_log(keyed: Keyed) -> None:
+    log = keyed.server.data_dir / "server.log"
+    before = log.stat().st_size
+    for _ in range(20):
+        exchange(keyed.server, b"nonsense\r\n\r\n")
+        exchange(keyed.server, request(b"GET /api/v1/sessions", b"X-API-Key: tml-wrong"))
+        exchange(keyed.server, request(b"GET /nowhere%0a2026-01-01 level=error", b"Upgrade: x"))
+    assert log.stat().st_size == before
+
+
+# The source.
+
+NEVER_IMPORTED = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+    "ftplib",
+    "telnetlib",
+}
+NEVER_CALLED = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "asyncio.create_subprocess_shell",
+    "torch.load",
+    "torch.hub.load",
+}
+# What a few files may none the less. Those of bulk jobs that run, or unpickle, what their tenant sent are loaded by
+# clients and by the processes below a worker; test_batch_security.py shows that a server does neither.
+EXCEPTIONS = {
+    "batch/client/functions.py": {"cloudpickle", "pickle", "exec", "compile"},
+    "batch/formats/registry.py": {"exec", "compile"},
+    "batch/formats/writers/sky.py": {"pickle"},
+    "batch/pools/local.py": {"asyncio.create_subprocess_shell"},  # the operator's own `setup`
+    "batch/pools/specs.py": {"yaml"},  # the operator's own file
+}
+HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client", "urllib3", "huggingface_hub"}
+# The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and `tinsmith bench`
+# the server that their user names; the operator's command the hub, before it serves.
+MAY_ASK = {
+    "bases.py",
+    "batch/client/http.py",
+    "cli/batch.py",
+    "cli/bench.py",
+    "cli/demo.py",
+    "engine/transfer.py",
+    "exchange/transfer.py",
+    "samplers/remote/connection.py",
+}
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imported(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_source_unpickles_nothing_runs_no_text_and_asks_no_address(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    names = imported(tree)
+    roots = {name.split(".")[0] for name in names}
+    file = str(path.relative_to(SOURCE))
+    assert file in MAY_ASK or not (names | roots) & HTTP_CLIENTS
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {ast.unparse(call.func) for call in calls}
+    assert (roots & NEVER_IMPORTED) | (called & NEVER_CALLED) == EXCEPTIONS.get(file, set()), "an exception is exact"
+    assert not called & {"yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+    for call in calls:
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        assert given.get("shell", "False") == "False"
+        assert given.get("trust_remote_code", "False") == "False"
+        assert given.get("allow_pickle", "False") == "False"
+
+
+def test_every_test_that_the_threat_model_names_is_there() -> None:
+    tests = Path(__file__).parents[1]
+    file = ""
+    found = re.findall(r"`(test_\w+\.py)?(?:::(test_\w+))?`", (tests.parent / "docs" / "security.md").read_text())
+    named = [(file := name or file, test) for name, test in found if name or test]
+    assert len(named) > 50
+    for file, test in named:
+        (path,) = tests.rglob(file)
+        assert not test or f"\ndef {test}(" in path.read_text(), (file, test)

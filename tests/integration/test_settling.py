@@ -1,0 +1,468 @@
+"""What an engine has finished is settled exactly once, whenever the database fails: nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+import tinsmith.engine.loop as engine_module
+from support.databases import fresh_url
+from support.engine_bench import BASE, ENGINE, SHAPE, Bench
+from support.faulty_database import WRITING, Fails, FaultyDatabase, Moment, lost, never
+from tinsmith.backends.fake import FakeBackend
+from tinsmith.cluster.engines import LeaseLostError
+from tinsmith.cluster.executors import Executors
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
+from tinsmith.engine import sampler_loop as sampler_module
+from tinsmith.engine import settling
+from tinsmith.engine.__main__ import open_nouns
+from tinsmith.engine.sampler_loop import SamplerEngine
+from tinsmith.engine.settling import TurnFailedError
+from tinsmith.engine.transfer import Fetcher, Places
+from tinsmith.errors import UserError
+from tinsmith.settings import Settings
+from tinsmith.store.futures import Outcome, Settlement
+from tinsmith.store.models import NewModel
+from tinsmith.store.sampling_sessions import NewSamplingSession
+from tinsmith.types import LoraSpec
+
+ONE, TWO = "s:train:0", "s:train:1"
+SESSION = "s:sample:9"
+"""A sampling session of the base model."""
+STRIDE = 12
+"""Of the transactions that fail in one run."""
+
+KINDS = ("pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far")
+
+
+class FaultyBench(Bench):
+    db: FaultyDatabase
+
+    def open_database(self, url: str) -> FaultyDatabase:
+        return FaultyDatabase(url)
+
+    def pending(self) -> list[str]:
+        """Counts as no transaction."""
+        with self.db.engine.connect() as connection:
+            return list(connection.scalars(sa.select(FUTURES.c.request_id).where(FUTURES.c.state == "pending")))
+
+    def run(self, most_turns: int = 300) -> None:
+        """As the engine's process does, until nothing is pending."""
+        left = iter(range(most_turns))
+
+        def stopping() -> bool:
+            assert next(left, None) is not None, f"not settled: {self.pending()}"
+            return not (self.pending() or self.engine._queues.known)
+
+        try:
+            self.engine.run(stopping)
+        except exc.SQLAlchemyError:
+            if not stopping():  # otherwise all is settled, and an engine that is to stop does not wait for the database
+                raise
+
+    def base_sampler(self, name: str = SESSION, version: str | None = None) -> str:
+        self.samplers.create(NewSamplingSession(name, "s", "alice", BASE, version_id=version))
+        return name
+
+    def end_of(self, request_id: str) -> Outcome:
+        outcome = self.outcome(request_id)
+        assert outcome is not None
+        return outcome
+
+    def settled(self) -> dict[str, tuple[str, str | None]]:
+        with self.db.engine.connect() as connection:
+            rows = connection.execute(sa.select(FUTURES.c.request_id, FUTURES.c.state, FUTURES.c.error)).all()
+        return {row.request_id: (row.state, row.error) for row in rows}
+
+
+@pytest.fixture
+def bench(tmp_path: Path, database_kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyBench]:
+    monkeypatch.setattr(engine_module, "SAFETY_POLL_S", 0.05)
+    monkeypatch.setattr(settling, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(settling, "LONGEST_PAUSE_S", 0.01)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        made = FaultyBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
+        yield made
+        made.db.reset()
+        made.close()
+
+
+def new_model(model_id: str) -> NewModel:
+    return NewModel(model_id, model_id.partition(":")[0], "alice", BASE, LoraSpec(4))
+
+
+def gradient(bench: Bench, request_id: str) -> float:
+    metrics = bench.result(request_id)["metrics"]
+    assert isinstance(metrics, dict)
+    return metrics["grad_norm"]
+
+
+def at_settlement(bench: FaultyBench, moment: Moment, error: BaseException | None = None) -> None:
+    """The next settlement fails once, at `moment` of its transaction."""
+    original = bench.futures.settle
+
+    def settle(settlements: list[Settlement], applied: dict[str, int]) -> None:
+        bench.futures.settle = original  # type: ignore[method-assign]
+        bench.db.fail_once(moment, error=error)
+        original(settlements, applied)
+
+    bench.futures.settle = settle  # type: ignore[method-assign]
+
+
+# One error at each place where an engine settles.
+
+
+@pytest.mark.parametrize("moment", WRITING)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sample_that_ends_within_a_training_step_fails_neither_itself_nor_the_step(
+    bench: FaultyBench, packed: bool, moment: Moment
+) -> None:
+    bench.model(ONE)
+    bench.model(TWO)
+    sampler = bench.base_sampler()
+    bench.train(ONE, 1)
+    if packed:
+        bench.train(TWO, 1)
+    step, sample = bench.step(ONE, 2), bench.sample(sampler)
+    bench.engine._arrivals.fetch()
+    bench.engine._sampling._admit(bench.engine._queues)  # it is in the sampler, and ends within the step
+    at_settlement(bench, moment)
+    bench.run()
+    assert bench.db.raised == 1
+    assert gradient(bench, step) == 1.125, "the gradient of one pass, neither lost nor applied twice"
+    assert bench.optimizer_step(step) == 1
+    assert bench.end_of(sample).body is not None
+    assert {state for state, _ in bench.settled().values()} == {"done"}
+
+
+@pytest.mark.parametrize("moment", WRITING)
+def test_a_sample_that_ends_within_a_replay_does_not_lose_the_model(bench: FaultyBench, moment: Moment) -> None:
+    bench.model(ONE)
+    bench.train(ONE, 1)
+    bench.turns()
+    sampler = bench.base_sampler()
+    bench.restart()
+    step, sample = bench.step(ONE, 2), bench.sample(sampler)
+    bench.engine._arrivals.fetch()
+    bench.engine._sampling._admit(bench.engine._queues)
+    at_settlement(bench, moment)
+    bench.run()
+    assert gradient(bench, step) == 1.125
+    assert bench.end_of(sample).body is not None
+
+
+@pytest.mark.parametrize("moment", WRITING)
+@pytest.mark.parametrize("kind", ["pass", "optim_step", "create", "save", "sample", "cancel", "unload", "gone", "far"])
+def test_what_is_finished_is_settled_once_without_a_restart(bench: FaultyBench, kind: str, moment: Moment) -> None:
+    if kind != "create":
+        bench.model(ONE)
+    if kind == "far":  # files that are sent away are settled when they have arrived
+        bench.engine._operations._checkpoints.files.is_far = True
+    requests: dict[str, Callable[[], str]] = {
+        "pass": lambda: bench.train(ONE, 1),
+        "optim_step": lambda: bench.step(ONE, 1),
+        "create": lambda: bench.submit(ONE, 0, "create_model", {}),
+        "save": lambda: bench.submit(ONE, 1, "save_weights", {"path": "one"}),
+        "far": lambda: bench.submit(ONE, 1, "save_weights", {"path": "one"}),
+        "sample": lambda: bench.sample(bench.base_sampler()),
+        "cancel": lambda: bench.sample(bench.base_sampler()),
+        "unload": lambda: bench.submit(ONE, None, "unload_model", {"reason": "enough"}),
+        "gone": lambda: bench.step(ONE, 1),
+    }
+    if kind == "create":
+        bench.models.create(new_model(ONE))
+    if kind == "gone":
+        bench.submit(ONE, None, "unload_model", {"reason": "enough"})
+        bench.turns()
+    request = requests[kind]()
+    if kind == "cancel":
+        bench.futures.cancel("alice", request, "not wanted")
+    engine = bench.engine
+    at_settlement(bench, moment)
+    bench.run()
+    assert bench.db.raised == 1 and bench.engine is engine
+    outcome = bench.end_of(request)
+    if kind in ("cancel", "gone"):
+        assert outcome.error in ("not wanted", "model 's:train:0' was unloaded: enough")
+    else:
+        assert outcome.error is None and outcome.body is not None
+    names = {"pass": "forward_backward", "optim_step": "optim_step", "create": "create_model"}
+    if kind in names:
+        follow_up = bench.step(ONE, 2 if kind != "create" else 1)
+        bench.run()
+        assert bench.optimizer_step(follow_up) == (2 if kind == "optim_step" else 1)
+        assert gradient(bench, follow_up) == (1.125 if kind == "pass" else 0.0)
+    if kind == "optim_step":
+        assert bench.scalar(sa.select(sa.func.count()).select_from(CURVE_POINTS)) == 2
+    if kind in ("save", "far"):
+        assert bench.scalar(sa.select(CHECKPOINTS.c.state)) == "completed"
+    if kind == "unload":
+        unloaded = sa.select(sa.func.count()).select_from(AUDIT).where(AUDIT.c.event == "model_unloaded")
+        assert bench.scalar(unloaded) == 1
+
+
+# One error at every transaction of an engine.
+
+
+class Workload:
+    """Requests of one session. Each half is sent before the engine looks."""
+
+    def __init__(self, bench: FaultyBench, name: str) -> None:
+        self._bench = bench
+        self._name = name
+        self._one, self._two, self._base = f"{name}:train:0", f"{name}:train:1", f"{name}:sample:9"
+        self._requests: list[str] = []
+        self._cancelled = ""
+
+    def first_half(self) -> None:
+        bench, one, two = self._bench, self._one, self._two
+        for model_id in (one, two):
+            bench.models.create(new_model(model_id))
+            bench.submit(model_id, 0, "create_model", {})
+        bench.samplers.create(NewSamplingSession(self._base, self._name, "alice", BASE, version_id=None))
+        self._requests += [
+            bench.train(one, 1, (1, 2, 3)),
+            bench.train(two, 1, (6,)),
+            bench.train(one, 2, (4, 5)),
+            bench.step(one, 3),
+            bench.step(two, 2),
+            bench.sample(self._base, 0),
+            bench.sample(self._base, 1),
+            bench.submit(one, 4, "save_weights_for_sampler", {"sampling_session_seq_id": 1, "kind": "snapshot"}),
+            bench.submit(one, 5, "save_weights", {"path": "one"}),
+        ]
+
+    def second_half(self) -> None:
+        bench, one, two = self._bench, self._one, self._two
+        self._requests += [
+            bench.sample(f"{self._name}:sample:1", 0),
+            bench.submit(one, 6, "load_weights", {"path": f"tinker://{one}/weights/one", "optimizer": True}),
+            bench.train(one, 7, (3, 3)),
+            bench.step(one, 8),
+            bench.submit(two, None, "unload_model", {"reason": "enough"}),
+        ]
+        self._cancelled = bench.sample(self._base, 2)
+        bench.futures.cancel("alice", self._cancelled, "not wanted")
+
+    def results(self) -> list[tuple[bytes | None, str | None]]:
+        """What was answered, and how often what goes with an answer was written, without this workload's name."""
+        outcomes = [self._bench.outcome(request) for request in self._requests]
+        name = self._name.encode()
+        found = [(one.body and one.body.replace(name, b"NAME"), one.error) for one in outcomes if one]
+        cancelled = self._bench.outcome(self._cancelled)
+        # It may have been drawn before the request to cancel it was read.
+        assert cancelled is not None and cancelled.error in (None, "not wanted")
+        with self._bench.db.engine.connect() as connection:
+            points = connection.scalar(
+                sa.select(sa.func.count()).where(CURVE_POINTS.c.model_id.startswith(f"{self._name}:"))
+            )
+            entries = connection.scalars(sa.select(AUDIT.c.details).where(AUDIT.c.tenant_id == "alice")).all()
+        own = [entry for entry in entries if entry["model_id"].startswith(f"{self._name}:")]
+        return [*found, (None, f"{points} points, {len(own)} entries")]
+
+
+def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[Workload, int]:
+    """Returns how often the engine had to be started again, too. Submitting does not fail."""
+    workload, restarts = Workload(bench, name), 0
+    counts: dict[Moment, int] | None = None
+    for submit in (workload.first_half, workload.second_half):
+        bench.db.reset()
+        submit()
+        bench.db.reset(fails, counts)
+        while bench.pending():
+            try:
+                bench.run()
+            except (exc.SQLAlchemyError, TurnFailedError):
+                restarts += 1
+                bench.restart()
+        counts = bench.db.counts
+    bench.db.reset(counts=counts)
+    return workload, restarts
+
+
+@pytest.mark.parametrize("moment", ["read", *WRITING])
+def test_an_error_at_any_transaction_of_an_engine_changes_no_result(bench: FaultyBench, moment: Moment) -> None:
+    run_workload(bench, "warm-up")
+    undisturbed, _ = run_workload(bench, "work")
+    expected = undisturbed.results()
+    assert all(error is None for _, error in expected[:-1]) and bench.db.counts[moment] > 20
+    for first in range(STRIDE):
+        fails = partial(failing_every, moment, first)
+        workload, restarts = run_workload(bench, f"work-{first}", fails)
+        assert workload.results() == expected, f"{moment}, every {STRIDE} from {first}"
+        assert restarts == 0, f"{moment}, every {STRIDE} from {first}"
+    assert not [error for _, error in bench.settled().values() if error and "UPDATE" in error]
+
+
+def failing_every(moment: Moment, first: int, at: Moment, number: int) -> BaseException | None:
+    return lost() if at == moment and number % STRIDE == first else None
+
+
+# Errors that last, and errors that are none of the database's.
+
+
+def test_a_database_that_is_away_for_long_costs_neither_results_nor_a_restart(bench: FaultyBench) -> None:
+    workload = Workload(bench, "work")
+    workload.first_half()
+    bench.db.reset(lambda _moment, number: lost() if 5 < number < 25 else None)
+    bench.run()
+    bench.db.reset()
+    workload.second_half()
+    bench.db.reset(lambda _moment, number: lost() if 5 < number < 25 else None)
+    bench.run()
+    assert bench.db.raised > 10
+    bench.db.reset()
+    undisturbed, _ = run_workload(bench, "undisturbed")
+    assert workload.results() == undisturbed.results()
+
+
+@pytest.mark.parametrize("during", ["a step", "a replay"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        exc.IntegrityError("INSERT INTO results", {}, Exception("duplicate key")),
+        ValueError("a result that cannot be written"),
+        LeaseLostError("another engine has taken over"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_settlement_that_cannot_succeed_ends_the_engine_and_its_successor_finishes(
+    bench: FaultyBench, error: BaseException, during: str
+) -> None:
+    bench.model(ONE)
+    sampler = bench.base_sampler()
+    trained = bench.train(ONE, 1)
+    if during == "a replay":
+        bench.turns()
+        bench.restart()
+    step, sample = bench.step(ONE, 2), bench.sample(sampler)
+    bench.engine._arrivals.fetch()
+    bench.engine._sampling._admit(bench.engine._queues)
+    at_settlement(bench, "uncommitted", error)
+    with pytest.raises((TurnFailedError, LeaseLostError)) as raised:
+        bench.run()
+    assert error in (raised.value, raised.value.__cause__)
+    assert bench.outcome(step) is None and bench.outcome(sample) is None
+    assert (bench.outcome(trained) is None) == (during == "a step")
+    bench.restart()
+    bench.run()
+    assert gradient(bench, step) == 1.125
+    assert {state for state, _ in bench.settled().values()} == {"done"}
+
+
+def test_an_engine_that_is_told_to_stop_does_not_wait_for_the_database(bench: FaultyBench) -> None:
+    bench.model(ONE)
+    trained = bench.train(ONE, 1)
+    original, told = bench.futures.settle, iter([False, False, False])
+
+    def settle(_settlements: list[Settlement], _applied: dict[str, int]) -> None:
+        raise lost()
+
+    bench.futures.settle = settle  # type: ignore[method-assign]
+    with pytest.raises(TurnFailedError):
+        bench.engine.run(lambda: next(told, True))
+    bench.futures.settle = original  # type: ignore[method-assign]
+    bench.restart()
+    step = bench.step(ONE, 2)
+    bench.run()
+    assert gradient(bench, step) == 1.125 and bench.end_of(trained).error is None
+
+
+def test_what_is_kept_for_the_database_is_not_tried_at_every_step(
+    bench: FaultyBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settling, "FIRST_PAUSE_S", 60.0)
+    sampler = bench.base_sampler()
+    samples = [bench.sample(sampler, number) for number in range(3)]
+    bench.engine._arrivals.fetch()
+    bench.engine._outbox._pause_s = 60.0
+    bench.engine._sampling._admit(bench.engine._queues)
+    bench.db.reset(lambda moment, _number: lost() if moment == "begin" else None)
+    for _ in samples:
+        bench.engine._sampling.between(0.0)
+    assert bench.db.raised == 1, "a training step must not wait for a database that is away at each micro-batch"
+    bench.db.reset()
+    bench.run()
+    assert [bench.end_of(sample).error for sample in samples] == [None] * 3
+
+
+def test_text_that_no_database_stores_is_told_all_the_same(bench: FaultyBench) -> None:
+    request = bench.sample(bench.base_sampler())
+    bench.futures.settle([Settlement(request, error=UserError("a\0b \ud800"))], {})
+    assert bench.end_of(request).error == "a\\x00b \\ud800"
+
+
+# Dedicated samplers.
+
+
+class SamplerBench(FaultyBench):
+    """A dedicated sampler in place of the engine."""
+
+    def restart(self) -> None:
+        self.backend = FakeBackend(SHAPE)
+        ownership = Ownership(self.db, BASE, ENGINE)
+        settings = Settings(data_dir=self.directory, storage_dir=str(self.directory))
+        nouns = open_nouns(self.db, settings, ownership)
+        self.futures = nouns.futures
+        executors = Executors(self.db)
+        places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, b"")
+        self.fetcher = Fetcher(places, self.directory / "fetched")
+        self.engine = SamplerEngine(
+            (BASE, ENGINE), self.backend, nouns, executors, self.mailbox, self.fetcher, settings, 2**20
+        )
+
+    def give(self) -> None:
+        with self.db.engine.begin() as connection:
+            connection.execute(FUTURES.update().values(executor=ENGINE))
+
+    def close(self) -> None:
+        self.fetcher.close()
+        super().close()
+
+
+@pytest.fixture
+def sampler_bench(tmp_path: Path, database_kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SamplerBench]:
+    monkeypatch.setattr(sampler_module, "SAFETY_POLL_S", 0.05)
+    monkeypatch.setattr(settling, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(settling, "LONGEST_PAUSE_S", 0.01)
+    with tempfile.TemporaryDirectory(prefix="tn-") as sockets:
+        made = SamplerBench(tmp_path, Path(sockets), fresh_url(tmp_path, database_kind))
+        yield made
+        made.db.reset()
+        made.close()
+
+
+@pytest.mark.parametrize("moment", ["read", *WRITING])
+def test_one_error_at_any_transaction_of_a_dedicated_sampler_changes_no_result(
+    sampler_bench: SamplerBench, moment: Moment
+) -> None:
+    bench = sampler_bench
+
+    def work(name: str, nth: int | None) -> tuple[list[object], int]:
+        base = bench.base_sampler(f"{name}:sample:0")
+        samples = [bench.sample(base, number) for number in range(2)]
+        unknown, cancelled = bench.sample(f"{name}:sample:1"), bench.sample(base, 2)
+        bench.futures.cancel("alice", cancelled, "not wanted")
+        bench.give()
+        bench.db.reset()
+        if nth is not None:
+            bench.db.fail_once(moment, nth)
+        bench.run()
+        number = bench.db.counts[moment]
+        bench.db.reset()
+        outcomes = [bench.outcome(request) for request in (*samples, unknown)]
+        assert bench.end_of(cancelled).error in (None, "not wanted")
+        return [(one.body, (one.error or "").replace(name, "NAME")) for one in outcomes if one], number
+
+    work("warm-up", None)
+    expected, number = work("work", None)
+    assert number > 1
+    for nth in range(number):
+        assert work(f"work{nth:03}", nth)[0] == expected, f"{moment} {nth} of {number}"

@@ -1,0 +1,240 @@
+"""How a request is stored: on the event loop if nobody is in the way, on a worker thread otherwise, and once."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from support.http_harness import ALICE, BASE, Harness, close, make_harness, pass_bytes, sample_request
+from tinsmith.api.operation import SHORT_BYTES
+from tinsmith.errors import UserError
+from tinsmith.store.futures import Futures
+from tinsmith.store.recorded_sequences import Sequences
+from tinsmith.wire import tinker_public_pb2 as pb
+from tinsmith.wire.bodies import is_within
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    if not made.services.models._db.is_sqlite:
+        close(made)
+        pytest.skip("of a database across a network, nothing is asked on the event loop")
+    yield made
+    close(made)
+
+
+def on_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """What was called to store a request, and whether on an event loop."""
+    called: list[tuple[str, bool]] = []
+    for name in ("submit", "submit_at_once"):
+        real = getattr(Futures, name)
+
+        def spied(*args: object, real: object = real, name: str = name, **named: object) -> object:
+            called.append((name, on_a_loop()))
+            return real(*args, **named)  # type: ignore[operator]
+
+        monkeypatch.setattr(Futures, name, spied)
+    return called
+
+
+def step(model_id: str, seq_id: int | None = 1) -> dict[str, object]:
+    asked: dict[str, object] = {"model_id": model_id, "adam_params": {"learning_rate": 0.1}}
+    return asked if seq_id is None else asked | {"seq_id": seq_id}
+
+
+def send(harness: Harness, body: bytes, **headers: str) -> dict:
+    given = {"X-API-Key": ALICE, "content-type": "application/x-protobuf", **headers}
+    answer = harness.client.post("/api/v1/forward_backward", content=body, headers=given)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_a_short_request_is_stored_on_the_event_loop(harness: Harness, stores: list[tuple[str, bool]]) -> None:
+    model_id, session_id = harness.model(), harness.session()
+    sampler = harness.sampler(session_id)
+    stores.clear()
+    assert harness.ok("optim_step", step(model_id)) == {"request_id": f"{model_id}:1", "model_id": model_id}
+    send(harness, pass_bytes(model_id, seq_id=2))
+    packed = zstandard.ZstdCompressor().compress(pass_bytes(model_id, seq_id=3))
+    send(harness, packed, **{"content-encoding": "zstd"})
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    refused = harness.ok("asample", asked)
+    assert refused["request_id"] == f"{sampler}:0"
+    assert stores == [("submit_at_once", True)] * 4
+    assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
+    assert harness.woken == ["local/tiny"] * 5  # the last was refused, and is somebody's to skip
+
+
+def test_a_long_one_and_one_without_a_number_are_stored_by_a_thread(
+    harness: Harness, stores: list[tuple[str, bool]]
+) -> None:
+    model_id = harness.model()
+    stores.clear()
+    long = step(model_id) | {"type": "x" * SHORT_BYTES}
+    harness.ok("optim_step", long)
+    streamed = zstandard.ZstdCompressor().compressobj()  # such a frame does not say how long it will be
+    packed = streamed.compress(pass_bytes(model_id, seq_id=2)) + streamed.flush()
+    send(harness, packed, **{"content-encoding": "zstd"})
+    assert stores == [("submit", False)] * 2
+    assert harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:3:")
+    assert stores == [("submit", False)] * 3
+
+
+def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
+    harness: Harness, stores: list[tuple[str, bool]], tmp_path: Path
+) -> None:
+    model_id = harness.model()
+    harness.get("healthz")  # remembers who is asking
+    stores.clear()
+    with (
+        sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None) as other,
+        harness.client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        other.execute("BEGIN IMMEDIATE")
+        storing = pool.submit(harness.ok, "optim_step", step(model_id))
+        while len(stores) < 2:
+            assert harness.get("healthz").status_code == 200
+        assert not storing.done()
+        other.execute("ROLLBACK")
+        assert storing.result()["request_id"] == f"{model_id}:1"
+    assert stores == [("submit_at_once", True), ("submit", False)]
+    assert [row.request_id for row in harness.pending()] == [f"{model_id}:1"]
+
+
+def test_what_may_wait_while_it_is_judged_is_judged_by_a_thread(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged_by: list[bool] = []
+
+    def admit(*_args: object) -> None:
+        judged_by.append(on_a_loop())
+        raise UserError("not today")
+
+    monkeypatch.setattr(Sequences, "admit", admit)
+    model_id = harness.model()
+    message = pb.ForwardBackwardRequest.FromString(pass_bytes(model_id, seq_id=1, loss_fn="stable_reinforce"))
+    inputs = message.data[0].loss_fn_inputs
+    for name in ("logprobs", "advantages"):
+        inputs[name].CopyFrom(inputs["weights"])
+    del inputs["weights"]
+    body = message.SerializeToString()
+    assert "not today" in harness.result(send(harness, body)["request_id"])["error"]
+    assert judged_by == [False]
+
+
+def test_a_body_is_short_if_it_says_so_decoded() -> None:
+    packed = zstandard.ZstdCompressor().compress(bytes(1000))
+    assert is_within(bytes(10), None, 10)
+    assert not is_within(bytes(11), None, 10)
+    assert is_within(packed, "zstd", 1000)
+    assert not is_within(packed, "zstd", 999)
+    assert not is_within(b"no frame at all", "zstd", 1000)
+    assert not is_within(packed, "zstd", len(packed) - 1)
+
+
+# One number, one request: what is not stored is not acknowledged.
+
+
+@pytest.fixture
+def any_harness(tmp_path: Path) -> Iterator[Harness]:
+    made = make_harness(tmp_path)
+    yield made
+    close(made)
+
+
+def refused(harness: Harness, path: str, body: object) -> str:
+    answer = harness.post(path, body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["detail"]
+
+
+def test_a_number_that_a_request_without_one_took_is_not_acknowledged_again(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    taken = any_harness.ok("optim_step", step(model_id, None))["request_id"]
+    assert taken.startswith(f"{model_id}:1:")
+    for body in (step(model_id, 1), step(model_id, 1) | {"type": "x" * SHORT_BYTES}):  # on the loop, and on a thread
+        detail = refused(any_harness, "optim_step", body)
+        assert "seq_id 1 of model" in detail and "without a seq_id" in detail
+    assert any_harness.post("retrieve_future", {"request_id": f"{model_id}:1"}).status_code == 404
+    # The next numbers are free for clients of both kinds.
+    assert any_harness.ok("optim_step", step(model_id, 2))["request_id"] == f"{model_id}:2"
+    assert any_harness.ok("optim_step", step(model_id, None))["request_id"].startswith(f"{model_id}:3:")
+    assert len(any_harness.pending()) == 3
+
+
+def test_a_request_that_is_sent_again_has_the_id_it_had(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    sampler = any_harness.sampler()
+    asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
+    for _ in range(3):
+        assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
+        assert send(any_harness, pass_bytes(model_id, seq_id=2))["request_id"] == f"{model_id}:2"
+        assert any_harness.ok("asample", asked)["request_id"] == f"{sampler}:0"  # which is refused
+    any_harness.settle(f"{model_id}:1")  # and its body freed
+    assert any_harness.ok("optim_step", step(model_id, 1))["request_id"] == f"{model_id}:1"
+
+
+def test_another_request_under_the_same_number_is_refused(any_harness: Harness) -> None:
+    model_id = any_harness.model()
+    any_harness.ok("optim_step", step(model_id, 1))
+    other = step(model_id, 1) | {"adam_params": {"learning_rate": 0.2}}  # of the same length
+    assert "(optim_step) with another body" in refused(any_harness, "optim_step", other)
+    assert "(optim_step)" in refused(any_harness, "save_weights", {"model_id": model_id, "seq_id": 1, "path": "one"})
+    sent = any_harness.client.post(
+        "/api/v1/forward_backward",
+        content=pass_bytes(model_id, seq_id=1),
+        headers={"X-API-Key": ALICE, "content-type": "application/x-protobuf"},
+    )
+    assert sent.status_code == 400, sent.text
+    any_harness.settle(f"{model_id}:1")  # and its body freed: its length is still known
+    longer = step(model_id, 1) | {"adam_params": {"learning_rate": 0.25}}
+    assert "with another body" in refused(any_harness, "optim_step", longer)
+
+
+def test_samplers_models_and_losses_have_numbers_of_the_same_kind(any_harness: Harness) -> None:
+    session_id = any_harness.session()
+    sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": BASE}
+    model = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE}
+    made = any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)
+    assert (any_harness.ok("create_sampling_session", sampler), any_harness.ok("create_model", model)) == made
+    other = sampler | {"base_model": "local/other"}
+    assert "use another sampling_session_seq_id" in refused(any_harness, "create_sampling_session", other)
+    assert "with another body" in refused(any_harness, "create_model", model | {"base_model": "local/other"})
+    sampler_id = made[0]["sampling_session_id"]
+    sample = sample_request(sampler_id, 7)
+    assert any_harness.ok("asample", sample) == any_harness.ok("asample", sample)
+    assert "seq_id 7 of sampling session" in refused(any_harness, "asample", sample | {"num_samples": 3})
+
+
+def test_a_custom_loss_of_a_number_stays_what_it_was(any_harness: Harness) -> None:
+    from support import traced_losses
+
+    def asked(loss: traced_losses.Loss) -> dict[str, object]:
+        handle = traced_losses.trace(loss, {"logprobs": 1, "weights": 1})
+        return traced_losses.request(handle, session_id=session_id, custom_loss_seq_id=0)
+
+    def other(logprobs, weights):
+        loss = (logprobs * weights).sum()
+        return loss, {"custom/loss:sum": loss}
+
+    session_id = any_harness.session()
+    made = any_harness.ok("create_custom_loss", asked(traced_losses.weighted))
+    assert any_harness.ok("create_custom_loss", asked(traced_losses.weighted)) == made
+    assert "use the next one" in refused(any_harness, "create_custom_loss", asked(other))

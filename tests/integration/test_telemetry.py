@@ -1,0 +1,361 @@
+"""What an engine records of its work, and that it is what happened: on a bench engine, with the fake backend."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from sqlalchemy.exc import OperationalError
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.types import LossFnType
+
+from support.engine_bench import BASE, Bench
+from support.live import API_KEY, LiveServer
+from tinsmith.db.schema import KEPT_SAMPLES
+from tinsmith.db.statements import execute
+from tinsmith.engine import telemetry
+from tinsmith.engine.scheduler import Step
+from tinsmith.engine.telemetry import BURST_OF_SAMPLES, WHOLE_AFTER_S, Recorder, Records, SampleKeeper
+from tinsmith.losses import LOSSES, token_weight
+from tinsmith.store.history import Curves, KeptSamples, Point, RecentSteps
+from tinsmith.store.sampling_sessions import SamplingSession
+from tinsmith.types import (
+    AdamParams,
+    Array,
+    Datum,
+    OptimStep,
+    Pass,
+    PassResult,
+    Pending,
+    Sample,
+    SampledSequence,
+    SampleResult,
+    SamplingParams,
+    SparseRows,
+)
+from tinsmith.wire import tinker_public_pb2 as pb
+
+RUN = "s:train:0"
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with tempfile.TemporaryDirectory() as sockets:
+        made = Bench(tmp_path, Path(sockets))
+        yield made
+        made.close()
+
+
+def points(bench: Bench, model_id: str = RUN) -> list[Point]:
+    return Curves(bench.db).points(model_id)
+
+
+def pending(kind: str, model_id: str | None = RUN, tokens: int = 3, tenant: str = "alice", number: int = 1) -> Pending:
+    request_id = f"{model_id}:{number}"
+    return Pending(number, request_id, tenant, "s", kind, "pending", model_id, None, number, tokens, 0.0)
+
+
+def optim_step(rate: float = 0.5) -> OptimStep:
+    return OptimStep("r", RUN, AdamParams(learning_rate=rate))
+
+
+def test_each_optimizer_step_has_a_point_with_what_its_passes_said(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1)
+    bench.train(model, 2, tokens=(4, 5))
+    bench.step(model, 3, rate=0.25)
+    bench.forward(model, 4)
+    bench.train(model, 5)
+    bench.step(model, 6)
+    bench.turns()
+    first, second = points(bench)
+    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2)]
+    assert (first.source, first.step, second.step) == ("server", 1, 2)
+    assert first.metrics["loss:sum"] == pytest.approx(sum(losses))
+    assert first.metrics["tokens:sum"] == 5
+    assert first.metrics["loss_per_token"] == pytest.approx(sum(losses) / 5)
+    assert first.metrics["learning_rate"] == 0.25
+    assert first.metrics["grad_norm"] == pytest.approx(sum(losses))
+    assert "forward/loss:sum" not in first.metrics and "tokens_per_second" not in first.metrics
+    assert second.metrics["forward/tokens:sum"] == 3
+    assert second.metrics["tokens:sum"] == 3
+    seconds = second.metrics["step_seconds"]
+    assert seconds and second.metrics["tokens_per_second"] == pytest.approx(3 / seconds)
+
+
+def loss_of(bench: Bench, request_id: str) -> float:
+    outcome = bench.outcome(request_id)
+    assert outcome is not None and outcome.body is not None
+    return pb.ForwardBackwardOutput.FromString(outcome.body).metrics["loss:sum"]
+
+
+def test_steps_are_counted_on_after_a_restart(bench: Bench) -> None:
+    model = bench.model()
+    for number in (1, 3):
+        bench.train(model, number)
+        bench.step(model, number + 1)
+    bench.turns()
+    bench.restart()
+    bench.train(model, 5)
+    bench.step(model, 6)
+    bench.turns()
+    assert [point.step for point in points(bench)] == [1, 2, 3]
+
+
+def test_a_step_that_was_refused_has_no_point(bench: Bench) -> None:
+    model = bench.model()
+    bench.submit(model, 1, "optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}})
+    bench.turns()
+    assert bench.error(f"{model}:1")
+    assert points(bench) == []
+
+
+def test_metrics_are_put_together_as_the_sdk_does_for_its_chunks() -> None:
+    rng = np.random.default_rng(1)
+    names = ("loss:sum", "ratio:mean", "high:max", "low:min")
+    results = [(int(rng.integers(1, 9)), dict(zip(names, rng.normal(size=4).tolist(), strict=True))) for _ in range(5)]
+    gathered = telemetry._Gathered()
+    outputs = []
+    for num_data, metrics in results:
+        gathered.add(metrics, num_data, num_data)
+        data = [{} for _ in range(num_data)]
+        outputs.append(tinker.ForwardBackwardOutput(loss_fn_output_type="x", metrics=metrics, loss_fn_outputs=data))
+    expected = combine_fwd_bwd_output_results(outputs).metrics
+    found = gathered.metrics()
+    assert found.pop("loss_per_token") == pytest.approx(expected["loss:sum"] / sum(num_data for num_data, _ in results))
+    assert found == pytest.approx({name: expected[name] for name in names})
+
+
+def pass_of(loss_fn: str, *inputs: dict[str, Array]) -> Pass:
+    data = tuple(Datum(np.zeros(arrays["target_tokens"].shape[0], np.int32), arrays) for arrays in inputs)
+    return Pass("r", RUN, data, loss_fn, {}, forward_only=False)
+
+
+def arrays_of(**values: list[float]) -> dict[str, Array]:
+    inputs: dict[str, Array] = {name: np.array(array, np.float32) for name, array in values.items()}
+    return inputs | {"target_tokens": np.zeros(len(next(iter(values.values()))), np.int64)}
+
+
+def test_a_prompt_without_weight_is_no_part_of_the_loss_per_token() -> None:
+    first = arrays_of(weights=[0, 0, 0, 1, 1])
+    second = arrays_of(weights=[0, 0.5, 2, 0.5])
+    assert token_weight(pass_of("cross_entropy", first)) == 2
+    assert token_weight(pass_of("cross_entropy", first, second)) == 5
+    # Two targets at each of three positions, each with its share.
+    two = {"target_tokens": np.zeros((3, 2), np.int64), "weights": np.array([[0, 0], [0.25, 0.75], [1, 0]], np.float32)}
+    assert token_weight(pass_of("cross_entropy", two)) == 2
+    sparse = SparseRows(np.array([0.5, 1.0], np.float32), np.array([0, 0, 1, 2]), np.array([0, 1]), (3, 2))
+    assert token_weight(pass_of("cross_entropy", two | {"weights": sparse})) == 1.5
+    without = {"target_tokens": np.zeros(4, np.int64)}
+    assert token_weight(pass_of("cross_entropy", without)) == 4, "weights that are left out are 1"
+    # What forward_backward_custom of the SDK sends: a gradient, whose sum is 0.
+    assert token_weight(pass_of("cross_entropy", arrays_of(weights=[0, 1.5, -1.5]))) == 3
+
+
+@pytest.mark.parametrize("loss_fn", sorted(set(LOSSES) - {"cross_entropy", "custom"}))
+def test_a_policys_loss_is_shared_by_the_tokens_that_have_an_advantage(loss_fn: str) -> None:
+    assert "advantages" in LOSSES[loss_fn].required
+    data = [arrays_of(advantages=[0, 0, 0.5, 0.5]), arrays_of(advantages=[0, -2, -2, -2]), arrays_of(advantages=[0])]
+    assert token_weight(pass_of(loss_fn, *data)) == 5
+
+
+def test_a_custom_loss_is_shared_by_data() -> None:
+    passed = pass_of("custom", arrays_of(weights=[1, 1]), arrays_of(weights=[1, 1]))
+    assert token_weight(passed) is None
+    gathered = telemetry._Gathered()
+    gathered.add({"loss:sum": 6.0, "tokens:sum": 4.0}, 2, None)
+    assert gathered.metrics() == {"loss:sum": 6.0, "tokens:sum": 4.0, "loss_per_datum": 3.0}
+    gathered.add({"loss:sum": 4.0, "tokens:sum": 9.0}, 3, 8.0)
+    found = gathered.metrics()
+    assert (found["loss_per_datum"], found["loss_per_token"], found["loss:sum"]) == (3.0, 0.5, 10.0)
+
+
+def test_a_pass_without_any_weight_has_no_loss_per_token(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1, weights=(0, 0, 0))
+    bench.step(model, 2)
+    bench.turns()
+    (point,) = points(bench)
+    assert point.metrics["tokens:sum"] == 3 and "loss_per_token" not in point.metrics
+
+
+def test_the_loss_per_token_of_a_run_is_what_its_passes_weigh(bench: Bench) -> None:
+    model = bench.model()
+    bench.train(model, 1, weights=(0, 0, 1))
+    bench.train(model, 2, tokens=(4, 5), weights=(0, 0.5))
+    bench.step(model, 3)
+    bench.forward(model, 4, weights=(0, 2, 0))
+    bench.step(model, 5)
+    bench.turns()
+    first, second = points(bench)
+    losses = [loss_of(bench, f"{model}:{number}") for number in (1, 2, 4)]
+    assert first.metrics["loss_per_token"] == pytest.approx((losses[0] + losses[1]) / 1.5)
+    assert second.metrics["forward/loss_per_token"] == pytest.approx(losses[2] / 2)
+
+
+def test_the_loss_per_token_of_a_real_model_is_the_mean_over_the_answer(nano_server: LiveServer) -> None:
+    """By hand, from the logprobs that the client got."""
+    weights, advantages = np.array([0, 0, 0, 1, 2], np.float32), np.array([0, 0, 1, -1, 0], np.float32)
+    tokens, old = [40, 41, 42, 43, 44, 45], np.array([0, 0, -1, -2, -1], np.float32)
+    targets = {"target_tokens": np.array(tokens[1:])}
+    policy = {"logprobs": old, "advantages": advantages}
+    with tinker.ServiceClient(base_url=nano_server.url, api_key=API_KEY) as service:
+        model = service.create_lora_training_client("tinsmith/nano", rank=4).result()
+        expected = []
+        losses: list[tuple[LossFnType, dict[str, np.ndarray]]]
+        losses = [("cross_entropy", {"weights": weights}), ("importance_sampling", policy)]
+        for loss_fn, inputs in losses:
+            model_input = tinker.ModelInput.from_ints(tokens[:-1])
+            datum = tinker.Datum(model_input=model_input, loss_fn_inputs=targets | inputs)
+            passed = model.forward_backward([datum], loss_fn)
+            model.optim_step(tinker.AdamParams(learning_rate=1e-4)).result()
+            logprobs = np.array(passed.result().loss_fn_outputs[0]["logprobs"].data)
+            if loss_fn == "cross_entropy":
+                expected.append(-float((weights * logprobs).sum()) / 3)
+            else:
+                expected.append(-float((np.exp(logprobs - old) * advantages).sum()) / 2)
+        found = nano_server.get(f"training_runs/{model.model_id}/metrics").json()["points"]
+    assert [point["metrics"]["loss_per_token"] for point in found] == pytest.approx(expected, rel=1e-4)
+    assert [point["metrics"]["tokens:sum"] for point in found] == [5, 5]
+
+
+class NoDatabase:
+    """Of an engine whose reads fail."""
+
+    def known(self, _model_id: str) -> tuple[int, int]:
+        raise OperationalError("", None, Exception())
+
+    def add(self, *_arguments: object) -> None:
+        raise OperationalError("", None, Exception())
+
+
+def test_records_that_cannot_be_had_fail_nothing(bench: Bench) -> None:
+    records = Records(bench.db, 1)
+    records.curves = records.recent_steps = NoDatabase()  # type: ignore[assignment]
+    recorder = Recorder(BASE, records)
+    recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), {"loss:sum": 1.0}))
+    assert recorder.stepped(pending("optim_step"), optim_step(), {}) == []
+    recorder.ran(Step(passes=(pending("forward"),)), 0.1)
+    recorder.flush()
+
+
+def test_a_long_run_keeps_a_bounded_number_of_points(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "MOST_POINTS", 20)
+    monkeypatch.setattr(telemetry, "KEPT_POINTS", 10)
+    monkeypatch.setattr("tinsmith.store.history.KEPT_POINTS", 10)
+    recorder = Recorder(BASE, Records(bench.db, 1))
+    most = 0
+    for number in range(1, 101):
+        metrics = {"loss:sum": float(number), "tokens:sum": 1.0}
+        recorder.passed(pending("forward_backward"), pass_of("custom"), PassResult((), metrics))
+        with bench.db.write() as connection:
+            for statement in recorder.stepped(pending("optim_step", number=number), optim_step(), {"norm": math.nan}):
+                execute(connection, statement)
+        most = max(most, len(points(bench)))
+    found = points(bench)
+    assert most <= 21
+    assert all(point.metrics["loss:sum"] == point.step and point.metrics["norm"] is None for point in found)
+    steps = [point.step for point in found]
+    assert steps[-1] == 100 and steps[0] <= 10
+    assert max(after - before for before, after in itertools.pairwise(steps)) <= 20
+
+
+def test_steps_say_whose_tokens_they_had(bench: Bench) -> None:
+    one = bench.model("a:train:0", "alice")
+    two = bench.model("b:train:0", "bob")
+    bench.train(one, 1, tenant="alice")
+    bench.train(two, 1, tokens=(1, 2, 3, 4), tenant="bob")
+    bench.turns()
+    bench.engine._recorder.flush()
+    steps = [step for _, step in RecentSteps(bench.db).newest(BASE)]
+    assert len(steps) == 3, "two creations, and the passes together"
+    assert steps[0].shares == {"alice": {one: 3}, "bob": {two: 4}}
+    assert (steps[0].num_passes, steps[0].num_tokens, steps[0].num_singles) == (2, 7, 0)
+    assert steps[1].num_singles == 1 and list(steps[1].shares.values()) == [{}]
+
+
+def test_of_a_step_of_many_models_some_are_named(bench: Bench) -> None:
+    recorder = Recorder(BASE, Records(bench.db, 1))
+    many = [pending("forward", f"s:train:{number}", number=number) for number in range(telemetry.MOST_NAMED_MODELS + 5)]
+    recorder.ran(Step(passes=tuple(many)), 0.1)
+    recorder.flush()
+    ((_, step),) = RecentSteps(bench.db).newest(BASE)
+    (shares,) = step.shares.values()
+    assert len(shares) <= telemetry.MOST_NAMED_MODELS + 1
+    assert sum(shares.values()) == step.num_tokens == 3 * len(many)
+
+
+def test_samples_are_kept_with_what_was_asked_and_answered(bench: Bench) -> None:
+    model = bench.model()
+    sampler = bench.publish(model, 1, 0)
+    bench.turns()
+    for number in range(5):
+        bench.sample(sampler, number)
+    bench.turns()
+    kept = KeptSamples(bench.db)
+    found, total = kept.page("alice", 10, 0)
+    assert [one.request_id for one, _ in found] == [f"{sampler}:{number}" for number in (4, 3, 2)] and total == 3
+    sample, content = kept.get("alice", f"{sampler}:4")
+    assert (sample.weights, sample.base_model, sample.prompt_tokens, sample.num_sequences) == (sampler, BASE, 2, 1)
+    assert list(content.prompt) == [1, 2] and content.params["max_tokens"] == 3
+    (sequence,) = content.sequences
+    assert sample.sampled_tokens == len(sequence.tokens) == len(sequence.logprobs) == 3
+
+
+def test_a_burst_of_samples_is_kept_in_part_and_each_tenant_has_its_own(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 1000))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+
+    def begun(tenant: str) -> int:
+        requests = (pending("sample", None, tenant=tenant, number=number) for number in range(200))
+        return sum(keeper.begin(request, session, asked) is not None for request in requests)
+
+    assert telemetry.BURST_OF_SAMPLES <= begun("alice") < 150
+    assert begun("bob") >= telemetry.BURST_OF_SAMPLES
+
+
+def test_nothing_is_kept_where_the_setting_says_so(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 0))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, None, None, None, None, 0.0, 0)
+    asked = Sample("r", None, np.array([1], np.int32), 1, SamplingParams())
+    assert keeper.begin(pending("sample", None), session, asked) is None
+    assert SampleKeeper(None).begin(pending("sample", None), session, asked) is None
+
+
+def test_long_prompts_and_answers_are_cut(bench: Bench) -> None:
+    keeper = SampleKeeper(Records(bench.db, 9))
+    session = SamplingSession("s:sample:0", "s", "alice", BASE, "tinker://a/weights/b", None, None, None, 0.0, 0)
+    prompt = np.arange(10_000, dtype=np.int32)
+    begun = keeper.begin(pending("sample", None), session, Sample("r", None, prompt, 20, SamplingParams()))
+    assert begun is not None
+    sequence = SampledSequence(np.arange(5000, dtype=np.int32), np.full(5000, -np.inf, np.float32), "length")
+    with bench.db.write() as connection:
+        for statement in keeper.kept(begun, SampleResult("r", (sequence,) * 20)):
+            execute(connection, statement)
+        size = connection.scalar(KEPT_SAMPLES.select().with_only_columns(KEPT_SAMPLES.c.content))
+    assert size is not None and len(size) < 200_000
+    sample, content = KeptSamples(bench.db).get("alice", "None:1")
+    assert (sample.prompt_tokens, sample.sampled_tokens, sample.num_sequences) == (10_000, 100_000, 20)
+    assert content.prompt_cut == 10_000 - len(content.prompt) and content.prompt[-1] == 9999
+    assert len(content.sequences) == 8 and len(content.sequences[0].tokens) == 2048
+    assert content.sequences[0].logprobs[0] is None
+
+
+def test_tenants_whose_burst_is_whole_again_are_forgotten(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = [0.0]
+    monkeypatch.setattr("tinsmith.engine.telemetry.time.monotonic", lambda: moment[0])
+    keeper = SampleKeeper(Records(bench.db, 9))
+    for number in range(1000):
+        assert keeper._allowed(f"tenant-{number}")
+        moment[0] += 1.0
+    assert len(keeper._allowances) <= WHOLE_AFTER_S + 1
+    for _ in range(int(BURST_OF_SAMPLES)):
+        assert keeper._allowed("tenant-0")
+    assert not keeper._allowed("tenant-0"), "one that is used keeps its debt"

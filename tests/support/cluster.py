@@ -1,0 +1,90 @@
+"""Processes of several roles on one database and one storage, each with a data directory of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from support import databases
+from support.live import LiveServer, free_port, serving
+from tinsmith.cluster.engines import EngineRow, Engines
+from tinsmith.db.database import Database
+
+BASE = "tinsmith/nano"
+LEASE_S = 2.0
+READY_S = 90.0
+
+
+class Cluster:
+    """A directory for all of them; `url` is their database."""
+
+    def __init__(self, directory: Path, kind: str) -> None:
+        self.directory = directory
+        self.url = databases.fresh_url(directory, kind)
+        self._shared = {
+            "DATABASE_URL": self.url,
+            "STORAGE_DIR": str(directory / "storage"),
+            "ENGINE_LEASE_S": str(LEASE_S),
+            "SIGNING_SECRET": "a-secret-that-all-processes-share",
+            "SESSION_SWEEP_S": "1",
+            "REBALANCE_IDLE_S": "0",
+        }
+        self._db = Database(self.url)
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextlib.contextmanager
+    def process(
+        self, name: str, role: str, *arguments: str, settings: Mapping[str, str] | None = None
+    ) -> Iterator[LiveServer]:
+        """`tinsmith serve` in a role, on the fake backend unless `arguments` say otherwise, once it answers."""
+        port = free_port()
+        given = ("--backend", "fake", "--role", role, "--health-port", str(port), *arguments)
+        shared = {**self._shared, **(settings or {})}
+        with serving(self.directory / name, *given, port=port, settings=shared) as made:
+            yield made
+
+    def engines(self) -> dict[str, EngineRow]:
+        """By the name of their process: `NAME`, or `NAME-NUMBER` from its second engine on."""
+        found: dict[str, EngineRow] = {}
+        for row in Engines(self._db, "").of_base(BASE):
+            number = row.engine_id.split("-")[1]
+            found[Path(row.holder).name + (f"-{number}" if number != "0" else "")] = row
+        return found
+
+    def await_ready(self, *names: str) -> None:
+        self.wait(lambda: all((row := self.engines().get(name)) and row.state == "ready" for name in names))
+
+    def owners(self) -> dict[str, str | None]:
+        """Which process has which run."""
+        names = {row.engine_id: name for name, row in self.engines().items()}
+        return {model_id: names.get(engine_id or "") for model_id, engine_id in self.rows("model_id, engine_id")}
+
+    def rows(self, columns: str, table: str = "models") -> list[tuple]:
+        import sqlalchemy as sa
+
+        with self._db.read() as connection:
+            return [tuple(row) for row in connection.execute(sa.text(f"SELECT {columns} FROM {table}"))]
+
+    def wait(self, reached: Callable[[], object]) -> None:
+        deadline = time.monotonic() + READY_S
+        while not reached():
+            assert time.monotonic() < deadline, f"it does not come; {self.engines()}\n{self.log()[-4000:]}"
+            time.sleep(0.05)
+
+    def log(self) -> str:
+        """What all processes wrote."""
+        paths = [*self.directory.glob("*/server.log"), *self.directory.glob("*/logs/*.log")]
+        return "\n".join(f"== {path}\n{path.read_text()}" for path in paths)
+
+
+@contextlib.contextmanager
+def clustered(directory: Path, kind: str) -> Iterator[Cluster]:
+    made = Cluster(directory, kind)
+    try:
+        yield made
+    finally:
+        made.close()

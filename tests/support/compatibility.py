@@ -1,0 +1,235 @@
+"""What an unmodified client can ask for, and which test drives it: the source of docs/compatibility.md.
+
+Tests declare what they drive with `@pytest.mark.covers("TrainingClient.forward", "POST /forward_backward")`; the
+declarations are read from the source, so that the table needs no test run. `Witness` watches a marked test while it
+runs and says what it claimed and did not do. Methods and commands are found by introspection of the installed SDK,
+endpoints are the list below. What nothing drives stands in EXCEPTIONS, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+import tinker
+from tinker.cli.__main__ import main_cli
+
+from recipes.table import ROWS, Row
+
+TESTS = Path(__file__).parents[1]
+DOCUMENT = TESTS.parent / "docs" / "compatibility.md"
+RECIPE_TEST = "recipes/test_recipes.py::test_a_recipe_does_what_it_is_for"
+
+CLIENTS = (
+    tinker.ServiceClient,
+    tinker.TrainingClient,
+    tinker.SamplingClient,
+    tinker.RestClient,
+    tinker.AdminClient,
+)
+
+# Below /api/v1; `{ckpt}` is a checkpoint of a training run, `{kind}/{name}`.
+ENDPOINTS = (
+    "POST /client/config",
+    "POST /client/dynamic_config",
+    "POST /auth/token",
+    "GET /auth/apikey/me",
+    "DELETE /auth/apikey/me",
+    "GET /healthz",
+    "GET /get_server_capabilities",
+    "POST /create_session",
+    "POST /session_heartbeat",
+    "POST /sessions/{session_id}/finish",
+    "PUT /sessions/{session_id}/project",
+    "GET /sessions",
+    "GET /sessions/{session_id}",
+    "GET /sessions/{session_id}/trace_export",
+    "POST /sessions/search",
+    "POST /create_model",
+    "POST /get_info",
+    "POST /forward_backward",
+    "POST /optim_step",
+    "POST /save_weights",
+    "POST /save_weights_for_sampler",
+    "POST /save_weights_external",
+    "POST /load_weights",
+    "POST /create_sampling_session",
+    "POST /join_sampling_session",
+    "GET /samplers/{sampling_session_id}",
+    "POST /asample",
+    "POST /retrieve_future",
+    "POST /retrieve_futures",
+    "POST /cancel_future",
+    "POST /create_custom_loss",
+    "POST /copy_weights",
+    "POST /weights_info",
+    "GET /training_runs",
+    "GET /training_runs/{run_id}",
+    "GET /training_runs/{run_id}/checkpoints",
+    "GET /checkpoints",
+    "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}",
+    "POST /training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
+    "DELETE /training_runs/{run_id}/checkpoints/{kind}/{name}/publish",
+    "PUT /training_runs/{run_id}/checkpoints/{kind}/{name}/ttl",
+    "GET /training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls",
+    "GET /audit",
+    "GET /billing/usage/events",
+    "GET /billing/usage/checkpoints/current",
+    "POST /telemetry",
+)
+
+# Name -> why no test drives it through the SDK or its command line. Only ever shrink this.
+EXCEPTIONS: dict[str, str] = {
+    "GET /healthz": "no method asks for it; `tests/support/live.py` does, before every test against a live server",
+    "SamplingClient.on_queue_state_change": "called by the SDK, not by its user: it logs why a result is late",
+    "ServiceClient.get_console_url": "an address of the hosted service's console, composed in the client",
+    "TrainingClient.get_console_url": "an address of the hosted service's console, composed in the client",
+}
+
+
+def sdk_methods() -> list[str]:
+    """Every public method of every public client class."""
+    return [
+        f"{client.__name__}.{name}"
+        for client in CLIENTS
+        for name, member in inspect.getmembers(client)
+        if callable(member) and not name.startswith("_")
+    ]
+
+
+def cli_commands() -> list[str]:
+    """Every command of `tinker`, in full."""
+    return [f"tinker {name}" for name in _commands(main_cli, "")]
+
+
+def _commands(group: click.Group, prefix: str) -> Iterator[str]:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from _commands(command, f"{prefix}{name} ")
+        else:
+            yield f"{prefix}{name}"
+
+
+def known_names() -> set[str]:
+    return {*sdk_methods(), *cli_commands(), *ENDPOINTS}
+
+
+def declared() -> dict[str, list[str]]:
+    """Name -> the tests that declare to drive it, as `file::test`."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sorted(TESTS.rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                for name in _declared_by(node):
+                    found[name].append(f"{path.relative_to(TESTS)}::{node.name}")
+    return dict(found)
+
+
+def _declared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.covers":
+            yield from (ast.literal_eval(argument) for argument in decorator.args)
+
+
+def render() -> str:
+    """The text of docs/compatibility.md."""
+    tests = declared()
+    recipes = ["| | command | exercises | test |", "|---|---|---|---|", *map(_recipe_line, ROWS)]
+    return "\n".join(
+        [
+            "# Compatibility",
+            "",
+            f"Made by `scripts/write-compatibility` from the tests and the installed `tinker=={tinker.__version__}`;",
+            "a test fails when it is out of date. Each row names the tests below `tests/` that drive it: methods and",
+            "endpoints through the unmodified SDK, commands through its command line. Endpoints are below `/api/v1`.",
+            "",
+            "## Methods of the SDK",
+            "",
+            *_section(sdk_methods(), tests),
+            "",
+            "## Commands of `tinker`",
+            "",
+            *_section(cli_commands(), tests),
+            "",
+            "## Endpoints",
+            "",
+            *_section(list(ENDPOINTS), tests),
+            "",
+            "## Recipes",
+            "",
+            "Commands of `tinker-cookbook`, unmodified, against the torch backend, with generated data. All run in",
+            "`make test-recipes`; those without a star also in `make test`. The checks of a row are in",
+            f"`tests/recipes/table.py`, its test is `{RECIPE_TEST}`.",
+            "",
+            *recipes,
+            "",
+        ]
+    )
+
+
+def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
+    yield "| name | status | tests, or the reason |"
+    yield "|---|---|---|"
+    for name in names:
+        if name in EXCEPTIONS:
+            yield f"| `{name}` | not driven | {EXCEPTIONS[name]} |"
+        else:
+            proofs = ", ".join(f"`{test}`" for test in tests.get(name, []))
+            yield f"| `{name}` | works | {proofs} |"
+
+
+def _recipe_line(row: Row) -> str:
+    command = f"python -m tinker_cookbook.{row.module} {row.arguments}".strip()
+    return f"| {row.name}{'' if row.quick else ' *'} | `{command}` | {row.exercises} | `[{row.name}]` |"
+
+
+class Witness:
+    """Sees which public methods of the SDK are called, and which requests leave, while a test runs."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: set[str] = set()
+        for name in sdk_methods():
+            client = getattr(tinker, name.split(".")[0])
+            member = inspect.getattr_static(client, name.split(".")[1])
+            function = member.__func__ if isinstance(member, staticmethod) else member
+            noting = self._noting_calls(name, function)
+            patch.setattr(client, name.split(".")[1], staticmethod(noting) if function is not member else noting)
+        for transport in (httpx.Client, httpx.AsyncClient):
+            patch.setattr(transport, "send", self._noting_requests(transport.send))
+
+    def missing(self, names: set[str]) -> set[str]:
+        """Those of `names` that were not seen; all are taken on trust if a command, which may be a process, is one."""
+        return set() if any(name.startswith("tinker ") for name in names) else names - self.seen
+
+    def _noting_calls(self, name: str, function: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            self.seen.add(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    def _noting_requests(self, send: Callable[..., object]) -> Callable[..., object]:
+        @functools.wraps(send)
+        def note(client: object, request: httpx.Request, **kwargs: object) -> object:
+            _, below, path = request.url.path.partition("/api/v1")
+            if below:
+                self.seen.update(name for name in ENDPOINTS if _pattern(name).fullmatch(f"{request.method} {path}"))
+            return send(client, request, **kwargs)
+
+        return note
+
+
+@functools.cache
+def _pattern(endpoint: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\{\w+\}", "[^/]+", endpoint))

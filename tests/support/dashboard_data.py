@@ -1,0 +1,174 @@
+"""A live server with something to see on every page of the dashboard: for its tests, and for the screenshots."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import numpy as np
+import tinker
+from tinker import types
+
+from support.live import LiveServer, environment, serving
+from tinsmith.batch import operations
+from tinsmith.batch.operations.sample import Sample
+
+BASE = "tinsmith/nano"
+TENANT = "alice"
+STRANGE_NAME = '<img src=x onerror=alert(1)> & "quotes"'
+STEPS = 8
+
+
+@dataclass(slots=True)
+class Site:
+    """A server with keys, and what alice has there."""
+
+    server: LiveServer
+    key: str
+    service: tinker.ServiceClient
+    http: httpx.Client
+    model: tinker.TrainingClient
+    run: str = ""
+    strange_run: str = ""
+    checkpoints: list[str] = field(default_factory=list)
+    sample: str = ""
+    job_id: int = 0
+    steps: int = 0
+
+    def train(self, steps: int) -> None:
+        """More steps of the first run, each with a reward that its client logs."""
+        datum = lesson(self.model)
+        for _ in range(steps):
+            passed = self.model.forward_backward([datum] * 4, "cross_entropy")
+            stepped = self.model.optim_step(types.AdamParams(learning_rate=1e-3))
+            passed.result()
+            stepped.result()
+            self.steps += 1
+            reward = 1 - math.exp(-self.steps / 4) + 0.05 * math.sin(3 * self.steps)
+            body = {"model_id": self.run, "step": self.steps, "metrics": {"reward": reward}}
+            self.http.post("log_metrics", json=body).raise_for_status()
+
+    def long_job(self) -> int:
+        """One that goes on until it is cancelled."""
+        return self.submit("evaluation", [f"Say {number}." for number in range(5000)], max_tokens=64)
+
+    def submit(self, name: str, texts: Sequence[object], max_tokens: int) -> int:
+        directory = self.server.data_dir / "batch" / TENANT
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / f"{name}.in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        spec = {
+            "name": name,
+            "batch_serialized_fn": operations.payload_of([Sample(model=BASE, prompt="text", max_tokens=max_tokens)]),
+            "batch_input_format": {"format": "json", "path": f"{name}.in.jsonl"},
+            "batch_output_formats": [{"format": "json", "path": f"{name}.jsonl"}],
+            "batch_size": 2,
+            "max_failed_rows": 0.5,
+        }
+        answer = self.http.post("batch/jobs", json=spec)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["job_id"]
+
+
+def lesson(model: tinker.TrainingClient) -> types.Datum:
+    text = "<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>"
+    tokens = model.get_tokenizer().encode(text)
+    inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, np.float32)}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def new_key(data_dir: Path, tenant: str, *more: str) -> str:
+    command = [sys.executable, "-m", "tinsmith.cli", "keys", "create", tenant, *more, "--data-dir", str(data_dir)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
+    return made.stdout.strip()
+
+
+@contextlib.contextmanager
+def neighbour(alice: Site) -> Iterator[None]:
+    """Another tenant, who trains until the end of the block."""
+    key, ended = new_key(alice.server.data_dir, "bob"), threading.Event()
+
+    def train() -> None:
+        with tinker.ServiceClient(base_url=alice.server.url, api_key=key) as service:
+            model = service.create_lora_training_client(BASE, rank=4).result()
+            data = [lesson(model)] * 3
+            while not ended.is_set():
+                passed = model.forward_backward(data, "cross_entropy")
+                stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
+                passed.result()
+                stepped.result()
+
+    working = threading.Thread(target=train)
+    working.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        working.join()
+
+
+@contextlib.contextmanager
+def site(data_dir: Path) -> Iterator[Site]:
+    command = [
+        sys.executable,
+        "-m",
+        "tinsmith.cli",
+        "keys",
+        "create",
+        TENANT,
+        "--name",
+        "laptop",
+        "--quota",
+        "models=8",
+    ]
+    command += ["--data-dir", str(data_dir)]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment(data_dir))
+    key = made.stdout.strip()
+    with serving(data_dir) as server, contextlib.ExitStack() as stack:
+        http = stack.enter_context(
+            httpx.Client(base_url=f"{server.url}/api/v1/", headers={"X-API-Key": key}, timeout=60)
+        )
+        service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=key))
+        model = service.create_lora_training_client(BASE, rank=8).result()
+        found = Site(server, key, service, http, model, run=model.model_id)
+        # One that ends soon, with a failed row.
+        texts: list[object] = [*(f"Say {word}." for word in ("hello", "yes", "no", "please")), 7]
+        found.job_id = found.submit("greetings", texts, max_tokens=4)
+        found.train(STEPS)
+        _store(found)
+        _converse(found)
+        yield found
+
+
+def _store(found: Site) -> None:
+    found.checkpoints.append(found.model.save_state("first").result().path)
+    found.checkpoints.append(found.model.save_weights_for_sampler("answers").result().path)
+    opened = found.http.post("create_session", json={"tags": [], "display_name": STRANGE_NAME, "project_id": "maths"})
+    session_id = opened.raise_for_status().json()["session_id"]
+    body = {"session_id": session_id, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 4}}
+    found.strange_run = found.http.post("create_model", json=body).raise_for_status().json()["model_id"]
+
+
+def _converse(found: Site) -> None:
+    """Two turns of one conversation."""
+    tokenizer = found.model.get_tokenizer()
+    sampler = found.model.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=8, temperature=0.7, seed=3)
+    prompt = tokenizer.encode("<|im_start|>user\nSay hello.<|im_end|>\n<|im_start|>assistant\n")
+    for turn in ("\n<|im_start|>user\nOnce more.<|im_end|>\n<|im_start|>assistant\n", ""):
+        answer = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=1, sampling_params=params).result()
+        prompt += [*answer.sequences[0].tokens, *tokenizer.encode(turn)]
+    (found.sample, *_) = (one["request_id"] for one in _samples(found, 2))
+
+
+def _samples(found: Site, count: int) -> list[dict[str, str]]:
+    listed = found.http.get("dashboard/samples").raise_for_status().json()["samples"]
+    assert len(listed) >= count
+    return listed

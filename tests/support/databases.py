@@ -1,0 +1,66 @@
+"""The databases that tests run on: SQLite, or Postgres with `pytest --database postgres`.
+
+Whatever needs a database asks `fresh_url` for one that is migrated and empty. Tests whose subject is the database
+take the fixture `database_kind` and run on both kinds always.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+from support import postgres
+from tinsmith.db.database import Database
+
+SQLITE, POSTGRES = "sqlite", "postgres"
+KINDS = (SQLITE, POSTGRES)
+TEMPLATE = "migrated"
+
+chosen = SQLITE
+"""The kind of this test run; set once, from the command line."""
+
+
+@functools.cache
+def migrated_file() -> bytes:
+    """An empty SQLite database; the migrations themselves take longer than most tests."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "test.db"
+        _migrate(f"sqlite:///{path}")
+        return path.read_bytes()
+
+
+@functools.cache
+def _migrated_template() -> str:
+    server = postgres.shared_server()
+    server.run(f"CREATE DATABASE {TEMPLATE}")
+    _migrate(server.url(TEMPLATE))
+    return TEMPLATE
+
+
+def _migrate(url: str) -> None:
+    database = Database(url)
+    database.migrate()
+    database.close()
+
+
+def fresh_url(directory: Path, kind: str | None = None) -> str:
+    """A new database, migrated and empty; a SQLite file lies in `directory`."""
+    if (kind or chosen) == POSTGRES:
+        return postgres.shared_server().fresh(_migrated_template())
+    path = directory / "tinsmith.db"
+    path.write_bytes(migrated_file())
+    return f"sqlite:///{path}"
+
+
+@functools.cache
+def database_url(data_dir: Path) -> str:
+    """What a server on this data directory is told: the same at every start."""
+    return "" if chosen == SQLITE else bare_url(data_dir)
+
+
+def bare_url(directory: Path, kind: str | None = None) -> str:
+    """A new database without any table."""
+    if (kind or chosen) == POSTGRES:
+        return postgres.shared_server().fresh()
+    return f"sqlite:///{directory / 'tinsmith.db'}"

@@ -1,0 +1,250 @@
+"""An engine that tests drive turn by turn, over a real database and the fake backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import sqlalchemy as sa
+
+from support.databases import fresh_url
+from tinsmith.backends import Capture
+from tinsmith.backends.fake import FakeBackend
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database
+from tinsmith.db.wakeups import Mailbox
+from tinsmith.engine.loop import Engine, Stores
+from tinsmith.engine.telemetry import Records
+from tinsmith.errors import UserError
+from tinsmith.settings import Settings
+from tinsmith.storage.directories import Directories
+from tinsmith.store.checkpoints import Checkpoints
+from tinsmith.store.custom_losses import CustomLosses
+from tinsmith.store.futures import Futures, NewFuture, Outcome
+from tinsmith.store.models import Models, NewModel
+from tinsmith.store.sampling_sessions import SamplingSessions
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.wire import tinker_public_pb2 as pb
+
+BASE = "local/tiny"
+ENGINE = "engine-0-tests"
+SHAPE = ModelShape(name=BASE, path="/models/tiny", vocab_size=50, max_context_length=64, arch="Tiny")
+OPTIM = {"adam_params": {"learning_rate": 0.5}}
+
+
+class FlakyBackend(FakeBackend):
+    """Raises whatever `breaks` says, by the name of the method; remembers the sizes of its steps."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__(shape)
+        self.breaks: dict[str, Exception] = {}
+        self.poison: int | None = None
+        self.steps: list[list[str]] = []
+
+    def run_passes(
+        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
+    ) -> list[PassResult | UserError]:
+        self.steps.append([pass_.request_id for pass_ in passes])
+        if any(self.poison in datum.tokens_N for pass_ in passes for datum in pass_.data):
+            raise RuntimeError("the device gave up")
+        return super().run_passes(passes, between=between)
+
+    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
+        self.break_if_told("optim_step")
+        return super().optim_step(steps)
+
+    def capture(self, model_id: str, *, optimizer: bool, gradient: bool = False) -> Capture:
+        captured = super().capture(model_id, optimizer=optimizer, gradient=gradient)
+
+        def write(directory: Path) -> None:
+            (directory / "half-written").write_text("...")
+            self.break_if_told("save")
+            (directory / "half-written").unlink()
+            captured.write(directory)
+
+        return Capture(captured.num_bytes, write)
+
+    def load(
+        self, model_id: str, spec: LoraSpec, directory: Path, *, optimizer: bool, optimizer_type: str = "adamw"
+    ) -> None:
+        self.break_if_told("load")
+        super().load(model_id, spec, directory, optimizer=optimizer, optimizer_type=optimizer_type)
+
+    def break_if_told(self, method: str) -> None:
+        if method in self.breaks:
+            raise self.breaks[method]
+
+
+class Bench:
+    """One database and data directory, and the engines that live on it one after the other."""
+
+    def __init__(self, directory: Path, sockets: Path, url: str = "") -> None:
+        self.directory = directory
+        self.db = self.open_database(url or fresh_url(directory))
+        self.mailbox = Mailbox(sockets, "engine")
+        self.server_mailbox = Mailbox(sockets, "server")
+        self.futures = Futures(self.db, lambda _base, _engine_id=None: self.server_mailbox.wake("engine"))
+        self.models = Models(self.db)
+        self.samplers = SamplingSessions(self.db)
+        self.checkpoints = Checkpoints(self.db, self.directories("checkpoints"))
+        self.settings = Settings(data_dir=directory, seq_gap_s=5)
+        self.restart()
+
+    def open_database(self, url: str) -> Database:
+        return Database(url)
+
+    def directories(self, kind: str) -> Directories:
+        return Directories(self.directory / kind)
+
+    def restart(self) -> None:
+        """What memory held is gone, as after a kill."""
+        self.backend = FlakyBackend(SHAPE)
+        nouns = Stores(
+            self.futures,
+            self.models,
+            self.samplers,
+            self.checkpoints,
+            self.directories("versions"),
+            self.directories("snapshots"),
+            CustomLosses(self.db),
+            Ownership(self.db, BASE, ENGINE),
+            Records(self.db, kept_samples=3),
+        )
+        self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
+        self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken
+        self.engine.start()
+
+    def close(self) -> None:
+        self.mailbox.close()
+        self.server_mailbox.close()
+        self.db.close()
+
+    def turns(self, count: int = 30) -> None:
+        """Work until nothing is left to do, at most `count` turns."""
+        for _ in range(count):
+            busy = self.engine.turn(0.0) or self.engine.turn(0.0)
+            self.engine.flush()
+            if not busy:
+                return
+
+    def model(self, name: str = "s:train:0", tenant: str = "alice") -> str:
+        new = NewModel(name, name.split(":")[0], tenant, BASE, LoraSpec(4))
+        self.models.create(new)
+        self.submit(name, 0, "create_model", {}, tenant=tenant)
+        self.turns()
+        return name
+
+    def submit(
+        self,
+        model_id: str,
+        seq_id: int | None,
+        kind: str,
+        body: dict[str, object] | bytes,
+        *,
+        tenant: str = "alice",
+        refusal: UserError | None = None,
+        num_tokens: int = 0,
+    ) -> str:
+        raw = body if isinstance(body, bytes) else json.dumps({"model_id": model_id, "seq_id": seq_id} | body).encode()
+        request_id = f"{model_id}:{'unload' if seq_id is None else seq_id}"
+        session = model_id.split(":")[0]
+        new = NewFuture(request_id, tenant, session, BASE, kind, raw, num_tokens, model_id=model_id, seq_id=seq_id)
+        return self.futures.submit(new, refusal)
+
+    def train(
+        self,
+        model_id: str,
+        seq_id: int,
+        tokens: Sequence[int] = (1, 2, 3),
+        tenant: str = "alice",
+        weights: Sequence[float] | None = None,
+    ) -> str:
+        """A pass over one datum; `weights` are 1 unless they are given."""
+        return self._pass(model_id, seq_id, "forward_backward", tokens, tenant, weights)
+
+    def forward(
+        self,
+        model_id: str,
+        seq_id: int,
+        tokens: Sequence[int] = (1, 2, 3),
+        tenant: str = "alice",
+        weights: Sequence[float] | None = None,
+    ) -> str:
+        return self._pass(model_id, seq_id, "forward", tokens, tenant, weights)
+
+    def step(self, model_id: str, seq_id: int, rate: float = 0.5, tenant: str = "alice") -> str:
+        return self.submit(model_id, seq_id, "optim_step", {"adam_params": {"learning_rate": rate}}, tenant=tenant)
+
+    def _pass(
+        self,
+        model_id: str,
+        seq_id: int,
+        kind: str,
+        tokens: Sequence[int],
+        tenant: str,
+        weights: Sequence[float] | None = None,
+    ) -> str:
+        message = pb.ForwardBackwardRequest(
+            model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy", forward_only=kind == "forward"
+        )
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+        targets = np.array(tokens, "<i8").tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(pb.Tensor(dense=targets, dtype=pb.DTYPE_INT64))
+        given = np.array([1.0] * len(tokens) if weights is None else weights, "<f4").tobytes()
+        datum.loss_fn_inputs["weights"].CopyFrom(pb.Tensor(dense=given, dtype=pb.DTYPE_FLOAT32))
+        raw = message.SerializeToString()
+        return self.submit(model_id, seq_id, kind, raw, tenant=tenant, num_tokens=len(tokens))
+
+    def publish(self, model_id: str, seq_id: int, number: int, kind: str = "snapshot") -> str:
+        body = {"sampling_session_seq_id": number, "kind": kind}
+        self.submit(model_id, seq_id, "save_weights_for_sampler", body)
+        return f"{model_id.split(':')[0]}:sample:{number}"
+
+    def sample(self, sampling_session_id: str, seq_id: int = 0, tenant: str = "alice") -> str:
+        body = {
+            "sampling_session_id": sampling_session_id,
+            "seq_id": seq_id,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+            "sampling_params": {"max_tokens": 3, "seed": 1},
+        }
+        request_id = f"{sampling_session_id}:{seq_id}"
+        session = sampling_session_id.split(":")[0]
+        raw = json.dumps(body).encode()
+        new = NewFuture(request_id, tenant, session, BASE, "sample", raw, 5, None, sampling_session_id, seq_id)
+        return self.futures.submit(new)
+
+    def outcome(self, request_id: str, tenant: str = "alice") -> Outcome | None:
+        return self.futures.outcome(tenant, request_id)
+
+    def result(self, request_id: str, tenant: str = "alice") -> dict[str, object]:
+        outcome = self.outcome(request_id, tenant)
+        assert outcome is not None and outcome.error is None and outcome.body is not None, outcome
+        return json.loads(outcome.body)
+
+    def error(self, request_id: str) -> str:
+        outcome = self.outcome(request_id)
+        assert outcome is not None and outcome.error is not None, outcome
+        return outcome.error
+
+    def optimizer_step(self, request_id: str) -> float:
+        """How many optimizer steps the model had taken, this one included."""
+        metrics = self.result(request_id)["metrics"]
+        assert isinstance(metrics, dict)
+        return metrics["step"]
+
+    def weight(self, model_id: str = "s:train:0") -> float:
+        return self.backend._models[model_id].weight
+
+    def scalar(self, query: sa.Select) -> object:
+        with self.db.read() as connection:
+            return connection.scalar(query)
+
+
+def saved(bench: Bench, model: str, seq_id: int, **more: object) -> str:
+    request_id = bench.submit(model, seq_id, "save_weights", {"path": "one"} | more)
+    bench.turns()
+    return request_id

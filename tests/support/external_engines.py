@@ -1,0 +1,440 @@
+"""vLLM and SGLang as far as their HTTP contracts are used here, over a model of a few formulas: no weights, no device.
+
+    python tests/support/external_engines.py vllm --port 8123 --model DIRECTORY ...    # with vLLM's options
+
+The model's next token depends on the last three and on the adapter's weight (the fake backend's file); everything that
+is reported follows from that by the engines' own definitions. `make test-vllm` sends the same requests to a real vLLM
+and compares what comes back, field by field.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+Logits = npt.NDArray[np.float64]
+Json = dict[str, Any]
+DEADLY = 13
+"""A prompt that begins with this token ends the engine."""
+NEVER_ENDING = 12
+"""One that begins with this is answered only when its connection is closed."""
+
+
+@dataclass
+class Engine:
+    """What a test sees and turns."""
+
+    vocab_size: int = 64
+    context: int = 128
+    processed: bool = True
+    asked: list[tuple[str, Json]] = field(default_factory=list)
+    adapters: dict[str, float] = field(default_factory=dict)
+    names_ever: list[str] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    busy: int = 0
+    dead: bool = False
+    deaths: int = 0
+    closed: int = 0
+    process: bool = False
+    pause_s: float = 0.0
+    deterministic: bool = True
+    most_adapters: int = 1000
+    url: str = ""
+
+    def logits(self, tokens: list[int], weight: float) -> Logits:
+        mark = sum((place + 2) * token for place, token in enumerate(tokens[-3:])) + 1
+        return 3 * np.sin((mark + 7.3 * weight) * np.arange(1, self.vocab_size + 1) * 0.7)
+
+    def die(self) -> None:
+        self.deaths += 1
+        self.dead = True
+        self.adapters.clear()
+        if self.process:
+            os._exit(1)
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+def log_softmax(logits: Logits) -> Logits:
+    shifted = logits - logits.max()
+    return shifted - math.log(np.exp(shifted).sum())
+
+
+@dataclass
+class Wanted:
+    """A request in the fake's own words."""
+
+    tokens: list[int]
+    weight: float
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    presence: float
+    frequency: float
+    repetition: float
+    bias: dict[int, float]
+    seed: int | None
+    stop_tokens: set[int]
+    stops: list[str]
+
+
+@dataclass
+class Step:
+    token: int
+    raw: Logits
+    tempered: Logits  # over the whole vocabulary, penalties included
+    processed: Logits
+    finish: str
+
+
+def text_of(token: int) -> str:
+    return chr(ord("a") + token % 26)
+
+
+def generate(engine: Engine, wanted: Wanted) -> Iterator[Step]:
+    rng = np.random.default_rng(wanted.seed)
+    answer: list[int] = []
+    while True:
+        raw = engine.logits(wanted.tokens + answer, wanted.weight)
+        logits = raw.copy()
+        for token, value in wanted.bias.items():
+            logits[token] += value
+        for token in {*wanted.tokens, *answer}:
+            logits[token] = (
+                logits[token] / wanted.repetition if logits[token] > 0 else logits[token] * wanted.repetition
+            )
+        for token in set(answer):
+            logits[token] -= wanted.presence + wanted.frequency * answer.count(token)
+        temperature = wanted.temperature or 1.0
+        tempered = logits / temperature
+        processed = tempered.copy()
+        if wanted.temperature:
+            probabilities = np.exp(log_softmax(processed))
+            processed[probabilities < wanted.min_p * probabilities.max()] = -np.inf
+            if wanted.top_k > 0:
+                processed[processed < np.sort(processed)[-wanted.top_k]] = -np.inf
+            order = np.argsort(-processed)
+            before = np.cumsum(np.exp(log_softmax(processed))[order]) - np.exp(log_softmax(processed))[order]
+            processed[order[before >= wanted.top_p]] = -np.inf
+            token = int(rng.choice(engine.vocab_size, p=np.exp(log_softmax(processed))))
+        else:
+            token = int(processed.argmax())
+        answer.append(token)
+        text = "".join(map(text_of, answer))
+        finish = "stop" if token in wanted.stop_tokens or any(stop in text for stop in wanted.stops) else ""
+        if not finish and len(answer) >= wanted.max_tokens:
+            finish = "length"
+        yield Step(token, log_softmax(raw), log_softmax(tempered), log_softmax(processed), finish)
+        if finish:
+            return
+
+
+def prompt_logprobs(engine: Engine, tokens: list[int], weight: float) -> list[Logits]:
+    return [log_softmax(engine.logits(tokens[:place], weight)) for place in range(1, len(tokens))]
+
+
+def clamp(value: float | Logits) -> float:
+    return float(max(value, -9999.0))
+
+
+def error(status: int, message: str, kind: str = "BadRequestError") -> Response:
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+
+
+@contextlib.contextmanager
+def counted(engine: Engine) -> Iterator[None]:
+    engine.running += 1
+    engine.most_running = max(engine.most_running, engine.running)
+    try:
+        yield
+    finally:
+        engine.running -= 1
+
+
+async def held_up(engine: Engine, request: Request, tokens: list[int]) -> Response | None:
+    """What a request may run into before it is answered."""
+    if engine.dead:
+        return error(500, "EngineCore encountered an issue", "InternalServerError")
+    if engine.busy:
+        engine.busy -= 1
+        return error(503, "busy", "ServiceUnavailableError")
+    if tokens and tokens[0] == DEADLY:
+        engine.die()
+        return error(500, "EngineCore encountered an issue", "InternalServerError")
+    deadline = time.monotonic() + (1e9 if tokens and tokens[0] == NEVER_ENDING else engine.pause_s)
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+        if engine.dead:
+            return error(500, "EngineCore encountered an issue", "InternalServerError")
+        if await request.is_disconnected():
+            engine.closed += 1
+            return error(499, "closed")
+    return None
+
+
+async def body_of(engine: Engine, request: Request) -> Json:
+    text = await request.body()
+    body = json.loads(text) if text else {}
+    engine.asked.append((request.url.path + (f"?{request.url.query}" if request.url.query else ""), body))
+    return body
+
+
+def weight_in(directory: str) -> float:
+    path = Path(directory) / "fake_adapter.json"
+    return float(json.loads(path.read_text())["weight"])
+
+
+# vLLM.
+
+
+def vllm_app(engine: Engine) -> Starlette:
+    async def completions(request: Request) -> Response:
+        body = await body_of(engine, request)
+        with counted(engine):
+            if refused := await held_up(engine, request, body["prompt"]):
+                return refused
+            model = body["model"]
+            if model != "tinsmith-base" and model not in engine.adapters:
+                return error(404, f"The model `{model}` does not exist.", "NotFoundError")
+            if len(body["prompt"]) + body["max_tokens"] > engine.context:
+                return error(400, f"This model's maximum context length is {engine.context} tokens.")
+            if body.get("stream"):
+                return StreamingResponse(vllm_stream(engine, body), media_type="text/event-stream")
+            return JSONResponse(vllm_answer(engine, body))
+
+    async def health(_: Request) -> Response:
+        return Response(status_code=503 if engine.dead else 200)
+
+    async def models(_: Request) -> Response:
+        entries = [{"id": "tinsmith-base", "parent": None, "max_model_len": engine.context}]
+        entries += [{"id": name, "parent": "tinsmith-base", "max_model_len": None} for name in engine.adapters]
+        return JSONResponse({"object": "list", "data": entries})
+
+    async def load(request: Request) -> Response:
+        body = await body_of(engine, request)
+        if engine.dead:
+            return error(500, "EngineCore encountered an issue", "InternalServerError")
+        name = body["lora_name"]
+        if name in engine.names_ever:
+            return error(400, f"The lora adapter '{name}' has already been loaded.", "InvalidUserInput")
+        try:
+            engine.adapters[name] = weight_in(body["lora_path"])
+        except OSError:
+            return error(404, f"Loading lora {name} failed: No adapter found for {body['lora_path']}", "NotFoundError")
+        engine.names_ever.append(name)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(request: Request) -> Response:
+        body = await body_of(engine, request)
+        if engine.adapters.pop(body["lora_name"], None) is None:
+            return error(404, f"The lora adapter '{body['lora_name']}' cannot be found.", "NotFoundError")
+        return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' removed successfully.")
+
+    async def memory(request: Request) -> Response:
+        await body_of(engine, request)
+        return JSONResponse({"status": "ok"})
+
+    posts = {"/v1/completions": completions, "/v1/load_lora_adapter": load, "/v1/unload_lora_adapter": unload}
+    posts |= {"/sleep": memory, "/wake_up": memory}
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    return Starlette(routes=[*routes, Route("/health", health), Route("/v1/models", models)])
+
+
+def vllm_wanted(engine: Engine, body: Json) -> Wanted:
+    stops = set(body["stop_token_ids"])
+    return Wanted(
+        body["prompt"], engine.adapters.get(body["model"], 0.0), body["max_tokens"], body["temperature"], body["top_k"],
+        body["top_p"], body["min_p"], body["presence_penalty"], body["frequency_penalty"], body["repetition_penalty"],
+        {int(token): bias for token, bias in body.get("logit_bias", {}).items()}, body.get("seed"), stops, body["stop"],
+    )  # fmt: skip
+
+
+def vllm_choice(engine: Engine, body: Json, steps: list[Step]) -> Json:
+    tops, values = [], []
+    for step in steps:
+        told = step.processed if engine.processed else step.raw
+        ids = body.get("logprob_token_ids") or np.argsort(-told)[: body["logprobs"]].tolist()
+        tops.append({f"token_id:{token}": clamp(told[token]) for token in dict.fromkeys([step.token, *ids])})
+        values.append(clamp(told[step.token]))
+    named = [f"token_id:{step.token}" for step in steps]
+    told_of = {"text_offset": [0] * len(steps), "token_logprobs": values, "tokens": named, "top_logprobs": tops}
+    return {
+        "index": 0,
+        "text": "".join(text_of(step.token) for step in steps),
+        "logprobs": told_of,
+        "finish_reason": steps[-1].finish or None,
+        "stop_reason": None,
+        "token_ids": [step.token for step in steps],
+        "prompt_token_ids": body["prompt"],
+    }
+
+
+def vllm_answer(engine: Engine, body: Json) -> Json:
+    wanted = vllm_wanted(engine, body)
+    choice = vllm_choice(engine, body, list(generate(engine, wanted)))
+    choice["prompt_logprobs"] = None
+    if (k := body.get("prompt_logprobs")) is not None:
+        rows: list[Json | None] = [None]
+        for place, logprobs in enumerate(prompt_logprobs(engine, wanted.tokens, wanted.weight), 1):
+            best = np.argsort(-logprobs)[: engine.vocab_size if k < 0 else k].tolist()
+            ids = dict.fromkeys([wanted.tokens[place], *best])
+            rows.append({str(one): {"logprob": clamp(logprobs[one]), "rank": 1, "decoded_token": ""} for one in ids})
+        choice["prompt_logprobs"] = rows
+    choice["routed_experts"] = None
+    usage = {
+        "prompt_tokens": len(wanted.tokens),
+        "prompt_tokens_details": {"cached_tokens": len(wanted.tokens) // 16 * 16},
+    }
+    return {"id": "cmpl-1", "object": "text_completion", "created": 0, "model": body["model"], "choices": [choice],
+            "usage": usage}  # fmt: skip
+
+
+async def vllm_stream(engine: Engine, body: Json) -> AsyncIterator[str]:
+    for step in generate(engine, vllm_wanted(engine, body)):
+        yield f"data: {json.dumps({'choices': [vllm_choice(engine, body, [step])]})}\n\n"
+        await asyncio.sleep(0)
+    yield f"data: {json.dumps({'choices': [], 'usage': {'prompt_tokens_details': {'cached_tokens': 0}}})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+# SGLang.
+
+
+def sglang_app(engine: Engine) -> Starlette:
+    async def answers(request: Request) -> Response:
+        body = await body_of(engine, request)
+        with counted(engine):
+            if refused := await held_up(engine, request, body["input_ids"]):
+                return refused
+            name = body["lora_path"]
+            if name is not None and name not in engine.adapters:
+                return error(400, f"LoRA adapter {name} is not loaded")
+            return JSONResponse(sglang_answer(engine, body))
+
+    async def health(_: Request) -> Response:
+        return Response(status_code=503 if engine.dead else 200)
+
+    async def model_info(_: Request) -> Response:
+        return JSONResponse({"model_path": "model", "is_generation": True})
+
+    async def server_info(_: Request) -> Response:
+        told = {"enable_lora": True, "enable_deterministic_inference": engine.deterministic}
+        return JSONResponse({**told, "context_length": engine.context})
+
+    async def load(request: Request) -> Response:
+        body = await body_of(engine, request)
+        if len(engine.adapters) >= engine.most_adapters or body["lora_name"] in engine.names_ever:
+            return JSONResponse({"success": False, "error_message": "no room", "loaded_adapters": {}}, 400)
+        engine.adapters[body["lora_name"]] = weight_in(body["lora_path"])
+        engine.names_ever.append(body["lora_name"])
+        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
+
+    async def unload(request: Request) -> Response:
+        body = await body_of(engine, request)
+        known = engine.adapters.pop(body["lora_name"], None) is not None
+        return JSONResponse({"success": known, "error_message": "", "loaded_adapters": {}}, 200 if known else 400)
+
+    async def done(request: Request) -> Response:
+        await body_of(engine, request)
+        return PlainTextResponse("")
+
+    posts = {"/generate": answers, "/load_lora_adapter": load, "/unload_lora_adapter": unload}
+    posts |= dict.fromkeys(
+        ("/abort_request", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation"), done
+    )
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts.items()]
+    gets = {"/health": health, "/get_model_info": model_info, "/get_server_info": server_info}
+    return Starlette(routes=[*routes, *(Route(path, handler) for path, handler in gets.items())])
+
+
+def sglang_answer(engine: Engine, body: Json) -> Json:
+    given = body["sampling_params"]
+    stops = set() if given["ignore_eos"] else set(given.get("stop_token_ids", []))
+    seed = given.get("sampling_seed", 42) if engine.deterministic else None
+    name = body["lora_path"]
+    wanted = Wanted(
+        body["input_ids"], engine.adapters[name] if name else 0.0, given["max_new_tokens"], given["temperature"],
+        given["top_k"], given["top_p"], given["min_p"], given["presence_penalty"], given["frequency_penalty"], 1.0,
+        {int(token): bias for token, bias in given.get("logit_bias", {}).items()}, seed, stops, given.get("stop", []),
+    )  # fmt: skip
+    steps = list(generate(engine, wanted))
+    k = body["top_logprobs_num"]
+    told = [step.tempered for step in steps]
+    meta: Json = {
+        "id": body["rid"],
+        "finish_reason": {"type": steps[-1].finish},
+        "prompt_tokens": len(wanted.tokens),
+        "cached_tokens": 0,
+        "output_token_logprobs": [
+            [clamp(row[step.token]), step.token, None] for row, step in zip(told, steps, strict=True)
+        ],
+        "output_top_logprobs": [
+            [[clamp(row[one]), one, None] for one in np.argsort(-row)[:k].tolist()] if k else None for row in told
+        ],
+    }
+    if (start := body["logprob_start_len"]) >= 0:
+        rows = [None, *prompt_logprobs(engine, wanted.tokens, wanted.weight)][start:]
+        rows[0] = None  # the first that is told of has none
+        own, tops, chosen = [], [], []
+        for place, row in enumerate(rows, start):
+            token = wanted.tokens[place]
+            own.append([None if row is None else clamp(row[token]), token, None])
+            tops.append(None if row is None else [[clamp(row[o]), o, None] for o in np.argsort(-row)[:k].tolist()])
+            ids = body.get("token_ids_logprob", [])
+            chosen.append(None if row is None else [[clamp(row[one]), one, None] for one in ids])
+        meta |= {"input_token_logprobs": own, "input_top_logprobs": tops, "input_token_ids_logprobs": chosen}
+    return {"text": "", "output_ids": [step.token for step in steps], "meta_info": meta}
+
+
+APPS = {"vllm": vllm_app, "sglang": sglang_app}
+
+
+@contextlib.contextmanager
+def running(kind: str, engine: Engine) -> Iterator[Engine]:
+    """The engine on a free port of this process, until the end of the block."""
+    server = uvicorn.Server(uvicorn.Config(APPS[kind](engine), port=0, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.005)
+    engine.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        yield engine
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(10)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=APPS)
+    parser.add_argument("--port", type=int, required=True)
+    given, _ = parser.parse_known_args()
+    uvicorn.run(APPS[given.kind](Engine(process=True)), port=given.port, log_level="error", lifespan="off")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

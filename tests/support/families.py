@@ -1,0 +1,293 @@
+"""The model families that tests serve, and those that are refused: the source of docs/models.md.
+
+Each family is a configuration of a few thousand weights, which test_families.py trains, samples and exports; each
+refusal is one that BaseModel.load must give, in these words. The document is rendered from the two lists, so that a
+family cannot be in it without its test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from support import tiny_models
+from tinsmith.types import ModelShape
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
+
+COMMON: Mapping[str, object] = {
+    "vocab_size": tiny_models.VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 40,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "eos_token_id": tiny_models.EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+
+WINDOW = 6
+EXPERTS: Mapping[str, object] = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+LATENT: Mapping[str, object] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "head_dim": 4,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 128,
+}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
+
+
+AFMOE = {**EXPERTS, "num_local_experts": 4, "num_dense_layers": 1, "num_shared_experts": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """`model_type` as config.json has it. `core`: the test is part of `make test`."""
+
+    model_type: str
+    title: str
+    what: str = ""
+    config: Mapping[str, object] = field(default_factory=dict)
+    experts: bool = False
+    core: bool = False
+
+
+FAMILIES = (
+    Family("llama", "Llama 3", "scaled RoPE", {"rope_parameters": LLAMA3_ROPE}, core=True),
+    Family("qwen2", "Qwen2.5", "biases on queries, keys and values", core=True),
+    Family("qwen3", "Qwen3", "norms of queries and keys, tied embeddings", {"tie_word_embeddings": True}, core=True),
+    Family("qwen3_moe", "Qwen3-MoE", "experts, one dense layer",
+           {**EXPERTS, "norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [0]},
+           experts=True, core=True),
+    Family("mistral", "Mistral", "sliding window", {"sliding_window": WINDOW}, core=True),
+    Family("gemma2", "Gemma 2", "windows in every other layer, capped scores and logits",
+           {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0}, core=True),
+    Family("gemma3_text", "Gemma 3 (text)", "windows, a RoPE of their own",
+           {"sliding_window": WINDOW, "query_pre_attn_scalar": 8, "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}, core=True),
+    Family("phi3", "Phi-3", "one linear for queries, keys and values, one for gate and up", core=True),
+    Family("gpt_oss", "gpt-oss", "experts, attention sinks, windows, YaRN",
+           {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}, experts=True, core=True),
+    Family("deepseek_v3", "DeepSeek-V3", "latent attention, experts, shared experts, one dense layer, YaRN",
+           {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "rope_parameters": YARN}, experts=True, core=True),
+    Family("gemma", "Gemma"),
+    Family("qwen2_moe", "Qwen2-MoE", "experts, a shared expert",
+           {**EXPERTS, "shared_expert_intermediate_size": 24}, experts=True),
+    Family("mixtral", "Mixtral", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    Family("olmo2", "OLMo 2", "norms after attention and MLP"),
+    Family("olmo3", "OLMo 3", "windows", LAYERS),
+    Family("olmoe", "OLMoE", "experts", {"num_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    Family("granite", "Granite", "scaled logits and residuals",
+           {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2}),
+    Family("granitemoe", "Granite MoE", "experts",
+           {"num_local_experts": 4, "num_experts_per_tok": 2, "logits_scaling": 4.0, "attention_multiplier": 0.2},
+           experts=True),
+    Family("smollm3", "SmolLM3", "layers without RoPE", {"no_rope_layers": [1, 0], "use_sliding_window": False}),
+    Family("cohere", "Command R", "attention beside the MLP, scaled logits", {"logit_scale": 0.5}),
+    Family("cohere2", "Command R7B", "windows, layers without RoPE", {**LAYERS, "logit_scale": 0.5}),
+    Family("glm", "GLM-4 (9B)", "partial RoPE", {"partial_rotary_factor": 0.5}),
+    Family("glm4", "GLM-4-0414", "partial RoPE, more norms", {"partial_rotary_factor": 0.5}),
+    Family("glm4_moe", "GLM-4.5", "experts, shared experts, one dense layer",
+           {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+            "first_k_dense_replace": 1, "partial_rotary_factor": 0.5}, experts=True),
+    Family("deepseek_v2", "DeepSeek-V2", "latent attention, experts, shared experts",
+           {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+            "first_k_dense_replace": 0, "topk_method": "greedy"}, experts=True),
+    Family("starcoder2", "StarCoder2", "layer norms with biases, an MLP without a gate", {"sliding_window": WINDOW}),
+    Family("ernie4_5", "ERNIE 4.5"),
+    Family("ernie4_5_moe", "ERNIE 4.5 MoE", "experts",
+           {**EXPERTS, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+           experts=True),
+    Family("exaone4", "EXAONE 4", "windows", LAYERS),
+    Family("hunyuan_v1_dense", "Hunyuan"),
+    Family("seed_oss", "Seed-OSS"),
+    Family("arcee", "Arcee AFM", "an MLP without a gate"),
+    Family("apertus", "Apertus"),
+    Family("helium", "Helium"),
+    Family("ministral", "Ministral", "windows", LAYERS),
+    Family("minimax_m2", "MiniMax-M2", "experts", {**EXPERTS, "num_local_experts": 4, "rotary_dim": 4}, experts=True),
+    Family("dots1", "dots.llm1", "experts", {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+           "n_shared_experts": 1, "first_k_dense_replace": 1}, experts=True),
+    Family("phimoe", "Phi-3.5-MoE", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    Family("flex_olmo", "FlexOlmo", "experts",
+           {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}, experts=True),
+    Family("gpt_neox", "GPT-NeoX, Pythia", "one linear for queries, keys and values, partial RoPE"),
+    Family("persimmon", "Persimmon"),
+    Family("olmo", "OLMo"),
+    Family("phi", "Phi-2", "attention beside the MLP, partial RoPE"),
+    Family("afmoe", "Arcee Trinity", "experts, gated attention, windows", AFMOE, experts=True),
+    Family("hunyuan_v1_moe", "Hunyuan MoE", "experts", {"num_experts": 4, "moe_topk": [2, 2]}, experts=True),
+    Family("mimo_v2_flash", "MiMo-V2-Flash", "experts, windows with sinks",
+           {**EXPERTS, "n_routed_experts": 4, "num_local_experts": 4, "sliding_window": WINDOW, "n_group": 1,
+            "topk_group": 1}, experts=True),
+    Family("cohere2_moe", "Command A MoE", "experts",
+           {**EXPERTS, "num_local_experts": 4, "sliding_window": WINDOW}, experts=True),
+    Family("granitemoeshared", "Granite MoE, shared", "experts, a shared expert",
+           {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}, experts=True),
+    Family("solar_open", "Solar Open", "experts",
+           {**EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}, experts=True),
+    Family("exaone_moe", "EXAONE MoE", "experts",
+           {**EXPERTS, "n_group": 1, "topk_group": 1, "sliding_window": WINDOW}, experts=True),
+    Family("internlm3", "InternLM 3"),
+    Family("ministral3", "Ministral 3"),
+    Family("bitnet", "BitNet"),
+    Family("vaultgemma", "VaultGemma", "", {"sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    Family("gpt_bigcode", "StarCoder", "one key and value head, learned positions",
+           {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 40}),
+    Family("opt", "OPT", "learned positions", {"ffn_dim": 40, "word_embed_proj_dim": 32}),
+    Family("gemma4_text", "Gemma 4 (text)", "embeddings for each layer",
+           {"sliding_window": WINDOW, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 300,
+            "num_kv_shared_layers": 0}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`reason` is part of what the server says when it starts."""
+
+    model_type: str
+    title: str
+    reason: str
+    config: Mapping[str, object] = field(default_factory=dict)
+
+
+LAYERS_OF = "has layers of kind "
+NOT_ATTENDING = "layer 0 does not attend through our attention"
+ONE_DECODER = "only models that are one decoder are served"
+OWN_MASK = "does not hand on the attention plan or builds its own mask"
+NO_LINEARS = "has no linear attention projections to adapt"
+MANY_MATRICES = "in a form that cannot carry adapters here"
+
+REFUSED = (
+    Refusal("mamba", "Mamba", LAYERS_OF + "linear_attention"),
+    Refusal("rwkv", "RWKV", NOT_ATTENDING),
+    Refusal("jamba", "Jamba", LAYERS_OF + "linear_attention"),
+    Refusal("falcon_h1", "Falcon-H1", LAYERS_OF + "hybrid"),
+    Refusal("nemotron_h", "Nemotron-H", LAYERS_OF + "linear_attention, mlp, moe"),
+    Refusal("qwen3_next", "Qwen3-Next", LAYERS_OF + "linear_attention"),
+    Refusal("qwen3_5_text", "Qwen3.5", LAYERS_OF + "linear_attention"),
+    Refusal("recurrent_gemma", "RecurrentGemma", LAYERS_OF + "linear_attention"),
+    Refusal("minimax", "MiniMax-Text-01", LAYERS_OF + "linear_attention"),
+    Refusal("kimi_linear", "Kimi Linear", LAYERS_OF + "linear_attention"),
+    Refusal("lfm2", "LFM2", LAYERS_OF + "conv", {"layer_types": ["conv", "full_attention"]}),
+    Refusal("llama4_text", "Llama 4", LAYERS_OF + "chunked_attention", {"num_local_experts": 4}),
+    Refusal("deepseek_v32", "DeepSeek-V3.2", LAYERS_OF + "indexed_attention",
+            {**EXPERTS, **LATENT, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}),
+    Refusal("phi3", "Phi-3 128k", "RoPE of type 'longrope' depends on the longest sequence of a batch",
+            {"max_position_embeddings": 256, "rope_parameters": LONGROPE}),
+    Refusal("llama", "with dynamic RoPE", "RoPE of type 'dynamic' depends on the longest sequence of a batch",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}),
+    Refusal("t5", "T5", ONE_DECODER, {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4}),
+    Refusal("bart", "BART", ONE_DECODER, {"d_model": 32}),
+    Refusal("bert", "BERT", "attends to later tokens, too"),
+    Refusal("bloom", "BLOOM", NOT_ATTENDING, {"n_head": 4, "n_layer": 2}),
+    Refusal("mpt", "MPT", "cannot be served", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    Refusal("gpt2", "GPT-2", NO_LINEARS, {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128}),
+    Refusal("gptj", "GPT-J", "cannot be served",
+            {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 128, "rotary_dim": 4}),
+    Refusal("stablelm", "StableLM", OWN_MASK),
+    Refusal("nemotron", "Nemotron-4", OWN_MASK),
+    Refusal("doge", "Doge", OWN_MASK),
+    Refusal("diffllama", "DiffLlama", "layer 0 attends 2 times"),
+    Refusal("jetmoe", "JetMoE", MANY_MATRICES),
+)  # fmt: skip
+
+
+def make(directory: Path, family: Family) -> ModelShape:
+    """A random model whose logits differ."""
+    config = AutoConfig.for_model(family.model_type, **{**COMMON, **family.config})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Gemma's norms multiply by one more than their weight.
+    offset = 0.0 if "gemma" in family.model_type else 1.0
+    return _write(directory, model, family.model_type, offset)
+
+
+def make_refused(directory: Path, refusal: Refusal) -> ModelShape:
+    config = AutoConfig.for_model(refusal.model_type, **{**COMMON, **refusal.config})
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return _write(directory, auto.from_config(config, dtype=torch.float32), refusal.model_type, 1.0)
+
+
+def _write(directory: Path, model: torch.nn.Module, name: str, norm_offset: float) -> ModelShape:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for path, parameter in sorted(model.named_parameters()):
+            noise = torch.randn(parameter.shape, generator=generator) * 0.2
+            is_norm = "norm" in path and path.endswith("weight") and parameter.dim() == 1
+            parameter.copy_(norm_offset + noise if is_norm else noise)
+    model.save_pretrained(directory)
+    tiny_models.tokenizer().save_pretrained(directory)
+    return ModelShape(f"tiny/{name}", str(directory), tiny_models.VOCAB, 128, type(model).__name__)
+
+
+INTRODUCTION = """# Model families
+
+Made by `scripts/write-models` from `tests/support/families.py`; `tests/unit/test_families.py` does what stands
+here, with a random model of a few thousand weights for each family: two adapters are trained together, published,
+sampled and saved.
+Logprobs of training, of answers and of prompts are those of `transformers` to 1e-4 in float32, with the saved adapter
+loaded by PEFT. `make test` does the first ten; `make test-families` does all of them, and once more through a running
+server.
+
+| family | `model_type` | what is special | adapters on |
+|---|---|---|---|
+"""
+
+BETWEEN = """
+A family that is not in the table is served if what is checked at start holds: every layer attends once, to all tokens
+before or to the window that its configuration speaks of, and logits of packed rows are the model's own. What
+`train_mlp` trains of a mixture are its experts, its shared experts and its dense layers; a router is never adapted
+([decisions](decisions.md)). A saved adapter of experts is in PEFT's format (`target_parameters`); an export
+(`save_weights_external`) is what `tinker_cookbook.weights` merges and converts.
+
+## What is refused at start
+
+| family | `model_type` | the reason says |
+|---|---|---|
+"""
+
+
+def render() -> str:
+    served, refused = [], []
+    for family in FAMILIES:
+        on = "attention, MLP, experts, unembedding" if family.experts else "attention, MLP, unembedding"
+        served.append(f"| {family.title} | `{family.model_type}` | {family.what} | {on} |\n")
+    for refusal in REFUSED:
+        refused.append(f"| {refusal.title} | `{refusal.model_type}` | {refusal.reason} |\n")
+    return INTRODUCTION + "".join(served) + BETWEEN + "".join(refused)

@@ -1,0 +1,126 @@
+"""A live server as a process of its own, for tests that drive it with the real SDK."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import sqlalchemy as sa
+
+from support.databases import database_url
+from tinsmith.db.database import Database
+
+API_KEY = "tml-test"
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServer:
+    url: str
+    data_dir: Path
+    process: subprocess.Popen[bytes]
+
+    def post(self, path: str, json: object) -> httpx.Response:
+        return httpx.post(f"{self.url}/api/v1/{path}", json=json, headers={"X-API-Key": API_KEY}, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": API_KEY}, timeout=60)
+
+    def count(self, table: str) -> int:
+        """The rows of a table, or of `TABLE WHERE ...`, as they are in the server's database."""
+        database = Database(database_url(self.data_dir) or f"sqlite:///{self.data_dir / 'tinsmith.db'}")
+        with database.read() as connection:
+            count = connection.scalar(sa.text(f"SELECT count(*) FROM {table}"))
+        database.close()
+        return int(count or 0)
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes: the server's children."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def stop(self, how: signal.Signals = signal.SIGTERM, timeout_s: float = 30) -> int:
+        self.process.send_signal(how)
+        return self.process.wait(timeout_s)
+
+
+def freeze(pid: int, data_dir: Path) -> None:
+    """Stops a process in its tracks, but never while it holds the write lock of the SQLite file in `data_dir`: a
+    process that stands still in the middle of a commit stops every other writer, which is not what a test is about."""
+    while True:
+        os.kill(pid, signal.SIGSTOP)
+        if not (path := data_dir / "tinsmith.db").exists():
+            return
+        with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as probe:
+            try:
+                probe.execute("BEGIN IMMEDIATE")
+                probe.execute("ROLLBACK")
+                return
+            except sqlite3.OperationalError:
+                os.kill(pid, signal.SIGCONT)
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def serving(
+    data_dir: Path,
+    *arguments: str,
+    port: int | None = None,
+    settings: Mapping[str, str] | None = None,
+    before: str = "",
+) -> Iterator[LiveServer]:
+    """`tinsmith serve` on a free port, until the end of the block. `settings` are TINSMITH_* variables; `before` is
+    code that its process runs first.
+    """
+    port = port or free_port()
+    data_dir.mkdir(parents=True, exist_ok=True)
+    module = ["-c", f"{before}\nfrom tinsmith.cli.main import main\nmain()"] if before else ["-m", "tinsmith.cli"]
+    command = [sys.executable, *module, "serve", "--port", str(port), "--data-dir", str(data_dir)]
+    log_path = data_dir / "server.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log, env=environment(data_dir, settings))
+    server = LiveServer(f"http://127.0.0.1:{port}", data_dir, process)
+    try:
+        _await_answer(server, log_path)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                raise
+
+
+def environment(data_dir: Path, settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Of a server on this data directory, and of a command that is to find its database."""
+    given = {"DATABASE_URL": database_url(data_dir), **(settings or {})}
+    return {**os.environ, **{f"TINSMITH_{name}": value for name, value in given.items()}}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_answer(server: LiveServer, log_path: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if server.get("healthz").status_code == 200:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start:\n{log_path.read_text()[-4000:]}")

@@ -1,0 +1,217 @@
+"""Adapters as files and as versions: PEFT reads them, training goes on bit for bit, nothing foreign slips in."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support import tiny_models
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.adapters import Adapter
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.errors import UserError
+from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def shape(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def backend(shape: ModelShape) -> TorchBackend:
+    return TorchBackend(shape, device="cpu")
+
+
+def train(backend: TorchBackend, model_id: str, steps: range) -> list[float]:
+    seen = []
+    for step in steps:
+        rng = np.random.default_rng(step)
+        tokens = rng.integers(0, tiny_models.VOCAB, 20)
+        inputs = {"target_tokens": np.roll(tokens, -1), "weights": np.ones(20, np.float32)}
+        datum = Datum(tokens.astype(np.int32), inputs)
+        (result,) = backend.run_passes([Pass("r", model_id, (datum,), "cross_entropy", {}, False)])
+        assert isinstance(result, PassResult)
+        seen.append(result.metrics["loss:sum"])
+        backend.optim_step([OptimStep("o", model_id, AdamParams(5e-3, weight_decay=0.01))])
+    return seen
+
+
+def logits(backend: TorchBackend, adapter: Adapter) -> Tensor:
+    tokens = torch.arange(3, 15)
+    routing = Routing.of([adapter], [12])
+    with torch.no_grad():
+        return backend.base.logits(backend.base.hidden(tokens, torch.arange(12), PackedCausal([12]), routing), routing)
+
+
+SUBSETS = [(True, True, True), (True, False, False), (False, True, False), (False, False, True), (True, False, True)]
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_peft_computes_the_same_logits(backend: TorchBackend, tmp_path: Path, subset: tuple[bool, bool, bool]) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    backend.create_model("m", LoraSpec(4, 0, *subset))
+    train(backend, "m", range(4))
+    backend.save("m", tmp_path, optimizer=False)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["bias"], config["task_type"]) == (4, 32, "none", "CAUSAL_LM")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    base = AutoModelForCausalLM.from_pretrained(backend.base.shape.path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.PeftModel.from_pretrained(base, tmp_path)
+    adapted = {name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert {name.removeprefix("base_model.model.") for name in adapted} == backend._models["m"].adapter.weights.keys()
+    with torch.no_grad():
+        theirs = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits(backend, backend._models["m"].adapter), theirs, rtol=1e-4, atol=1e-4)
+    fresh = TorchBackend(backend.base.shape, device="cpu")
+    fresh.create_model("m", LoraSpec(4, 0, *subset))
+    assert not torch.allclose(logits(fresh, fresh._models["m"].adapter), theirs, atol=1e-2)
+
+
+def test_training_goes_on_bit_for_bit_after_a_load(backend: TorchBackend, shape: ModelShape, tmp_path: Path) -> None:
+    spec = LoraSpec(4, seed=1)
+    backend.create_model("m", spec)
+    train(backend, "m", range(3))
+    backend.save("m", tmp_path, optimizer=True)
+    straight = train(backend, "m", range(3, 6))
+    other = TorchBackend(shape, device="cpu")
+    other.load("n", spec, tmp_path, optimizer=True)
+    assert train(other, "n", range(3, 6)) == straight
+    assert torch.equal(other._models["n"].adapter.flat_P, backend._models["m"].adapter.flat_P)
+    other.load("without", spec, tmp_path, optimizer=False)
+    assert train(other, "without", range(3, 6)) != straight
+
+
+def test_an_untrained_model_can_be_saved_with_its_optimizer(backend: TorchBackend, tmp_path: Path) -> None:
+    spec = LoraSpec(4, seed=1)
+    backend.create_model("m", spec)
+    backend.save("m", tmp_path, optimizer=True)
+    backend.load("n", spec, tmp_path, optimizer=True)
+    assert train(backend, "m", range(3)) == train(backend, "n", range(3))
+
+
+def test_a_pending_gradient_is_not_saved(backend: TorchBackend, tmp_path: Path) -> None:
+    backend.create_model("m", LoraSpec(4, seed=1))
+    datum = Datum(np.arange(5, dtype=np.int32), {"target_tokens": np.arange(5), "weights": np.ones(5, np.float32)})
+    backend.run_passes([Pass("r", "m", (datum,), "cross_entropy", {}, False)])
+    backend.save("m", tmp_path, optimizer=True)
+    backend.load("n", LoraSpec(4, seed=1), tmp_path, optimizer=True)
+    assert backend._models["n"].gradient_P is None
+
+
+def test_a_version_is_a_copy_that_training_does_not_touch(backend: TorchBackend) -> None:
+    backend.create_model("m", LoraSpec(4, seed=1))
+    train(backend, "m", range(2))
+    backend.publish("m", "v")
+    held = backend._versions["v"]
+    before = logits(backend, held)
+    assert torch.equal(before, logits(backend, backend._models["m"].adapter))
+    train(backend, "m", range(2, 4))
+    assert torch.equal(before, logits(backend, held))
+    assert not torch.equal(before, logits(backend, backend._models["m"].adapter))
+    backend.publish("m", "v")
+    assert backend._versions["v"] is not held and torch.equal(before, logits(backend, held))
+    backend.unload_model("m")
+    assert backend.has_version("v") and not backend.has_model("m")
+    backend.drop_version("v")
+    backend.drop_version("v")
+    assert not backend.has_version("v")
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_a_version_survives_its_file(backend: TorchBackend, tmp_path: Path, subset: tuple[bool, bool, bool]) -> None:
+    backend.create_model("m", LoraSpec(4, 1, *subset))
+    train(backend, "m", range(2))
+    backend.publish("m", "v")
+    backend.save_version("v", tmp_path / "a")
+    backend.save("m", tmp_path / "b", optimizer=False)
+    backend.load_version("w", tmp_path / "a")
+    assert torch.equal(*(logits(backend, backend._versions[name]) for name in "vw"))
+    assert (tmp_path / "a/adapter_model.safetensors").read_bytes() == (
+        tmp_path / "b/adapter_model.safetensors"
+    ).read_bytes()
+
+
+def test_a_foreign_peft_adapter_keeps_its_own_alpha(backend: TorchBackend, tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(backend.base.shape.path)
+    config = peft.LoraConfig(
+        r=6, lora_alpha=10, target_modules=["q_proj", "v_proj"], use_rslora=True, task_type="CAUSAL_LM"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(base, config)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    model.save_pretrained(tmp_path)
+    backend.load_version("v", tmp_path)
+    with torch.no_grad():
+        theirs = model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits[0]
+    torch.testing.assert_close(logits(backend, backend._versions["v"]), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_by_name(backend: TorchBackend, tmp_path: Path) -> None:
+    spec = LoraSpec(4, seed=1)
+    backend.create_model("m", spec)
+    backend.save("m", tmp_path, optimizer=False)
+    with pytest.raises(UserError, match="holds no optimizer state"):
+        backend.load("n", spec, tmp_path, optimizer=True)
+    with pytest.raises(UserError, match="has rank 4 on 15 linears; lora_config asks for rank 8 on 15"):
+        backend.load("n", LoraSpec(8), tmp_path, optimizer=False)
+    with pytest.raises(UserError, match="asks for rank 4 on 9"):
+        backend.load("n", LoraSpec(4, train_mlp=False), tmp_path, optimizer=False)
+    with pytest.raises(UserError, match=r"there is no adapter_config\.json"):
+        backend.load_version("v", tmp_path / "nowhere")
+    assert not backend.has_model("n") and not backend.has_version("v")
+    config_path, weights_path = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    good = json.loads(config_path.read_text())
+    for change, message in (
+        ({"use_dora": True}, "use_dora"),
+        ({"bias": "all"}, "bias"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"peft_type": "IA3"}, "does not describe a LoRA"),
+        ({"r": 5}, "must have lora_A"),
+        ({"r": "4"}, "r is '4'"),
+    ):
+        config_path.write_text(json.dumps({**good, **change}))
+        with pytest.raises(UserError, match=message):
+            backend.load_version("v", tmp_path)
+    config_path.write_text(json.dumps(good))
+    tensors = load_file(weights_path)
+    save_file(
+        {**tensors, "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(4, 64)}, weights_path
+    )
+    with pytest.raises(UserError, match="cannot carry"):
+        backend.load_version("v", tmp_path)
+    weights_path.write_bytes(b"not safetensors")
+    with pytest.raises(UserError, match="is not a safetensors file"):
+        backend.load_version("v", tmp_path)
+
+
+def test_unknown_models_and_versions_are_refused(backend: TorchBackend, tmp_path: Path) -> None:
+    for call in (
+        lambda: backend.publish("x", "v"),
+        lambda: backend.save("x", tmp_path, optimizer=False),
+        lambda: backend.save_version("x", tmp_path),
+    ):
+        with pytest.raises(UserError, match="'x' is not loaded"):
+            call()
+    backend.unload_model("x")

@@ -1,0 +1,220 @@
+"""The architecture as tests: which package may import which, what a process may load, and how large things may grow."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tinsmith"
+GENERATED = {"tinker_public_pb2"}
+
+# Entry of the first level -> the others that it may import. `types` and `wire` are the floor. Stores know SQL and no
+# device; backends and samplers, which are one layer, know a device and neither SQL nor HTTP; they meet in `engine`.
+VALUES = {"errors", "types"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "settings": {"errors"},
+    "runtime": {"errors"},
+    "losses": VALUES,
+    "base_models": VALUES,
+    "plan": {"errors"},
+    "wire": VALUES,
+    "chat": VALUES | {"base_models", "wire"},
+    "db": {"errors", "runtime"},
+    "telemetry": {"db", "errors"},
+    "storage": {"errors", "runtime", "settings"},
+    "store": VALUES | {"db", "runtime", "storage", "telemetry"},
+    "auth": {"db", "errors", "store"},
+    "exchange": VALUES | {"storage", "store"},
+    "cluster": VALUES | {"auth", "base_models", "db", "runtime", "settings", "store", "telemetry"},
+    "batch": VALUES
+    | {"auth", "base_models", "chat", "cluster", "db", "runtime", "settings", "storage", "store", "wire"},
+    "backends": VALUES | {"losses", "plan", "runtime", "samplers"},
+    "samplers": VALUES | {"backends", "plan"},
+    "engine": VALUES
+    | {"backends", "base_models", "cluster", "db", "losses", "plan", "runtime", "samplers", "settings", "storage"}
+    | {"store", "telemetry", "wire"},
+    "api": VALUES
+    | {"auth", "base_models", "batch", "chat", "cluster", "db", "exchange", "losses", "runtime", "settings", "storage"}
+    | {"store", "telemetry", "wire"},
+    "server": VALUES
+    | {"api", "auth", "base_models", "batch", "chat", "cluster", "db", "runtime", "settings", "storage", "store"}
+    | {"telemetry", "wire"},
+    "cli": {"auth", "base_models", "batch", "cluster", "db", "errors", "exchange", "plan", "runtime", "server"}
+    | {"settings", "storage", "telemetry"},
+}
+ONE_LAYER = {frozenset({"backends", "samplers"})}
+"""Packages that import each other: a sampler decodes with the backend's model."""
+
+# Process entry -> libraries that importing it must not load.
+MUST_NOT_LOAD = {
+    "tinsmith.server.process": (
+        "torch",
+        "transformers",
+        "ray",
+        "vllm",
+        "tinker",
+        "peft",
+        "obstore",
+        "pyarrow",
+        "tinsmith.batch.worker.child",
+    ),
+    "tinsmith.batch.worker.worker": ("sqlalchemy", "starlette", "httpx", "numpy", "obstore", "pyarrow", "torch"),
+    "tinsmith.engine.__main__": ("starlette", "uvicorn", "fastapi", "tinker", "peft", "torch", "alembic"),
+    "tinsmith.cli.main": ("torch", "transformers", "starlette", "sqlalchemy", "tinker", "ray"),
+    "tinsmith.backends.torch": ("sqlalchemy", "starlette", "uvicorn", "tinker", "peft"),
+}
+
+MAX_FILE_LINES = 900
+MAX_FUNCTION_LINES = 60
+
+# What the tree may grow to. Lower a bound when the tree has shrunk; raising one needs a reason.
+MAX_LINES = 60_000
+MAX_MODULES = 320
+MAX_FIRST_LEVEL = 24
+MAX_SMALL_MODULES = 13
+"""Modules of under 80 lines with one importer: such a module belongs in its importer."""
+
+
+def source_files() -> list[Path]:
+    """All modules but generated ones; a migration is history and stays as it was generated."""
+    return [
+        path for path in sorted(SOURCE.rglob("*.py")) if path.stem not in GENERATED and path.parent.name != "versions"
+    ]
+
+
+def name_of(path: Path) -> str:
+    """Of a module, without `tinsmith.`; the package itself is ""."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {name_of(path): path for path in source_files()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of tinsmith that a file imports, wherever in the file it does so, also for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package != "tinsmith":
+                continue
+            while rest and rest not in modules():
+                rest = rest.rpartition(".")[0]
+            yield rest
+
+
+@cache
+def graph() -> dict[str, set[str]]:
+    return {name: set(imported(path)) - {name, ""} for name, path in modules().items()}
+
+
+def cycles() -> list[list[str]]:
+    """Groups of modules of which each imports all others, directly or not (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph()[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph():
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_a_package_imports_only_what_the_table_allows() -> None:
+    forbidden = [
+        f"{module} imports {other}"
+        for module, others in graph().items()
+        for other in sorted(others)
+        if module and (top := module.split(".")[0]) != (below := other.split(".")[0]) and below not in MAY_IMPORT[top]
+    ]
+    assert not forbidden
+
+
+def test_the_table_has_a_row_for_each_entry_of_the_first_level() -> None:
+    assert set(MAY_IMPORT) == {name.split(".")[0] for name in modules()} - {""}
+    assert len(MAY_IMPORT) + 1 <= MAX_FIRST_LEVEL
+
+
+def test_the_table_has_no_cycle() -> None:
+    for package, others in MAY_IMPORT.items():
+        for other in others:
+            assert package not in MAY_IMPORT[other] or frozenset({package, other}) in ONE_LAYER, (package, other)
+
+
+def test_no_module_is_in_an_import_cycle() -> None:
+    assert not cycles()
+
+
+def test_the_tree_does_not_grow_back() -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
+    importers = {name: [other for other, found in graph().items() if name in found] for name in modules()}
+    small = [
+        name
+        for name, path in modules().items()
+        if lines[name] < 80 and len(importers[name]) == 1 and path.name not in ("__init__.py", "__main__.py")
+    ]
+    assert sum(lines.values()) <= MAX_LINES
+    assert len(lines) <= MAX_MODULES
+    assert len(small) <= MAX_SMALL_MODULES, small
+
+
+@pytest.mark.parametrize("entry", MUST_NOT_LOAD)
+def test_a_process_does_not_load_what_it_must_not(entry: str) -> None:
+    script = f"import {entry}, sys, json; print(json.dumps(sorted(sys.modules)))"
+    loaded = json.loads(subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout)
+    assert not set(MUST_NOT_LOAD[entry]) & set(loaded)
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_FILE_LINES
+    assert text.isascii(), "not ASCII"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno <= MAX_FUNCTION_LINES, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_cancelled_task_is_cancelled(path: Path) -> None:
+    # Until Python 3.12, wait_for drops a cancellation that comes in the moment in which what it waits for is there.
+    assert "asyncio.wait_for(" not in path.read_text(), "use `async with asyncio.timeout(...)`"

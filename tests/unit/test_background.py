@@ -1,0 +1,187 @@
+"""Background work that raises is logged, counted and begun again, in the server as in a test."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+import tinsmith.server.process as serving
+from support.databases import fresh_url
+from tinsmith.batch.coordinator.coordinator import Coordinator
+from tinsmith.batch.coordinator.state import BatchJobs
+from tinsmith.db.database import Database
+from tinsmith.runtime.background import STEADY_S, Background, Pauses, kept_thread
+from tinsmith.settings import Settings
+
+SOURCE = Path(serving.__file__).parent
+
+TASKS_OF_THEIR_CALLERS = {
+    "background.py": "keeps them",
+    "batch/coordinator/coordinator.py": "one for each job, whose end it notes",
+    "batch/pools/ray.py": "a driver's answers, for as long as its process",
+    "batch/pools/ray_driver.py": "one for each worker, reported to the coordinator",
+    "batch/coordinator/model_gateway.py": "one for each question, whose error is its answer",
+    "batch/coordinator/job_run.py": "parts of one job, which ends with them",
+    "cluster/supervisor.py": "waits that their creator awaits",
+    "api/routes/futures.py": "a poll's look at its connection",
+    "api/openai/streaming.py": "parts of one answer",
+    "samplers/remote/connection.py": "waits that their creator awaits",
+    "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
+    "server.py": "waits that their creator awaits",
+}
+"""The files that create tasks of their own, and who notices the end of those."""
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def test_work_that_raises_is_counted_logged_and_begun_again() -> None:
+    failures: Counter[str] = Counter()
+    begun: list[int] = []
+
+    async def work() -> None:
+        begun.append(1)
+        if len(begun) < 4:
+            raise RuntimeError("nothing expected this")
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        background = Background(lambda name: failures.update([name]), first_pause_s=0.001)
+        task = background.start("sweeps", work, pool="default")
+        await until(lambda: len(begun) == 4)
+        assert not task.done()
+        await background.stop()
+        assert task.cancelled()
+
+    with capture_logs() as lines:
+        asyncio.run(main())
+    assert failures == {"sweeps": 3}
+    told = [line for line in lines if line["log_level"] == "error"]
+    assert [(line["task"], line["pool"]) for line in told] == [("sweeps", "default")] * 3
+    assert isinstance(told[0]["exc_info"], RuntimeError)
+
+
+def test_work_that_returns_has_ended() -> None:
+    async def work() -> None: ...
+
+    async def main() -> None:
+        background = Background()
+        await background.start("once", work)
+        await background.stop()
+
+    asyncio.run(main())
+
+
+def test_pauses_double_up_to_a_bound_and_start_again_after_steady_work() -> None:
+    pauses = Pauses(first_s=0.2, longest_s=1.0)
+    assert [pauses.after(0.0) for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
+    assert pauses.after(STEADY_S) == 0.2
+    assert pauses.after(0.0) == 0.4
+
+
+def test_a_thread_is_kept_as_a_task_is() -> None:
+    failures: Counter[str] = Counter()
+    begun: list[int] = []
+
+    def work() -> None:
+        begun.append(1)
+        if len(begun) < 3:
+            raise RuntimeError("nothing expected this")
+
+    kept_thread("lease", work, lambda _pause_s: False, lambda name: failures.update([name])).join(20)
+    assert (len(begun), failures) == (3, {"lease": 2})
+
+
+def test_a_thread_that_pauses_ends_when_its_work_is_over() -> None:
+    def work() -> None:
+        raise RuntimeError("nothing expected this")
+
+    ended = threading.Event()
+    ended.set()
+    thread = kept_thread("lease", work, ended.wait)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: Counter[str] = Counter()
+    jobs = BatchJobs(Database(fresh_url(tmp_path)))
+    looks: list[int] = []
+    waiting = jobs.waiting
+
+    def once_broken(holder: str) -> list[int]:
+        looks.append(1)
+        if len(looks) == 1:
+            raise KeyError("nothing expected this")
+        return waiting(holder)
+
+    monkeypatch.setattr(jobs, "waiting", once_broken)
+
+    async def main() -> None:
+        background = Background(lambda name: failures.update([name]), first_pause_s=0.001)
+        coordinator = Coordinator(Settings(data_dir=tmp_path), jobs, "here")
+        coordinator.start(background)
+        await until(lambda: len(looks) >= 2)
+        await coordinator.stop()
+
+    asyncio.run(main())
+    assert failures == {"batch_coordinator": 1}
+    jobs._db.close()
+
+
+@pytest.mark.parametrize("name", ["_poll_slowly", "janitor", "keeper"])
+def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each of a server's own loops fails once, at its first step, in a way that it does not expect."""
+    from tinsmith.batch.openai.reconciler import Keeper
+    from tinsmith.server.janitor import Janitor
+
+    steps: list[int] = []
+
+    def broken_once() -> None:
+        steps.append(1)
+        if len(steps) == 1:
+            raise KeyError("nothing expected this")
+
+    async def look(*_args: object) -> dict[str, int | None]:
+        broken_once()
+        return {}
+
+    monkeypatch.setattr(serving, "SAFETY_POLL_S", 0.001)
+    if name == "_poll_slowly":
+        monkeypatch.setattr(serving, "look_for_lost", look)
+    elif name == "janitor":
+        monkeypatch.setattr(Janitor, "_sweep_alone", lambda _self: broken_once())
+    else:
+        monkeypatch.setattr(Keeper, "look", lambda _self: broken_once())
+    (tmp_path / "data").mkdir()
+    settings = Settings(
+        data_dir=tmp_path / "data", port=0, backend="fake", engines=0, batch_workers=0, session_sweep_s=0.001
+    )
+    server = serving.build(settings)
+
+    async def main() -> None:
+        async with server.app.router.lifespan_context(server.app):
+            await until(lambda: len(steps) >= 2)
+
+    asyncio.run(main())
+    task = {"_poll_slowly": "lost_wake_ups", "janitor": "janitor", "keeper": "openai_batches"}[name]
+    text = server.app.state.services.meters._background.labels(task)._value.get()
+    assert text == 1.0
+
+
+def test_tasks_are_created_only_where_their_end_is_noticed() -> None:
+    creating = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if "asyncio.create_task(" in path.read_text()
+    }
+    assert creating == set(TASKS_OF_THEIR_CALLERS)

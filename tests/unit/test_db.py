@@ -1,0 +1,322 @@
+"""The schema that migrations make is the one that the code uses; transactions do what they are for."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from support.databases import POSTGRES, SQLITE, bare_url
+from tinsmith.db.database import IDLE_IN_TRANSACTION_S, Database, sqlalchemy_url
+from tinsmith.db.schema import ENGINES, FUTURES, METADATA
+from tinsmith.errors import SettingsError
+
+ROW = {"base_model": "a", "engine_id": "b", "pid": 1, "state": "ready", "reason": None, "started_at": 0.0}
+
+
+@pytest.fixture
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    made = Database(bare_url(tmp_path, database_kind))
+    made.migrate()
+    yield made
+    made.close()
+
+
+def schema(db: Database) -> dict[str, object]:
+    """Everything that the database itself says of its tables."""
+    inspector = sa.inspect(db.engine)
+    return {
+        table: (
+            {column["name"]: (str(column["type"]), column["nullable"]) for column in inspector.get_columns(table)},
+            inspector.get_pk_constraint(table)["constrained_columns"],
+            sorted(unique["column_names"] for unique in inspector.get_unique_constraints(table)),
+            sorted(str(index["column_names"]) for index in inspector.get_indexes(table)),
+        )
+        for table in sorted(set(inspector.get_table_names()) - {"alembic_version"})
+    }
+
+
+def test_migrations_make_exactly_the_tables_of_the_code(db: Database) -> None:
+    with db.engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, METADATA) == []
+
+
+def test_migrations_make_the_same_schema_as_the_code(db: Database, tmp_path: Path, database_kind: str) -> None:
+    (tmp_path / "code").mkdir()
+    by_code = Database(bare_url(tmp_path / "code", database_kind))
+    METADATA.create_all(by_code.engine)
+    assert schema(db) == schema(by_code)
+    by_code.close()
+
+
+def test_arrivals_are_never_used_again(db: Database) -> None:
+    # A rowid that came back after a deletion would be taken for one that the engine has read already.
+    rows = {"tenant_id": "a", "session_id": "s", "base_model": "b", "kind": "sample", "state": "pending"}
+    arrivals = []
+    for name in "ab":
+        with db.write() as connection:
+            added = FUTURES.insert().values(request_id=name, num_tokens=0, body_bytes=0, created_at=0.0, **rows)
+            arrivals.append(connection.execute(added.returning(FUTURES.c.arrival)).scalar_one())
+            connection.execute(FUTURES.delete())
+    assert arrivals[1] > arrivals[0]
+
+
+def test_migrating_again_changes_nothing(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW)
+    before = schema(db)
+    db.migrate()
+    assert schema(db) == before
+    with db.read() as connection:
+        assert connection.scalar(sa.select(ENGINES.c.pid)) == 1
+
+
+MIGRATE = """
+import pathlib, sys, time
+from tinsmith.db import Database
+db = Database(sys.argv[1])
+sys.stdout.write("ready")
+sys.stdout.flush()
+sys.stdin.read(1)
+db.migrate()
+db.close()
+"""
+
+
+def test_processes_may_migrate_at_once(tmp_path: Path, database_kind: str) -> None:
+    url = bare_url(tmp_path, database_kind)
+    command = [sys.executable, "-c", MIGRATE, url]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.read(5) == b"ready"
+    for process in processes:  # all at one moment
+        assert process.stdin is not None
+        process.stdin.write(b"x")
+        process.stdin.flush()
+    complaints = [process.communicate(timeout=60)[1].decode()[-1000:] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], complaints
+    db = Database(url)
+    with db.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    db.close()
+
+
+def test_a_new_file_whose_writer_is_not_done_is_waited_for(tmp_path: Path) -> None:
+    # SQLite itself does not wait here, whatever its timeout: two processes that open a new database meet like this.
+    path = tmp_path / "new.sqlite"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE early (x)")
+    release = threading.Timer(0.3, other.execute, ["COMMIT"])
+    release.start()
+    db = Database(f"sqlite:///{path}")
+    with db.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA journal_mode").scalar() == "wal"
+        assert sa.inspect(connection).get_table_names() == ["early"]
+    release.join()
+    other.close()
+    db.close()
+
+
+def test_a_failed_write_leaves_nothing(db: Database) -> None:
+    with pytest.raises(RuntimeError), db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW)
+        raise RuntimeError
+    with db.read() as connection:
+        assert connection.scalar(sa.select(sa.func.count()).select_from(ENGINES)) == 0
+
+
+def test_writers_take_turns_where_they_must_and_readers_do_not_wait(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW | {"pid": 0})
+    # On Postgres a row that is read to be changed must be locked; on SQLite this says nothing.
+    to_change = sa.select(ENGINES.c.pid).with_for_update()
+
+    def add() -> None:
+        for _ in range(50):
+            with db.write() as connection:
+                pid = connection.scalar(to_change)
+                connection.execute(ENGINES.update().values(pid=(pid or 0) + 1))
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with db.write() as writing:
+        writing.execute(ENGINES.update().values(pid=-1))
+        with db.read() as reading:
+            assert reading.scalar(sa.select(ENGINES.c.pid)) == 200, "no increment was lost, none uncommitted is seen"
+
+
+def test_an_error_does_not_repeat_what_was_sent(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW)
+    with pytest.raises(sa.exc.IntegrityError) as caught, db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW | {"reason": "a-secret-body"})
+    assert "a-secret-body" not in str(caught.value)
+
+
+# Old schemas and new ones.
+
+DUMPS = sorted((Path(__file__).parents[1] / "data").glob("schema-*.sql"))
+
+
+def restored(dump: Path, tmp_path: Path) -> Database:
+    """The database of an earlier release, with a row in every table (`scripts/write-schema-dump`)."""
+    _, kind, _ = dump.name.split(".")
+    db = Database(bare_url(tmp_path, kind))
+    connection = db.engine.raw_connection()
+    if kind == SQLITE:
+        connection.driver_connection.executescript(dump.read_text())  # type: ignore[union-attr]
+    else:
+        connection.cursor().execute(dump.read_text())
+    connection.commit()
+    connection.close()
+    return db
+
+
+def rows_of(db: Database) -> dict[str, list[dict[str, object]]]:
+    found = sa.MetaData()
+    found.reflect(db.engine)
+    with db.read() as connection:
+        return {
+            table.name: [dict(row._mapping) for row in connection.execute(sa.select(table))]
+            for table in found.sorted_tables
+            if table.name != "alembic_version"
+        }
+
+
+@pytest.mark.parametrize("dump", DUMPS, ids=lambda dump: dump.stem)
+def test_a_database_of_an_earlier_release_is_migrated_with_its_rows_and_back(dump: Path, tmp_path: Path) -> None:
+    db = restored(dump, tmp_path)
+    before, old_schema = rows_of(db), schema(db)
+    assert before and all(len(rows) == 1 for rows in before.values())
+    db.migrate()
+    with db.engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    after = rows_of(db)
+    for table, (row,) in before.items():
+        assert row.items() <= after[table][0].items(), table
+    with db.migrations() as config:
+        command.downgrade(config, dump.stem.removeprefix("schema-").split(".")[0])
+    assert rows_of(db) == before
+    assert schema(db) == old_schema
+    db.close()
+
+
+def test_every_earlier_schema_has_its_dumps() -> None:
+    versions = Path(__file__).parents[2] / "src" / "tinsmith" / "migrations" / "versions"
+    revisions = sorted(path.name[:4] for path in versions.glob("[0-9]*.py"))
+    expected = {f"schema-{revision}.{kind}.sql" for revision in revisions[:-1] for kind in (SQLITE, POSTGRES)}
+    assert {dump.name for dump in DUMPS} >= expected
+
+
+def test_a_schema_of_a_newer_release_is_refused_and_left_alone(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
+    before = schema(db)
+    with pytest.raises(SettingsError, match=r"schema version 9999.* a newer Tinsmith made it; upgrade this one"):
+        db.migrate()
+    assert schema(db) == before
+
+
+# Addresses.
+
+
+def test_postgres_is_reached_by_the_same_driver_whatever_the_url_calls_it() -> None:
+    for scheme in ("postgres", "postgresql", "postgresql+psycopg"):
+        assert sqlalchemy_url(f"{scheme}://user:pass@host/name?x=y") == "postgresql+psycopg://user:pass@host/name?x=y"
+    assert sqlalchemy_url("sqlite:///a.db") == "sqlite:///a.db"
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("mysql://host/name", "database_url begins with 'mysql://'"),
+        ("nothing", "database_url"),
+        ("postgresql://nobody:a-password@127.0.0.1:1/none", "cannot be reached"),
+        ("postgresql://host:port/name", "database_url"),
+    ],
+)
+def test_a_database_that_cannot_be_is_refused_without_its_password(url: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=words) as caught:
+        Database(url).migrate()
+    assert "a-password" not in str(caught.value)
+
+
+def test_one_does_alone_what_nobody_else_may_do_now(tmp_path: Path) -> None:
+    url = bare_url(tmp_path, POSTGRES)
+    one, two = Database(url), Database(url)
+    with one.alone("janitor") as first, two.alone("janitor") as second, two.alone("other") as other:
+        assert (first, second, other) == (True, False, True)
+    with two.alone("janitor") as second:
+        assert second
+    one.close()
+    two.close()
+
+
+def test_a_process_that_is_stopped_in_a_transaction_does_not_hold_its_locks_for_ever(tmp_path: Path) -> None:
+    db = Database(bare_url(tmp_path, POSTGRES))
+    with db.read() as connection:
+        assert connection.scalar(sa.text("SHOW idle_in_transaction_session_timeout")) == f"{IDLE_IN_TRANSACTION_S}s"
+    db.close()
+
+
+def test_a_connection_that_was_cut_is_replaced(tmp_path: Path) -> None:
+    db = Database(bare_url(tmp_path, POSTGRES))
+    me = sa.text("SELECT pg_backend_pid()")
+    with db.read() as connection:
+        cut = connection.scalar(me)
+    other = Database(db.url)
+    with other.read() as connection:
+        connection.execute(sa.text(f"SELECT pg_terminate_backend({cut})"))
+    with db.write() as connection:
+        assert connection.scalar(me) != cut
+    other.close()
+    db.close()
+
+
+def test_a_writer_in_a_hurry_writes_at_once_or_not_at_all(tmp_path: Path) -> None:
+    db = Database(bare_url(tmp_path, SQLITE), patience_s=600)
+    db.migrate()
+    with db.write_at_once() as connection:
+        assert connection is not None
+        connection.execute(ENGINES.insert().values(ROW))
+    with db.write(), db.write_at_once() as connection:  # another thread of this process would be the same
+        assert connection is None
+    with sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with db.write_at_once() as connection:
+            assert connection is None
+        other.execute("ROLLBACK")
+    with pytest.raises(ZeroDivisionError), db.write_at_once() as connection:
+        assert connection is not None
+        connection.execute(ENGINES.insert().values(ROW | {"engine_id": "c"}))
+        raise ZeroDivisionError
+    with db.write_at_once() as connection:
+        assert connection is not None
+        assert connection.scalars(sa.select(ENGINES.c.engine_id)).all() == ["b"]
+        assert connection.exec_driver_sql("PRAGMA wal_autocheckpoint").scalar() == 0
+    db.close()
+
+
+def test_the_fence_holds_for_writers_in_a_hurry(tmp_path: Path) -> None:
+    def fence(_connection: sa.Connection) -> None:
+        raise ZeroDivisionError
+
+    db = Database(bare_url(tmp_path, SQLITE), fence)
+    with pytest.raises(ZeroDivisionError), db.write_at_once():
+        pass
+    db.close()

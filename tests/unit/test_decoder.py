@@ -1,0 +1,314 @@
+"""The layers that are written out give what the modules give, adapters included, and refuse what they do not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
+
+from support import tiny_models
+from tinsmith.backends.torch import banks as banks_module
+from tinsmith.backends.torch import transformer as decoder_module
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.types import LoraSpec, ModelShape
+
+LENGTHS = [3, 17, 1, 20, 2]
+
+
+def other(config: PreTrainedConfig, directory: Path) -> ModelShape:
+    """A model that tests/support/tiny_models.py has no name for."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(directory)
+    tiny_models.tokenizer().save_pretrained(directory)
+    return ModelShape("tiny/other", str(directory), tiny_models.VOCAB, 256, type(model).__name__)
+
+
+def loaded(directory: Path, arch: str, dtype: str = "float32") -> BaseModel:
+    if arch == "mistral":
+        shape = other(MistralConfig(**tiny_models._COMMON, sliding_window=6), directory)
+    elif arch == "qwen2":
+        shape = other(Qwen2Config(**tiny_models._COMMON, tie_word_embeddings=False), directory)
+    else:
+        shape = tiny_models.make(directory, arch)
+    return BaseModel.load(shape, device="cpu", dtype=dtype)
+
+
+def adapter(
+    base: BaseModel, seed: int, rank: int, *, attn: bool = True, mlp: bool = True, unembed: bool = False
+) -> Adapter:
+    spec = LoraSpec(rank=rank, seed=seed, train_attn=attn, train_mlp=mlp, train_unembed=unembed)
+    layout = layout_for(spec, base.adaptable())
+    flat_P = initialise(layout, seed, base.device)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b_Or in layout.views(flat_P).values():
+        b_Or.normal_(0, 0.1, generator=generator)
+    return Adapter(spec, layout, flat_P, base.dtype)
+
+
+def both(base: BaseModel, adapters: list[Adapter | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states by way of the modules, and of the layers written out."""
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
+    given = (tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS))
+    with torch.no_grad():
+        modules = base._through_modules(*given)
+        assert base._written_out is not None
+        ours = base.hidden(*given)
+        assert base._written_out is not None and base._written_out.ready, "the two were compared, and it is in use"
+    return modules, ours
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "mistral", "qwen2"])
+def test_hidden_states_are_the_modules_own(tmp_path: Path, arch: str) -> None:
+    base = loaded(tmp_path, arch)
+    some = adapter(base, 1, 8)
+    mixed = [some, None, adapter(base, 2, 4, mlp=False), adapter(base, 3, 16, attn=False), some]
+    modules, ours = both(base, mixed)
+    torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    plain, _ = both(base, [None] * len(LENGTHS))
+    assert float((plain - modules).abs().max()) > 0.1, "the adapters matter"
+
+
+def test_in_bfloat16_they_differ_by_rounding(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "llama", "bfloat16")
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    modules, ours = both(base, [adapter(base, seed, 8) for seed in range(5)])
+    assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+
+
+def test_an_adapter_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    changing = adapter(base, 1, 8)
+    _, before = both(base, [changing] * len(LENGTHS))
+    changing.flat_P.mul_(1.5)
+    changing.refresh()
+    modules, after = both(base, [changing] * len(LENGTHS))
+    torch.testing.assert_close(after, modules, rtol=2e-5, atol=2e-5)
+    assert float((after - before).abs().max()) > 0.1
+
+
+def test_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    broken, sound = adapter(base, 1, 8), adapter(base, 2, 8)
+    _, alone = both(base, [sound, broken, sound, sound, sound])
+    broken.flat_P.fill_(float("nan"))
+    broken.refresh()
+    _, beside = both(base, [sound, broken, sound, sound, sound])
+    assert beside[3:20].isnan().all()
+    assert torch.equal(beside[:3], alone[:3]) and torch.equal(beside[20:], alone[20:])
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "gpt_oss"])
+def test_other_layers_go_through_their_modules(tmp_path: Path, arch: str) -> None:
+    assert loaded(tmp_path, arch)._written_out is None
+
+
+def test_gradients_go_through_the_modules(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3")
+    hidden = base.hidden(
+        torch.zeros(2, dtype=torch.int64),
+        torch.arange(2),
+        PackedCausal([2]),
+        Routing.of([adapter(base, 1, 4)], [2]),
+    )
+    assert hidden.requires_grad and base._written_out is not None and not base._written_out.ready
+
+
+def test_without_memory_to_spare_nothing_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = loaded(tmp_path, "qwen3")
+    monkeypatch.setattr(decoder_module, "SPARE_SHARE", 0.0)
+    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    with torch.no_grad():
+        hidden = base.hidden(*given)
+        assert base._written_out is None
+        assert torch.equal(hidden, base._through_modules(*given))
+
+
+def test_layers_that_differ_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = loaded(tmp_path, "qwen3")
+    monkeypatch.setattr(decoder_module, "silu", torch.relu)
+    given = (torch.zeros(2, dtype=torch.int64), torch.arange(2), PackedCausal([2]), Routing.of([None], [2]))
+    with torch.no_grad():
+        assert torch.equal(base.hidden(*given), base._through_modules(*given))
+    assert base._written_out is None
+
+
+def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `both`, for sequences of these lengths."""
+    total = sum(lengths)
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (total,), generator=torch.Generator().manual_seed(total))
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    given = (tokens_T, positions_T, PackedCausal(lengths), Routing.of(adapters, lengths))
+    with torch.no_grad():
+        return base._through_modules(*given), base.hidden(*given)
+
+
+@pytest.fixture(params=["beside", "apart"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the B's of linears that read the same rows are one matrix among zeros, or one each as in large models."""
+    least = 1 << 60 if request.param == "beside" else 1
+    monkeypatch.setattr(decoder_module, "LARGE_B", dict.fromkeys((torch.float32, torch.bfloat16), least))
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "qwen3", dtype)
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    many = [adapter(base, seed, rank=5 + seed % 3, mlp=seed != 2, attn=seed != 3) for seed in range(6)]
+    other = adapter(base, 9, 20)
+    works: list[tuple[list[Adapter | None], list[int]]] = [
+        (list(many), [2] * 6),
+        (list(many), [2] * 6),
+        ([*many[1:4], None], [1, 3, 2, 4]),
+        ([None, many[5], None, many[0], many[2]], [2, 1, 1, 3, 3]),
+        ([many[4], many[1]], [9, 1]),
+        ([many[0], other], [2, 2]),
+        (list(many[::-1]), [3] * 6),
+    ]
+    batched = []
+    for adapters, lengths in works:
+        modules, ours = stepped(base, adapters, lengths)
+        bank = base._written_out._banks.get(8)
+        batched.append(bank is not None and bank._clock)
+        if dtype == "float32":
+            torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+        else:
+            assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+    assert batched == [False, 1, 2, 3, 4, 4, 5], "the first time, and with a rank of another class, by segment"
+
+
+def test_a_bank_gives_slots_to_whoever_comes_and_notices_new_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = loaded(tmp_path, "llama")
+    monkeypatch.setattr(banks_module, "MOST_SLOTS", 3)
+    many = [adapter(base, seed, 4) for seed in range(5)]
+    with torch.inference_mode():  # as the sampler does; the bank outlives it
+        stepped(base, [*many[:3]], [1, 1, 1])
+        stepped(base, [*many[:3]], [1, 1, 1])
+    for chosen in ((0, 1, 2), (3, 4), (4, 3), (0, 4, 2), (1, 2), (0, 1, 2, 3)):
+        for _ in range(2):
+            modules, ours = stepped(base, [many[i] for i in chosen], [2] * len(chosen))
+            torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    many[1].flat_P.mul_(1.5)
+    many[1].refresh()
+    for _ in range(2):
+        modules, ours = stepped(base, [many[1], many[2]], [1, 1])
+        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+    assert base._written_out is not None
+    (bank,) = base._written_out._banks.values()
+    assert len(bank._tokens) == 3
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_a_bank_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "qwen3", dtype)
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    many = [adapter(base, seed, 4) for seed in range(3)]
+    for lengths in ([2, 2, 2], [3, 1, 2], [2, 2, 2]):
+        _, alone = stepped(base, [*many], lengths)
+    many[1].flat_P.fill_(float("nan"))
+    many[1].refresh()
+    for lengths in ([2, 2, 2], [2, 2, 2], [2, 2, 2]):
+        _, beside = stepped(base, [*many], lengths)
+    assert beside[2:4].isnan().all()
+    others = torch.cat((beside[:2], beside[4:])), torch.cat((alone[:2], alone[4:]))
+    if dtype == "float32":
+        assert torch.equal(*others)
+    else:  # in another slot, an adapter's rows go through other kernels
+        assert float((others[0] - others[1]).float().norm() / others[1].float().norm()) < 0.05
+
+
+def test_one_adapter_is_the_same_by_matrices_that_are_packed_and_anew_once_it_has_changed(tmp_path: Path) -> None:
+    base = loaded(tmp_path, "qwen3", "bfloat16")
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    one = adapter(base, 1, 8)
+    for scale in (1.0, 1.5):
+        one.flat_P.mul_(scale)
+        one.refresh()
+        works: list[tuple[list[Adapter | None], list[int]]] = [
+            ([one], [4]),
+            ([one], [4]),
+            ([None, one, None], [1, 4, 2]),
+        ]
+        for adapters, lengths in works:
+            modules, ours = stepped(base, adapters, lengths)
+            assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
+        assert all(fused is not None and fused[1].is_mkldnn for fused in one.fused.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_to_draw_from_are_those_of_the_unembedding(tmp_path: Path, dtype: str) -> None:
+    base = loaded(tmp_path, "llama", dtype)
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    many = [adapter(base, seed, 8, unembed=seed != 2) for seed in range(4)]
+    works: list[tuple[list[Adapter | None], list[int]]] = [
+        ([None], [6]), ([many[0]], [6]), ([many[0]], [6]),
+        (list(many), [2] * 4), (list(many), [2] * 4), ([many[2], None, many[1]], [5, 1, 4]),
+    ]  # fmt: skip
+    for adapters, lengths in works:
+        _, hidden_TD = stepped(base, adapters, lengths)
+        routing = Routing.of(adapters, lengths)
+        with torch.no_grad():
+            expected, found = base.logits(hidden_TD, routing), base.next_logits(hidden_TD, routing)
+        assert found.dtype == torch.float32
+        if dtype == "float32":
+            torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+        else:
+            assert float((found - expected).norm() / expected.norm()) < 0.01
+    assert base._written_out is not None and base._written_out._banks[8]._clock > 1
+
+
+def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
+    found = {decoder_module.round_up(num) for num in range(1, 513)}
+    assert len(found) < 50 and found >= {1, 2, 3, 4, 8, 16, 32, 64, 128, 256, 512}
+    assert all(num <= decoder_module.round_up(num) <= max(1.42 * num, num + 1) for num in range(1, 5000))
+
+
+def test_rotations_reach_as_far_as_positions_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "FEWEST_POSITIONS", 8)
+    base = loaded(tmp_path, "llama")
+    for length in (5, 9, 70):
+        modules, ours = stepped(base, [None], [length])
+        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "pinned", "small"), [(4, False, 1), (65, False, 3), (4, True, 3)])
+def test_in_a_decode_step_only_large_kernels_have_all_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, pinned: bool, small: int
+) -> None:
+    base = loaded(tmp_path, "qwen3")
+    one = [adapter(base, 1, 8)]
+    stepped(base, [*one], [2])
+    threads, now = base._threads, [3]
+    threads._most, threads._active, threads._pinned, threads._flops_per_token = 3, True, pinned, 1e12
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
+    used: dict[str, set[int]] = {}
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (banks_module, "product")):
+        own = getattr(module, name)
+
+        def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
+            used.setdefault(name, set()).add(now[0])
+            return own(*given)
+
+        monkeypatch.setattr(module, name, noted)
+    stepped(base, [*one], [rows])
+    assert used == {"linear_product": {3}, "rms_norm": {small}, "product": {small}}
+    assert now == [3], "as before"

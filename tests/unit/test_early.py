@@ -1,0 +1,87 @@
+"""An engine that begins before its server: told late what to serve, and gone if nobody asks it to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cluster import supervisor
+from tinsmith.cluster.early import EarlyEngine
+from tinsmith.settings import Settings
+
+ENGINE = """
+import json, os, sys
+line = sys.stdin.readline()
+if line:
+    spec = json.loads(line)
+    open(spec["out"], "w").write(" ".join(sys.argv[1:]) + " " + os.environ["PROMETHEUS_MULTIPROC_DIR"])
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands in for the engine, which takes seconds to begin."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {tmp_path / "engine.py"} "$@"\n')
+    path.chmod(0o700)
+    (tmp_path / "engine.py").write_text(ENGINE)
+    monkeypatch.setattr(supervisor.sys, "executable", str(path))
+    return path
+
+
+@pytest.mark.usefixtures("script")
+def test_it_is_told_what_to_serve_once_and_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
+    assert begun is not None
+    out = tmp_path / "out"
+
+    async def serve() -> int:
+        process = begun.take(json.dumps({"out": str(out)}).encode() + b"\n")
+        assert process is not None and process.pid > 0
+        assert begun.take(b"{}\n") is None  # it has one seat
+        while not out.exists() or not out.read_text():
+            await asyncio.sleep(0.01)
+        begun.close()  # the server ends; what was taken is the supervisor's
+        process.kill()
+        return await process.wait()
+
+    assert asyncio.run(serve()) == -9
+    assert out.read_text() == f"--early {tmp_path / 'metrics'}"
+
+
+@pytest.mark.usefixtures("script")
+def test_nobody_takes_what_has_ended(tmp_path: Path) -> None:
+    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
+    assert begun is not None and begun._process is not None
+    begun._process.kill()
+    begun._process.wait()
+    assert begun._process.stdin is not None
+    begun._process.stdin.close()
+    assert begun.take(b"{}\n") is None
+
+
+@pytest.mark.usefixtures("script")
+def test_one_that_nobody_took_ends_with_its_server(tmp_path: Path) -> None:
+    begun = EarlyEngine.begin(Settings(data_dir=tmp_path))
+    assert begun is not None and begun._process is not None
+    process = begun._process
+    begun.close()
+    assert process.returncode is not None
+    begun.close()
+
+
+@pytest.mark.parametrize("given", [{"backend": "fake"}, {"role": "server"}, {"role": "batch-worker"}])
+def test_only_who_will_have_an_engine_that_loads_for_long_begins_one(tmp_path: Path, given: dict[str, str]) -> None:
+    assert EarlyEngine.begin(Settings.model_validate({"data_dir": tmp_path, **given})) is None
+
+
+def test_without_a_server_it_ends_in_good_order() -> None:
+    command = [sys.executable, "-m", "tinsmith.engine"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120)
+    assert ended.returncode == 0 and not ended.stderr

@@ -1,0 +1,261 @@
+"""Adapters on a mixture's experts, against a loop over rows in float64 that shares no code with them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from support.properties import examples
+from tinsmith.backends.torch import dimuon, recompute
+from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target
+from tinsmith.backends.torch.lora import Switchboard
+from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.moe import MultiLoRAExperts
+from tinsmith.backends.torch.trained import Trained
+from tinsmith.errors import SettingsError
+from tinsmith.types import DimuonParams, LoraSpec
+
+HIDDEN, INNER, EXPERTS, CHOICES = 6, 5, 4, 2
+LIMIT, ALPHA = 7.0, 1.702  # of GptOssConfig
+KINDS = ("concatenated", "interleaved")
+
+
+class Rows(NamedTuple):
+    hidden_TD: Tensor
+    index_Tk: Tensor
+    weights_Tk: Tensor
+
+
+def made(kind: str, dtype: torch.dtype = torch.float32) -> tuple[MultiLoRAExperts, nn.Module]:
+    """Ours, and the module of transformers that it stands in for."""
+    torch.manual_seed(0)
+    if kind == "concatenated":
+        config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=INNER, num_experts=EXPERTS)
+        config._experts_implementation = "eager"
+        own = Qwen3MoeExperts(config)
+    else:
+        config = GptOssConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=EXPERTS)
+        config._experts_implementation = "eager"
+        own = GptOssExperts(config)
+    for parameter in own.parameters():
+        nn.init.normal_(parameter, 0, 0.5)
+    own = own.to(dtype).requires_grad_(False)
+    return MultiLoRAExperts("mlp.experts", own, Switchboard()), own
+
+
+def adapter(experts: MultiLoRAExperts, seed: int, rank: int, dtype: torch.dtype = torch.float32) -> Adapter:
+    layout = Layout.of(rank, experts.targets)
+    flat_P = torch.zeros(layout.numel)
+    generator = torch.Generator().manual_seed(seed)
+    for pair in layout.views(flat_P).values():
+        for matrix in pair:
+            matrix.normal_(0, 0.1, generator=generator)
+    return Adapter(LoraSpec(rank), layout, flat_P, dtype)
+
+
+def rows(num: int, seed: int = 0) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    index_Tk = torch.stack([torch.randperm(EXPERTS, generator=generator)[:CHOICES] for _ in range(num)])
+    return Rows(torch.randn(num, HIDDEN, generator=generator), index_Tk, torch.rand(num, CHOICES, generator=generator))
+
+
+def call(experts: MultiLoRAExperts, routing: Routing, given: Rows) -> Tensor:
+    experts._switchboard.routing = routing
+    try:
+        return experts(*given)
+    finally:
+        experts._switchboard.routing = None
+
+
+Leaves = dict[int, dict[str, tuple[Tensor, Tensor]]]
+
+
+def leaves_of(adapters: list[Adapter]) -> Leaves:
+    return {
+        id(a): {name: (x.double().requires_grad_(), y.double().requires_grad_()) for name, (x, y) in a.weights.items()}
+        for a in adapters
+    }
+
+
+def oracle(own: nn.Module, kind: str, routing: Routing, given: Rows, leaves: Leaves) -> Tensor:
+    """Row by row, choice by choice, with plain products in float64."""
+    turned = kind == "interleaved"
+    weights = {name: p.double() for name, p in own.named_parameters()}
+    owners = [segment.adapter for segment in routing.segments for _ in range(segment.stop - segment.start)]
+    out = []
+    for t, owner in enumerate(owners):
+        total = torch.zeros(HIDDEN, dtype=torch.float64)
+        for j in range(CHOICES):
+            e, x = int(given.index_Tk[t, j]), given.hidden_TD[t]
+            gate_up, down = (weights[n][e].t() if turned else weights[n][e] for n in ("gate_up_proj", "down_proj"))
+            y = gate_up @ x
+            if turned:
+                y = y + weights["gate_up_proj_bias"][e]
+            gate, up = (y[::2], y[1::2]) if turned else (y[:INNER], y[INNER:])
+            if owner is not None:
+                (a1, b1), (a3, b3) = (leaves[id(owner)][f"mlp.experts.{n}"] for n in ("w1", "w3"))
+                gate = gate + owner.scale * b1[e] @ (a1[0] @ x)
+                up = up + owner.scale * b3[e] @ (a3[0] @ x)
+            if turned:
+                gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+                inner = (up + 1) * gate * torch.sigmoid(gate * ALPHA)
+            else:
+                inner = nn.functional.silu(gate) * up
+            y = down @ inner
+            if turned:
+                y = y + weights["down_proj_bias"][e]
+            if owner is not None:
+                a2, b2 = leaves[id(owner)]["mlp.experts.w2"]
+                y = y + owner.scale * b2[0] @ (a2[e] @ inner)
+            total = total + given.weights_Tk[t, j] * y
+        out.append(total)
+    return torch.stack(out)
+
+
+@examples(20)
+@given(
+    kind=st.sampled_from(KINDS),
+    parts=st.lists(st.tuples(st.integers(1, 18), st.integers(-1, 2)), min_size=1, max_size=4),
+    trained=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_results_and_gradients_are_those_of_a_loop_in_float64(
+    kind: str, parts: list[tuple[int, int]], trained: bool, seed: int
+) -> None:
+    experts, own = made(kind)
+    adapters = [adapter(experts, seed + i, rank) for i, rank in enumerate((1, 3, 4))]
+    routing = Routing.of([adapters[i] if i >= 0 else None for _, i in parts], [n for n, _ in parts])
+    given = rows(routing.num_rows, seed)
+    hidden, index, weights = (given.hidden_TD.requires_grad_(), given.index_Tk, given.weights_Tk.requires_grad_())
+    found_buffers = [torch.zeros_like(a.flat_P) for a in adapters]
+    if trained:
+        for a, buffer in zip(adapters, found_buffers, strict=True):
+            a.gradients = a.layout.views(buffer)
+    found = call(experts, routing, given)
+    leaves = leaves_of(adapters)
+    exact = Rows(hidden.detach().double().requires_grad_(), index, weights.detach().double().requires_grad_())
+    expected = oracle(own, kind, routing, exact, leaves)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed))
+    found.backward(grad)
+    expected.backward(grad.double())
+    pairs = [(hidden.grad, exact.hidden_TD.grad), (weights.grad, exact.weights_Tk.grad)]
+    for a, buffer in zip(adapters, found_buffers, strict=True):
+        for name, views in a.layout.views(buffer).items():
+            for view, leaf in zip(views, leaves[id(a)][name], strict=True):
+                wanted = leaf.grad if trained and leaf.grad is not None else torch.zeros_like(leaf)
+                pairs.append((view, wanted))
+    for mine, theirs in pairs:
+        assert mine is not None and theirs is not None
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_adapters_rows_get_what_the_module_gives(kind: str) -> None:
+    experts, own = made(kind)
+    given = rows(17)
+    expected = own(*given)
+    assert torch.equal(experts(*given), expected)
+    torch.testing.assert_close(call(experts, Routing.of([None], [17]), given), expected)
+    assert {name for name, _ in experts.named_parameters()} == {name for name, _ in own.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_not_finite_stays_with_its_own_rows(kind: str) -> None:
+    experts, _ = made(kind)
+    broken, sound = adapter(experts, 1, 4), adapter(experts, 2, 4)
+    routing, given = Routing.of([sound, broken, None, sound], [9, 8, 3, 20]), rows(40)
+    alone = call(experts, routing, given)
+    broken.flat_P.fill_(float("nan"))
+    given.hidden_TD[9:17] = float("inf")
+    buffers = [torch.zeros_like(a.flat_P) for a in (sound, broken)]
+    for a, buffer in zip((sound, broken), buffers, strict=True):
+        a.gradients = a.layout.views(buffer)
+    beside = call(experts, routing, given._replace(hidden_TD=given.hidden_TD.requires_grad_()))
+    beside.backward(torch.ones_like(beside))
+    assert beside[9:17].isnan().all()
+    others = torch.ones(40, dtype=torch.bool)
+    others[9:17] = False
+    assert torch.equal(beside[others], alone[others])
+    assert given.hidden_TD.grad is not None and given.hidden_TD.grad[others].isfinite().all()
+    assert buffers[0].isfinite().all() and buffers[0].any() and buffers[1].isnan().any()
+
+
+def test_an_adapter_without_experts_leaves_them_alone() -> None:
+    experts, own = made("concatenated")
+    other = adapter(experts, 1, 4)
+    other.compute = {}
+    given = rows(11)
+    torch.testing.assert_close(call(experts, Routing.of([other], [11]), given), own(*given))
+    assert not call(experts, Routing.of([other], [11]), given).requires_grad
+
+
+def test_rows_that_ask_for_no_gradient_still_train_the_experts() -> None:
+    experts, _ = made("concatenated")
+    first = adapter(experts, 1, 4)
+    buffer = torch.zeros_like(first.flat_P)
+    first.gradients = first.layout.views(buffer)
+    call(experts, Routing.of([first], [11]), rows(11)).sum().backward()
+    assert all(view.any() for pair in first.layout.views(buffer).values() for view in pair)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_is_near(kind: str) -> None:
+    exact, half = made(kind)[0], made(kind, torch.bfloat16)[0]
+    given, routing = rows(50), Routing.of([adapter(exact, 1, 4)], [50])
+    expected = call(exact, routing, given)
+    low = Rows(given.hidden_TD.bfloat16(), given.index_Tk, given.weights_Tk)
+    found = call(half, Routing.of([adapter(half, 1, 4, torch.bfloat16)], [50]), low)
+    assert found.dtype == torch.bfloat16
+    assert (found.float() - expected).norm() < 0.03 * expected.norm()
+
+
+def test_memory_for_experts_counts_where_activations_may_be_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, _ = made("concatenated")
+    switchboard = experts._switchboard
+    choice = recompute.Recompute("auto", switchboard)
+    choice.wrap(nn.ModuleList([experts]))
+    call(experts, Routing.of([None], [3]), rows(3))
+    needed = 100 * recompute.KEPT_PER_LINEAR * CHOICES * (2 * HIDDEN + 3 * INNER) * 4
+    for free, expected in ((1.01 * needed / recompute.RECOMPUTE_SHARE, False), (needed, True)):
+        monkeypatch.setattr(recompute, "_free_bytes", lambda device, free=free: free)
+        choice.decide(100, torch.device("cpu"))
+        assert choice.active == expected
+
+
+def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
+    # More experts than a matrix has rows or columns.
+    layout = Layout.of(3, [Target("x.w1", "mlp", HIDDEN, INNER, Bank(9, "A", interleaved=False))])
+    own = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
+    before = {name: (a.clone(), b.clone()) for name, (a, b) in own.weights.items()}
+    gradient_P = torch.randn(own.layout.numel, generator=torch.Generator().manual_seed(0))
+    dimuon.prepare_dimuon(Trained(own, optimizer_type="dimuon"), gradient_P, DimuonParams(0.1))()
+    for name, gradients in own.layout.views(gradient_P).items():
+        for old, new, stacked in zip(before[name], own.weights[name], gradients, strict=True):
+            for was, found, gradient in zip(old, new, stacked, strict=True):
+                update = dimuon.orthogonalise(gradient) * dimuon.RMS * max(gradient.shape) ** 0.5
+                torch.testing.assert_close(found, was - 0.1 * update)
+
+
+def test_what_tinker_counts_is_what_an_adapter_has() -> None:
+    # Qwen/Qwen3-30B-A3B has 48 layers; the cookbook's table says 14,450,688 weights of the MLP at rank 1.
+    with torch.device("meta"):
+        own = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=2048, moe_intermediate_size=768, num_experts=128))
+    targets = MultiLoRAExperts("mlp.experts", own, Switchboard()).targets
+    shapes = [shape for target in targets for shape in target.shapes(1)]
+    assert 48 * sum(torch.Size(shape).numel() for shape in shapes) == 14_450_688
+
+
+def test_experts_of_another_form_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, own = made("concatenated")
+    monkeypatch.setattr(own, "has_gate", False)
+    with pytest.raises(SettingsError, match="Qwen3MoeExperts has experts without a gate"):
+        MultiLoRAExperts("mlp.experts", own, Switchboard())

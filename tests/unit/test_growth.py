@@ -1,0 +1,267 @@
+"""What an operation costs does not depend on how much was done before it: no statement walks through history.
+
+SQLite tells both how it finds rows (EXPLAIN QUERY PLAN) and how many steps of its virtual machine a statement takes.
+Steps are counted rather than timed, so that a busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from support import databases
+from support.http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
+from tinsmith.auth.quotas import Limits
+from tinsmith.cluster.engines import Engines
+from tinsmith.cluster.ownership import Ownership
+from tinsmith.db.database import Database, now
+from tinsmith.db.schema import AUDIT, CHECKPOINTS, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS, USAGE
+from tinsmith.server.janitor import Janitor, SweptParts
+from tinsmith.storage.directories import Directories
+from tinsmith.store import usage
+from tinsmith.store.audit import PREFIXES
+from tinsmith.store.futures import SampleCost, Settlement
+
+LONG_AGO = now() - 30 * 86400
+HISTORY = 3000
+STEPS = 10  # of the virtual machine, between two looks
+
+# Tables that grow with what was done, and by what alone their rows must not be looked for.
+GROWING = ("futures", "future_bodies", "future_results", "sessions", "models", "samplers", "checkpoints", "audit")
+TOO_MANY = {
+    "futures": ("base_model=?", "tenant_id=?"),
+    "sessions": ("state=?", "closed_at<?"),
+}
+
+
+@dataclass
+class Watched:
+    """The statements that were sent to SQLite, and the work that it did."""
+
+    statements: dict[str, object] = field(default_factory=dict)
+    steps: int = 0
+
+    def step(self) -> int:
+        self.steps += STEPS
+        return 0
+
+    def on_connect(self, dbapi_connection: sa.engine.interfaces.DBAPIConnection, _record: object) -> None:
+        dbapi_connection.set_progress_handler(self.step, STEPS)  # type: ignore[attr-defined]
+
+    def on_statement(self, *arguments: object) -> None:
+        self.statements.setdefault(str(arguments[2]), arguments[3])
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    if databases.chosen != databases.SQLITE:
+        pytest.skip("steps and plans are SQLite's")
+    limits = Limits(queued_requests=100_000, models=1000, checkpoint_bytes=10**9, tokens_per_minute=10**9)
+    made = make_harness(tmp_path, hold_s=0.01, limits=limits)
+    yield made
+    close(made)
+
+
+@pytest.fixture
+def watched(harness: Harness) -> Watched:
+    found = Watched()
+    engine = database(harness).engine
+    event.listen(engine, "connect", found.on_connect)
+    event.listen(engine, "before_cursor_execute", found.on_statement)
+    engine.dispose()  # so that every connection is a new one
+    return found
+
+
+def database(harness: Harness) -> Database:
+    return harness.services.models._db
+
+
+class Life:
+    """One client's requests, and what the engine and the janitor do meanwhile; each can be done again and again."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.harness = harness
+        self.session = harness.session()
+        self.model = harness.model(self.session)
+        self.sampler = harness.sampler(self.session)
+        self.number = 0
+        services = harness.services
+        versions, snapshots = (Directories(services.settings.data_dir / name) for name in ("versions", "snapshots"))
+        nouns = (services.sessions, services.models, services.sampling_sessions, services.futures, services.checkpoints)
+        others = (services.audit, services.custom_losses, services.sequences, services.files, services.kept_samples)
+        parts = SweptParts(*nouns, versions, snapshots, *others, Engines(database(harness), "here"))
+        self.janitor = Janitor(services.settings, parts)
+        self.janitor._next_directories = float("inf")  # once an hour, over the checkpoints that exist
+        with database(harness).write() as connection:
+            row = {"pid": 0, "state": "ready", "started_at": 0.0}
+            names = (BASE, "local/other")
+            connection.execute(ENGINES.insert(), [{"base_model": name, "engine_id": name} | row for name in names])
+
+    def train(self) -> None:
+        self.number += 1
+        request_id = send_pass(self.harness, pass_bytes(self.model, self.number)).json()["request_id"]
+        self.harness.post("retrieve_future", {"request_id": request_id})
+        self._work(Settlement(request_id, body=b"{}", keep_body=True))
+        self.harness.result(request_id)
+
+    def sample(self) -> None:
+        self.number += 1
+        request_id = self.harness.ok("asample", sample_request(self.sampler, self.number))["request_id"]
+        self._work(Settlement(request_id, body=b"{}", cost=SampleCost(2, 0, 6)))
+        self.harness.result(request_id)
+
+    def _work(self, settlement: Settlement) -> None:
+        futures = self.harness.services.futures
+        ownership = Ownership(database(self.harness), BASE, "engine-0")
+        (arrived,) = ownership.named([settlement.request_id])
+        incoming = ownership.incoming(arrived.request.arrival - 1)
+        assert [one.request.request_id for one in incoming] == [settlement.request_id]
+        assert ownership.waiting_ids() == {settlement.request_id}
+        futures.bodies([settlement.request_id])
+        applied = {self.model: self.number} if settlement.keep_body else {}
+        futures.settle([settlement], applied)
+
+    def poll_for_lost(self) -> None:
+        self.harness.services.futures.settled_among([f"{self.sampler}:{number}" for number in range(50)])
+        self.harness.services.sampling_sessions.last_orders([self.sampler])
+
+    def follow(self) -> None:
+        target = {"type": "sampling_session", "sampling_session_id": self.sampler}
+        (last,) = self.harness.services.sampling_sessions.last_orders([self.sampler]).values()
+        self.harness.ok("retrieve_futures", {"target": target, "prev_cursor": (last or 1) - 1})
+
+    def connect(self) -> None:
+        session_id = self.harness.session()
+        self.harness.ok("session_heartbeat", {"session_id": session_id})
+        self.harness.model(session_id)
+        self.harness.sampler(session_id)
+
+    def snapshot(self) -> None:
+        self.harness.services.futures.log_of(self.model, self.number - 1, self.number)
+        self.harness.services.models.covered(self.model, self.number, f"snapshot-{self.number}")
+
+    def sweep(self) -> None:
+        self.janitor.sweep()
+
+    def clean_up(self) -> None:
+        self.harness.ok("cleanup_futures", {"max_age_hours": 2})
+
+    def late(self) -> None:
+        """What an engine looks for once a second."""
+        self.harness.services.futures.refused_of(self.model, self.number)
+
+    def ask_usage(self) -> None:
+        hour = now() // usage.HOUR_S * usage.HOUR_S
+        self.harness.services.usage.rows("alice", hour, hour + usage.HOUR_S)
+        self.harness.services.audit.entries("alice", sorted(PREFIXES)[0], now() - 60, now())
+
+    def list_pages(self) -> None:
+        assert self.harness.get("sessions?limit=20").status_code == 200
+        for path in ("training_runs", "checkpoints"):  # these say how many there are, and so count the tenant's own
+            assert self.harness.get(f"{path}?limit=20", BOB).status_code == 200
+        self.harness.ok("sessions/search", {"limit": 20})
+
+    def all(self) -> dict[str, Callable[[], None]]:
+        found = (self.train, self.sample, self.poll_for_lost, self.follow, self.connect, self.snapshot, self.sweep)
+        found += (self.clean_up, self.late, self.ask_usage, self.list_pages)
+        return {one.__name__: one for one in found}
+
+
+def add_history(harness: Harness, life: Life, first: int) -> None:
+    """Sessions that came and went, and results of the session that is still open."""
+    numbers = range(first, first + HISTORY)
+    rows: dict[sa.Table, list[dict[str, object]]] = {table: [] for table in (SESSIONS, MODELS, SAMPLERS, CHECKPOINTS)}
+    rows |= {FUTURES: [], RESULTS: [], AUDIT: [], USAGE: []}
+    for number in numbers:
+        tenant = {"tenant_id": "alice"}
+        session_id = f"old-{number}"
+        whose = tenant | {"session_id": session_id, "created_at": LONG_AGO + number}
+        ended = {"ended_at": LONG_AGO, "closed_at": LONG_AGO, "forgotten_at": LONG_AGO}
+        rows[SESSIONS].append(
+            whose | ended | {"state": "expired", "reason": "gone", "tags": [], "last_heartbeat_at": LONG_AGO}
+        )
+        lora = {"base_model": BASE, "lora_rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": True}
+        lora |= {"optimizer_type": "adamw"}
+        model = {"model_id": f"{session_id}:train:0", "applied_seq_id": 7, "last_request_at": LONG_AGO}
+        rows[MODELS].append(whose | lora | model | {"state": "unloaded", "reason": "gone"})
+        rows[SAMPLERS].append(whose | {"sampling_session_id": f"{session_id}:sample:0", "base_model": BASE})
+        kept = {"training_run_id": f"{session_id}:train:0", "kind": "weights", "name": "a", "public": False}
+        kept |= {"state": "completed", "directory": session_id, "size_bytes": 1, "created_at": LONG_AGO}
+        rows[CHECKPOINTS].append(
+            lora | kept | {"tenant_id": "carol", "expires_at": now() + 86400 if number % 2 else None}
+        )
+        rows[AUDIT].append(tenant | {"event": "session_expired", "details": {}, "created_at": now() - 3600})
+        rows[USAGE].append({"bucket_start": LONG_AGO, "session_id": session_id, "base_model": BASE, "type": "training"})
+        rows[USAGE][-1] |= {"tenant_id": "alice", "quantity": 1}
+        rows[FUTURES] += _futures(life, number)
+        rows[RESULTS].append({"request_id": f"{life.sampler}:{10**6 + number}", "body": b"{}"})
+    with database(harness).write() as connection:
+        for table, some in rows.items():
+            connection.execute(table.insert(), some)
+
+
+def _futures(life: Life, number: int) -> Iterator[dict[str, object]]:
+    shared = {"tenant_id": "alice", "session_id": life.session, "base_model": BASE, "num_tokens": 3}
+    shared |= {"created_at": LONG_AGO, "settled_at": LONG_AGO, "model_id": None, "sampling_session_id": None}
+    seq_id = 10**6 + number
+    sampled = {"sampling_session_id": life.sampler, "seq_id": seq_id, "settle_order": -number, "state": "done"}
+    yield shared | sampled | {"kind": "sample", "request_id": f"{life.sampler}:{seq_id}"}
+    for state, seq_id in (("done", -2 * number), ("refused", -2 * number - 1)):
+        trained = {"model_id": life.model, "seq_id": seq_id, "kind": "forward_backward", "state": state}
+        yield shared | trained | {"request_id": f"{life.model}:{seq_id}", "settle_order": None}
+
+
+def test_what_was_done_before_costs_nothing_now(harness: Harness, watched: Watched) -> None:
+    life = Life(harness)
+    costs: list[dict[str, int]] = []
+    for round_ in range(2):
+        add_history(harness, life, 1 + round_ * HISTORY)
+        for operation in life.all().values():  # what is remembered for some seconds is not looked up again
+            operation()
+        costs.append({})
+        for name, operation in life.all().items():
+            watched.steps = 0
+            operation()
+            costs[-1][name] = watched.steps
+    grown = {name: (cost, costs[1][name]) for name, cost in costs[0].items() if costs[1][name] > cost + HISTORY / 4}
+    assert grown == {}, "steps of SQLite with some history, and with twice as much"
+
+
+def test_every_statement_finds_its_rows_by_an_index(harness: Harness, watched: Watched) -> None:
+    life = Life(harness)
+    for operation in (*life.all().values(), *life.all().values()):
+        operation()
+    checked = {statement: parameters for statement, parameters in watched.statements.items() if _reads(statement)}
+    assert len(checked) > 30
+    weak = {
+        statement: details
+        for statement, parameters in checked.items()
+        if (details := [line for line in plan_of(harness, statement, parameters) if _is_weak(line)])
+    }
+    assert weak == {}
+
+
+def _reads(statement: str) -> bool:
+    return statement.startswith(("SELECT", "UPDATE", "DELETE", "WITH"))
+
+
+def plan_of(harness: Harness, statement: str, parameters: object) -> Sequence[str]:
+    with database(harness).engine.connect() as connection:
+        return [row[3] for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)]  # type: ignore[arg-type]
+
+
+def _is_weak(line: str) -> bool:
+    """Whether a line of a plan stands for a walk through all rows, or through all of a tenant or a base model."""
+    match = re.match(r"(SCAN|SEARCH) (\w+)(?:.*\((.*)\))?", line)
+    if match is None:
+        return False
+    how, table, condition = match.groups()
+    if table not in GROWING:
+        return False
+    return how == "SCAN" or condition in TOO_MANY.get(table, ())

@@ -1,0 +1,196 @@
+"""The loss table, admission of passes, and each formula against a float64 loop."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.float64_reference import loss
+from support.properties import examples
+from tinsmith.backends.torch.loss import OBJECTIVES, Columns, sequence_log_ratios
+from tinsmith.errors import UserError
+from tinsmith.losses import CLIP_HIGH, CLIP_LOW, LOSSES, check_pass, dense, resolve_config
+from tinsmith.types import Array, Datum, ModelShape, Pass, SparseRows
+
+SHAPE = ModelShape("base", "/nowhere", vocab_size=50, max_context_length=8, arch="X")
+F32, I64 = np.float32, np.int64
+
+
+def policy(length: int = 3, **changes: object) -> Datum:
+    inputs: dict[str, Array] = {
+        "target_tokens": np.arange(length, dtype=I64),
+        "logprobs": np.full(length, -1.0, F32),
+        "advantages": np.ones(length, F32),
+    }
+    inputs.update(changes)  # type: ignore[arg-type]
+    return Datum(np.arange(length, dtype=np.int32), inputs)
+
+
+def plain(tokens: object = (1, 2, 3), targets: object = (1, 2, 3), weights: object = (1.0, 1.0, 1.0)) -> Datum:
+    return Datum(
+        np.array(tokens, np.int32),
+        {"target_tokens": np.array(targets, I64), "weights": np.array(weights, F32)},
+    )
+
+
+def pass_of(*data: Datum, loss_fn: str = "cross_entropy", config: Mapping[str, float | str] | None = None) -> Pass:
+    return Pass("r", "m", data, loss_fn, config or {}, False)
+
+
+def sparse(rows: int, cols: int, crow: object, col: object, values: object, dtype: type = np.int64) -> SparseRows:
+    return SparseRows(np.array(values, dtype), np.array(crow, I64), np.array(col, I64), (rows, cols))
+
+
+def two_sparse(targets: SparseRows) -> Datum:
+    weights = SparseRows(targets.values.astype(F32), targets.crow_indices, targets.col_indices, targets.shape)
+    return Datum(np.array([1, 2], np.int32), {"target_tokens": targets, "weights": weights})
+
+
+def test_every_loss_has_a_formula_and_no_formula_lacks_a_loss() -> None:
+    assert LOSSES.keys() == OBJECTIVES.keys()
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES.keys() - {"custom"})  # whose formula is the client's
+@examples(25)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_each_formula_and_its_slope_equal_a_float64_loop(loss_fn: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 9))
+    lp = torch.from_numpy(rng.normal(-2, 1, n)).requires_grad_()
+    inputs = {
+        "weights": rng.normal(size=n).astype(F32),
+        "advantages": rng.normal(size=n).astype(F32),
+        "logprobs": rng.normal(-2, 1, n).astype(F32),
+        CLIP_LOW: rng.uniform(0.2, 1.0, n).astype(F32),
+        CLIP_HIGH: rng.uniform(1.0, 3.0, n).astype(F32),
+        "sequence_ratio_mask": (rng.random(n) < 0.7).astype(F32),
+    }
+    config = {"beta": 0.3, "kl_coeff": 0.7}
+    expected = loss(loss_fn, lp, inputs, config)
+    expected.backward()
+    x32 = {name: torch.from_numpy(array) for name, array in inputs.items()}
+    weight = x32["weights" if loss_fn == "cross_entropy" else "advantages"]
+    lp32 = lp.detach().float()
+    mean = sequence_log_ratios(
+        lp32, x32["logprobs"], x32["sequence_ratio_mask"] != 0, torch.zeros(n, dtype=torch.int64), 1
+    )
+    x = Columns(lp32, x32["logprobs"], weight, x32[CLIP_LOW], x32[CLIP_HIGH], mean)
+    terms = OBJECTIVES[loss_fn](x, config)
+    assert lp.grad is not None
+    assert float(terms.loss_P.double().sum()) == pytest.approx(expected.item(), rel=1e-4, abs=1e-4)
+    torch.testing.assert_close(terms.slope_P.double(), lp.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_of_zero_silences_an_impossible_target() -> None:
+    x = Columns(torch.tensor([-torch.inf]), *(torch.zeros(1) for _ in range(5)))
+    terms = OBJECTIVES["cross_entropy"](x, {})
+    assert float(terms.loss_P) == 0 and float(terms.slope_P) == 0
+
+
+def test_good_passes_are_admitted() -> None:
+    check_pass(pass_of(plain()), SHAPE)
+    many = Datum(
+        np.arange(3, dtype=np.int32),
+        {"target_tokens": np.ones((3, 4), I64), "weights": np.ones((3, 4), I64), "mask": np.full(1, np.nan, F32)},
+    )
+    check_pass(pass_of(many), SHAPE)
+    check_pass(pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 2], [7, 9]))), SHAPE)
+    for name in LOSSES.keys() - {"cross_entropy", "custom"}:
+        check_pass(pass_of(policy(), policy(8), loss_fn=name), SHAPE)
+    check_pass(pass_of(policy()), SHAPE)  # cross_entropy without weights: every target counts once
+    # A datum may carry inputs of other losses, whatever they hold.
+    check_pass(pass_of(policy(weights=np.array([np.nan], F32)), loss_fn="dro"), SHAPE)
+
+
+REFUSED: list[tuple[Pass, str]] = [
+    (pass_of(plain(), loss_fn="ppo2"),
+     "loss_fn is 'ppo2'; it must be one of cross_entropy, importance_sampling, ppo"),
+    (pass_of(policy(), loss_fn="ppo", config={"clip": 1.0}),
+     "loss_fn_config['clip'] is not a setting of ppo; it takes clip_low_threshold, clip_high"),
+    (pass_of(plain(), config={"beta": 1.0}),
+     "loss_fn_config['beta'] is not a setting of cross_entropy; it takes no configuration"),
+    (pass_of(policy(), loss_fn="dro", config={"beta": "high"}),
+     "loss_fn_config['beta'] is 'high'; it must be a number"),
+    (pass_of(policy(), loss_fn="dro", config={"beta": float("nan")}), "loss_fn_config['beta'] is nan"),
+    (pass_of(policy(), loss_fn="dro", config={"beta": -1.0}),
+     "loss_fn_config['beta'] is -1.0; it must be finite and not negative"),
+    (pass_of(policy(), loss_fn="ppo", config={CLIP_LOW: 1.5}),
+     "clip_low_threshold 1.5 is above clip_high_threshold 1.2"),
+    (pass_of(), "data is empty"),
+    (pass_of(plain(), plain((), (), ())), "data[1].model_input has no tokens"),
+    (pass_of(plain(range(9), range(9), [1.0] * 9)), "data[0].model_input has 9 tokens; base takes at most 8"),
+    (pass_of(Datum(np.arange(3, dtype=np.int32), {"weights": np.ones(3, F32)})),
+     "data[0].loss_fn_inputs has no 'target_tokens'; cross_entropy needs target_tokens"),
+    (pass_of(policy(advantages=policy().inputs["logprobs"][:2]), loss_fn="ppo"), "['advantages'] has shape [2]"),
+    (pass_of(plain(targets=(1, 2))), "data[0].loss_fn_inputs['target_tokens'] has shape [2]; it must be [3]"),
+    (pass_of(plain(), plain(weights=(1.0,))),
+     "data[1].loss_fn_inputs['weights'] has shape [1]; it must be [3]: as target_tokens"),
+    (pass_of(plain(targets=[[1, 2]] * 3)), "data[0].loss_fn_inputs['weights'] has shape [3]; it must be [3, 2]"),
+    (pass_of(policy(target_tokens=np.ones((3, 2), I64)), loss_fn="ppo"),
+     "['target_tokens'] has shape [3, 2]; it must be [3]"),
+    (pass_of(plain(targets=np.ones((3, 0)))), "['target_tokens'] has shape [3, 0]; it must be [3]: one target per"),
+    (pass_of(policy(target_tokens=np.ones(3, F32)), loss_fn="dro"),
+     "['target_tokens'] is float32; token ids must be int64"),
+    (pass_of(policy(advantages=np.ones(3, bool)), loss_fn="dro"), "['advantages'] is bool; it must be float32"),
+    (pass_of(policy(advantages=np.array([1, 2**24 + 1, 0])), loss_fn="dro"),
+     "data[0].loss_fn_inputs['advantages'] holds 16777217"),
+    (pass_of(plain(), plain((1, -1, 2))), "data[1]: model_input tokens holds -1; token ids must lie in [0, 50)"),
+    (pass_of(plain((1, 50, 2))), "data[0]: model_input tokens holds 50"),
+    (pass_of(plain(), plain(targets=(1, 2, 50))), "data[1]: target_tokens holds 50"),
+    (pass_of(plain(targets=(-100, 2, 3))), "data[0]: target_tokens holds -100"),
+    (pass_of(plain(weights=(1, np.nan, 1))), "data[0].loss_fn_inputs['weights'] holds nan"),
+    (pass_of(policy(), policy(logprobs=np.array([0, -np.inf, 0], F32)), loss_fn="ppo"),
+     "data[1].loss_fn_inputs['logprobs'] holds -inf"),
+    (pass_of(policy(advantages=np.array([0, np.inf, 0], F32)), loss_fn="cispo"),
+     "data[0].loss_fn_inputs['advantages'] holds inf"),
+    (pass_of(policy(clip_low_threshold=np.full(3, 1.3, F32)), loss_fn="ppo"),
+     "data[0].loss_fn_inputs: clip_low_threshold must lie between 0 and clip_high"),
+    (pass_of(policy(clip_low_threshold=np.full(2, 0.5, F32)), loss_fn="ppo"), "['clip_low_threshold'] has shape [2]"),
+    (pass_of(policy(sequence_ratio_mask=np.zeros(3, F32)), loss_fn="gspo"),
+     "['sequence_ratio_mask'] is zero everywhere"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 2, 1], [0, 2], [7, 9]))),
+     "crow_indices must be 3 numbers that rise from 0 to the 2 values"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 2], [0, 2], [7, 9]))), "crow_indices must be 3 numbers"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 1, 3], [0, 2], [7, 9]))), "crow_indices must be 3 numbers"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 3], [7, 9]))),
+     "col_indices reach from 0 to 3; they must lie in [0, 3)"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0], [7, 9]))), "has 1 col_indices for 2 values"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 2, 2], [1, 1], [7, 9]))), "lists a cell twice"),
+    (pass_of(two_sparse(sparse(2, 3, [0, 1, 2], [0, 1], [7, 50]))), "data[0]: target_tokens holds 50"),
+    (pass_of(two_sparse(sparse(3, 3, [0, 1, 2, 2], [0, 1], [7, 5]))),
+     "['target_tokens'] has shape [3, 3]; it must be [2, 3]"),
+    (pass_of(two_sparse(sparse(2, 2**40, [0, 0, 0], [], []))), "more than 16777216 cells"),
+    (pass_of(policy(logprobs=sparse(3, 1, [0, 0, 0, 0], [], [], F32)), loss_fn="ppo"),
+     "['logprobs'] has shape [3, 1]; it must be [3]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("bad", "message"), REFUSED, ids=[message[:60] for _, message in REFUSED])
+def test_what_cannot_be_computed_is_refused_by_name(bad: Pass, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_pass(bad, SHAPE)
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert resolve_config(pass_of(loss_fn="ppo")) == {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}
+    assert resolve_config(pass_of(loss_fn="cispo")) == {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}
+    assert resolve_config(pass_of(loss_fn="dro")) == {"beta": 0.05}
+    assert resolve_config(pass_of(loss_fn="gspo")) == {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4}
+    assert resolve_config(pass_of(loss_fn="ppo", config={CLIP_HIGH: 3.0})) == {CLIP_LOW: 0.8, CLIP_HIGH: 3.0}
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_a_sparse_array_expands_to_what_it_was_made_from(rows: int, cols: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    full = rng.integers(-3, 4, (rows, cols)) * (rng.random((rows, cols)) < 0.5)
+    tensor = torch.from_numpy(full)
+    row, col = np.nonzero(full)
+    crow = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=rows))])
+    array = SparseRows(tensor.numpy()[row, col], crow, col, full.shape)
+    assert np.array_equal(dense(array), full)

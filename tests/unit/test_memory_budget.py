@@ -1,0 +1,455 @@
+"""One budget for a device: training and sampling make room for each other, and come to the same results as without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types
+
+from support import tiny_models
+from support.live import serving
+from support.local_sampling import assert_same, finish, make_prompt, make_sample
+from support.properties import examples
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.memory import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger, OverBudgetError
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.engine.__main__ import check_fit
+from tinsmith.errors import SettingsError, UserError
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import BlockPool, chain_key, root_key
+from tinsmith.settings import Settings
+from tinsmith.types import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    ModelShape,
+    OptimStep,
+    Pass,
+    PassResult,
+    SampleResult,
+    SamplingParams,
+)
+
+torch.set_num_threads(1)
+
+HOT = SamplingParams(max_tokens=150, temperature=1.0, stop_eos=False, seed=11)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("qwen"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def base(shape: ModelShape) -> BaseModel:
+    return BaseModel.load(shape)
+
+
+# The ledger.
+
+
+class Holder:
+    def __init__(self, held: int, spare: int = 0) -> None:
+        self.held = held
+        self.spare = spare
+        self.asked: list[int] = []
+
+    def give(self, num_bytes: int) -> None:
+        self.asked.append(num_bytes)
+        self.held -= min(num_bytes, self.held)
+
+    def giver(self) -> Giver:
+        return Giver(lambda: self.spare, lambda: self.held, self.give)
+
+
+def ledger_of(budget: int, **holders: Holder) -> Ledger:
+    ledger = Ledger(budget)
+    for name, holder in holders.items():
+        ledger.add(name, lambda holder=holder: holder.held, holder.giver() if holder.spare else None)
+    return ledger
+
+
+def test_a_claim_has_others_give_what_is_missing_and_no_more() -> None:
+    cache = Holder(40, spare=10)
+    ledger = ledger_of(100, base=Holder(50), kv_cache=cache)
+    with ledger.claimed(10):
+        assert cache.asked == [] and ledger.free() == 0
+    with ledger.claimed(35):
+        assert cache.asked == [25] and ledger.is_claimed
+        assert ledger.use() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
+    assert not ledger.is_claimed and ledger.free() == 35
+    assert (ledger.take_most_claimed(), ledger.take_most_claimed()) == (35, 0)
+
+
+def test_what_cannot_be_had_is_refused_with_who_has_what() -> None:
+    ledger = ledger_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
+    with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
+        with ledger.claimed(11 * 2**20):
+            raise AssertionError
+    assert ledger.use()[ACTIVATIONS] == 0
+
+
+def test_what_could_be_had_is_known_before_anybody_gives() -> None:
+    cache = Holder(40, spare=10)
+    ledger = ledger_of(100, base=Holder(50), kv_cache=cache)
+    assert ledger.could_have(ACTIVATIONS, spare=True) == 20
+    assert ledger.could_have(ACTIVATIONS, spare=False) == 50
+    assert ledger.room_for("kv_cache") == 50 and cache.asked == []
+
+
+def test_without_a_budget_nobody_gives_and_everything_is_counted() -> None:
+    cache = Holder(40, spare=10)
+    ledger = ledger_of(0, kv_cache=cache)
+    with ledger.claimed(10**15):
+        assert ledger.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.asked == []
+
+
+# Blocks and sequences.
+
+
+@examples(60)
+@given(st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), max_size=12), st.integers(0, 5))
+def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bool]], spare: int) -> None:
+    """Chains of blocks, some of them known by key, some of them given back."""
+    pool = BlockPool(max_blocks=100, initial_blocks=4)
+    live: dict[int, list[int]] = {}
+    keys: dict[bytes, int] = {}
+    for number, (length, known, released) in enumerate(chains):
+        blocks = pool.allocate(length) or []
+        key = root_key(number)
+        for block in blocks if known else []:
+            key = chain_key(key, b"x")
+            pool.register(block, key, number)
+            keys[key] = block
+        if released:
+            pool.release(blocks)
+        else:
+            live[number] = blocks
+    pool.take_fresh()
+    num_live, content = pool.num_live, {block: object() for block in range(pool.num_blocks)}
+    if num_live:
+        with pytest.raises(ValueError, match="are live"):
+            pool.shrink(num_live - 1)
+    cached_before, size = pool.num_cached, min(num_live + spare, pool.num_blocks - 1)
+    moves = pool.shrink(size)
+    after = {moves.get(block, block): content[block] for block in content if block <= size or block in moves}
+    assert pool.num_blocks == size + 1 and pool.num_live == num_live
+    assert pool.num_cached == min(cached_before, size - num_live)
+    assert all(target <= size < source for source, target in moves.items())
+    for blocks in live.values():
+        for block in blocks:
+            assert pool.refs(moves.get(block, block)) == 1
+    for key, block in keys.items():
+        if found := pool.match([key]):
+            assert after[found[0]] is content[block]
+    pool.max_blocks = size
+    rest = pool.allocate(size - num_live) or []
+    taken = [moves.get(block, block) for blocks in live.values() for block in blocks]
+    assert sorted(rest + taken) == list(range(1, size + 1))
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseModel, every: int) -> None:
+    samples = [
+        make_sample(str(length), make_prompt(length), HOT, num_samples=num)
+        for length, num in ((3, 1), (40, 3), (90, 2), (17, 1), (33, 5))
+    ]
+    options = SamplerOptions(block_size=4, max_tokens_per_step=64)
+    expected = LocalSampler(base, {}, options=options)
+    ledger = Ledger(base.num_bytes + 40 * 2**20)
+    ledger.add(BASE, lambda: base.num_bytes)
+    squeezed = LocalSampler(base, {}, options=options, ledger=ledger)
+    for sample in samples:
+        expected.submit(sample)
+        squeezed.submit(sample)
+    found: dict[str, SampleResult | UserError] = {}
+    rng, steps, shrunk = np.random.default_rng(every), 0, 0
+    while squeezed.has_work:
+        found.update(squeezed.step())
+        steps += 1
+        if steps % every == 0 and steps < 200:
+            held = ledger.use()[KV_CACHE]
+            squeezed._room.give(int(held * rng.random()))
+            shrunk += ledger.use()[KV_CACHE] < held
+    assert shrunk > 10
+    for request_id, result in finish(expected).items():
+        ours = found[request_id]
+        assert isinstance(ours, SampleResult)
+        assert_same(ours, result)
+
+
+# Training and sampling together.
+
+
+def passes_of(model_id: str, step: int, lengths: tuple[int, ...] = (256, 256, 200, 100)) -> Pass:
+    rng = np.random.default_rng(step)
+    data = tuple(
+        Datum(
+            rng.integers(0, tiny_models.VOCAB, length).astype(np.int32),
+            {"target_tokens": rng.integers(0, tiny_models.VOCAB, length), "weights": np.ones(length, np.float32)},
+        )
+        for length in lengths
+    )
+    return Pass(f"r{step}", model_id, data, "cross_entropy", {}, False)
+
+
+def open_backend(shape: ModelShape, **options: object) -> TorchBackend:
+    """With few logits at a time, so that activations are what a step takes."""
+    return TorchBackend(shape, device="cpu", logits_chunk=16, **options)  # pyright: ignore[reportArgumentType]
+
+
+class Run:
+    """Two steps of training, with samples of the newest version running all the while."""
+
+    def __init__(self, shape: ModelShape, **options: object) -> None:
+        self.backend = open_backend(shape, **options)
+        self.ledger = self.backend._ledger
+        self.peaks: dict[str, int] = {}
+        self.most = 0
+        self.waited = 0
+        self.logprobs: list[np.ndarray] = []
+        self.answers: dict[str, SampleResult | UserError] = {}
+        self._claimed = self.ledger.claimed
+        self.ledger.claimed = self.claimed
+
+    @contextmanager
+    def claimed(self, num_bytes: int) -> Iterator[None]:
+        with self._claimed(num_bytes):
+            self.look()
+            yield
+
+    def look(self) -> None:
+        use = self.ledger.use()
+        self.most = max(self.most, sum(use.values()))
+        for name, held in use.items():
+            self.peaks[name] = max(self.peaks.get(name, 0), held)
+
+    def sample(self, steps: int) -> None:
+        sampler = self.backend.sampler
+        for _ in range(steps):
+            self.answers.update(sampler.step())
+            self.look()
+
+    def go(self) -> Run:
+        backend, sampler = self.backend, self.backend.sampler
+        backend.create_model("m", LoraSpec(8, seed=1))
+        for step in range(2):
+            backend.publish("m", f"v{step}")
+            for index in range(12):
+                params = SamplingParams(max_tokens=60, temperature=1.0, stop_eos=False, seed=index)
+                prompt = make_prompt(150 + index, step)
+                sampler.submit(make_sample(f"{step}.{index}", prompt, params, version_id=f"v{step}"))
+            self.sample(20)
+            running = len(sampler._batcher.running)
+            (result,) = backend.run_passes([passes_of("m", step)], between=lambda: self.sample(1))
+            self.waited += running - len(sampler._batcher.running)
+            assert isinstance(result, PassResult), result
+            self.logprobs += list(result.logprobs)
+            (metrics,) = backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+            assert isinstance(metrics, Mapping), metrics
+            self.sample(5)
+        while sampler.has_work:
+            self.sample(1)
+        return self
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return self.backend._models["m"].adapter.flat_P
+
+
+@pytest.mark.parametrize("deterministic", ["on", "off"])
+def test_a_budget_that_cannot_hold_both_changes_no_result(shape: ModelShape, deterministic: str) -> None:
+    free = Run(shape, deterministic=deterministic, recompute="off").go()
+    others = sum(held for name, held in free.peaks.items() if name not in (ACTIVATIONS, KV_CACHE))
+    budget = others + int(1.05 * free.peaks[ACTIVATIONS])
+    assert budget < free.most, "it could hold both"
+    tight = Run(shape, deterministic=deterministic, recompute="off", memory_budget=budget).go()
+    assert tight.most <= budget
+    assert tight.waited > 0, "no running sample gave up its cache"
+    assert tight.backend._trainer._limit == free.backend._trainer._limit, "micro-batches were cut"
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(tight.logprobs, free.logprobs, strict=True))
+    assert torch.equal(tight.weights, free.weights)
+    assert tight.answers.keys() == free.answers.keys()
+    for request_id, result in free.answers.items():
+        ours = tight.answers[request_id]
+        assert isinstance(ours, SampleResult) and isinstance(result, SampleResult)
+        assert_same(ours, result, atol=0.0 if deterministic == "on" else 1e-4)
+
+
+def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
+    free = Run(shape).go()
+    budget = free.most - free.peaks[KV_CACHE] // 2
+    run = Run(shape, memory_budget=budget)
+    run.backend.create_model("m", LoraSpec(8, seed=1))
+    for index in range(12):
+        run.backend.sampler.submit(make_sample(str(index), make_prompt(90 + index), HOT))
+    run.sample(20)
+    before = len(run.backend.sampler._batcher.running)
+    run.backend.run_passes([passes_of("m", 0)])
+    run.sample(20)
+    assert before == len(run.backend.sampler._batcher.running) == 12
+
+
+def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused_alone(shape: ModelShape) -> None:
+    one = open_backend(shape, recompute="off")
+    one.create_model("m", LoraSpec(8, seed=1))
+    one.run_passes([passes_of("m", 0, (210,))])
+    needed = one._ledger.take_most_claimed()
+    fixed = sum(one._ledger.use().values())
+    expected = [one.run_passes([passes_of("m", 0, (100, 100, 90))])[0]]
+
+    backend = open_backend(shape, recompute="off", memory_budget=fixed + needed)
+    backend.create_model("m", LoraSpec(8, seed=1))
+    room = backend.room_bytes
+    found, refused = backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))])
+    assert isinstance(found, PassResult) and isinstance(expected[0], PassResult)
+    for ours, theirs in zip(found.logprobs, expected[0].logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert isinstance(refused, UserError)
+    assert "a sequence of 256 tokens does not fit" in str(refused) and "of the memory budget of" in str(refused)
+    assert backend._ledger.use()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
+    assert backend.room_bytes < room, "others should leave"
+
+
+def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
+    backend = open_backend(shape)
+    backend.create_model("m", LoraSpec(8))
+    fixed = sum(backend._ledger.use().values())
+    backend = open_backend(shape, recompute="off", memory_budget=fixed + 7 * 2**18)
+    backend.create_model("m", LoraSpec(8))
+    before = backend.room_bytes
+    (refused,) = backend.run_passes([passes_of("m", 0, (256,))])
+    assert isinstance(refused, UserError) and backend.room_bytes < before
+
+
+def test_activations_are_computed_again_before_running_samples_lose_theirs(shape: ModelShape) -> None:
+    def running(**options: object) -> Run:
+        run = Run(shape, **options)
+        run.backend.create_model("m", LoraSpec(8, seed=1))
+        for index in range(12):
+            run.backend.sampler.submit(make_sample(str(index), make_prompt(90 + index), HOT))
+        run.sample(20)
+        return run
+
+    free = running()
+    spare = free.backend.sampler._room.spare()
+    free.backend.run_passes([passes_of("m", 0)])
+    kept = free.ledger.take_most_claimed()
+    run = running(memory_budget=sum(free.ledger.use().values()) - spare + int(kept * 0.9))
+    run.backend.run_passes([passes_of("m", 0)])
+    assert len(run.backend.sampler._batcher.running) == 12
+    assert run.backend.base.recompute.active and run.ledger.take_most_claimed() < 0.9 * kept
+    run.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+    free.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+    assert torch.equal(run.weights, free.weights)
+
+
+def test_a_model_that_no_budget_holds_is_refused_with_the_numbers(shape: ModelShape) -> None:
+    small = open_backend(shape)
+    fixed = sum(small._ledger.use().values())
+    backend = open_backend(shape, memory_budget=fixed + 4 * 2**20)
+    with pytest.raises(UserError, match=r"a model of rank 256 takes .* in training, and the engine's memory budget"):
+        backend.create_model("m", LoraSpec(256))
+    backend.create_model("m", LoraSpec(8))
+
+
+def test_a_budget_that_holds_neither_is_refused_at_start_with_the_numbers(shape: ModelShape) -> None:
+    with pytest.raises(
+        SettingsError, match=r"memory_budget is 1\.0 MiB, and tiny/qwen3 needs .* base .* adapter of rank 8"
+    ):
+        TorchBackend(shape, device="cpu", memory_budget=2**20)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU, optimizer state is in the host's memory anyway")
+def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> None:
+    backend = TorchBackend(shape, device="cuda", dtype="float32")
+    backend.create_model("m", LoraSpec(8))
+    backend.run_passes([passes_of("m", 0)])
+    backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
+    trained, before = backend._models["m"], backend._ledger.use()[MODELS]
+    moments = [moment.clone() for moment in trained.moments or ()]
+    assert before - trained.park() == backend._ledger.use()[MODELS] < before
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained.moments_or_zeros(2), moments, strict=True))
+    assert backend._ledger.use()[MODELS] == before
+
+
+# The engine.
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tensor_parallel": 3}, "tensor parallel 3 does not divide the model's 4 attention heads"),
+        ({"memory_budget": "6GiB", "data_parallel": 2}, "memory_budget is for an engine on one device"),
+        ({"memory_budget": "6GiB", "backend": "fake"}, "memory_budget is for an engine on one device"),
+        ({"data_parallel": 2, "shard_base": True, "quantize": "nf4"}, "quantised"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_anything_is_loaded(
+    shape: ModelShape, given: dict[str, object], words: str
+) -> None:
+    with pytest.raises(SettingsError, match=words):
+        check_fit(Settings.model_validate(given), shape)
+
+
+def test_a_gpu_that_is_too_small_is_refused_by_how_much(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (2**30, True))
+    with pytest.raises(SettingsError, match=r"needs .* GiB of each device.*there is 1\.0 GiB: .* GiB less"):
+        check_fit(Settings(), shape)
+    monkeypatch.setattr("tinsmith.engine.__main__._device", lambda _settings, _devices: (8 * 2**30, True))
+    check_fit(Settings(), shape)
+
+
+@pytest.fixture(scope="module")
+def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """nano, whose base takes 25 MB with the copy for decoding."""
+    budget = {"MEMORY_BUDGET": "160MiB"}
+    with serving(tmp_path_factory.mktemp("squeezed"), settings=budget) as server:
+        yield server.url
+
+
+def test_a_client_trains_and_samples_under_a_budget(squeezed: str) -> None:
+    with tinker.ServiceClient(base_url=squeezed, api_key="tml-budget") as service:
+        model = service.create_lora_training_client("tinsmith/nano", rank=8).result()
+        tokens = list(range(10, 138))
+        inputs = {"target_tokens": np.array(tokens[1:]), "weights": np.ones(127, np.float32)}
+        datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)  # pyright: ignore[reportArgumentType]
+        losses = []
+        for _ in range(3):
+            sampler = model.save_weights_and_get_sampling_client().result()
+            prompt = types.ModelInput.from_ints(tokens[:64])
+            answer = sampler.sample(prompt, num_samples=4, sampling_params=types.SamplingParams(max_tokens=20))
+            passed = model.forward_backward([datum] * 8, "cross_entropy")
+            stepped = model.optim_step(types.AdamParams(learning_rate=1e-3))
+            losses.append(passed.result().metrics["loss:sum"])
+            stepped.result()
+            assert len(answer.result().sequences) == 4
+        assert losses[-1] < losses[0]
+        # An engine says once a second what it holds, and the most that activations had since it last did.
+        told = ("base", "models", "kv_cache", "activations")
+        for _ in range(200):
+            held = memory_of(squeezed)
+            if min(held.get(name, 0) for name in told) > 0:
+                break
+            model.forward_backward([datum] * 8, "cross_entropy").result()
+            sampler.sample(prompt, num_samples=4, sampling_params=types.SamplingParams(max_tokens=20)).result()
+        assert min(held[name] for name in told) > 0
+    overview = httpx.get(f"{squeezed}/api/v1/dashboard/overview", headers={"X-API-Key": "tml-budget"}, timeout=60)
+    assert overview.json()["engines"][0]["memory"].keys() == held.keys()
+    assert held.keys() == {"base", "models", "versions", "sampling", "kv_cache", "activations", "budget"}
+    assert held["budget"] == 160 * 2**20
+    assert sum(value for name, value in held.items() if name not in ("budget", "activations")) <= held["budget"]
+
+
+def memory_of(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
+    name = "tinsmith_engine_memory_bytes{"
+    return {line.split('holder="')[1].split('"')[0]: float(line.split()[-1]) for line in lines if line.startswith(name)}

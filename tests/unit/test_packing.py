@@ -1,0 +1,186 @@
+"""Packing: what shares a step, and attention that never looks across sequences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.properties import examples
+from tinsmith.backends.torch.adapters import Adapter, Layout, Target
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.batch import Example, examples_of, pack
+from tinsmith.types import Datum, LoraSpec, Pass
+
+torch.set_num_threads(1)
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+def adapter() -> Adapter:
+    layout = Layout.of(1, [Target("lm_head", "unembed", 2, 3)])
+    return Adapter(LoraSpec(1), layout, torch.zeros(layout.numel), torch.float32)
+
+
+def example(owner: Adapter, pass_index: int, datum_index: int, length: int) -> Example:
+    datum = Datum(
+        np.arange(length, dtype=np.int32),
+        {"target_tokens": np.arange(length, dtype=np.int64), "weights": np.ones(length, np.float32)},
+    )
+    (made,) = examples_of(Pass("r", "m", (datum,), "cross_entropy", {}, False), pass_index, owner)
+    return Example(pass_index, datum_index, owner, made.tokens_N, made.target_shape, made.targets_P, made.columns)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=20),
+    st.integers(1, 64),
+)
+def test_packing_keeps_every_example_once_within_the_budget(items: list[tuple[int, int, int]], budget: int) -> None:
+    owners = [adapter() for _ in range(4)]
+    # A pass belongs to one model, so its number is made of both.
+    examples = [example(owners[o], 3 * o + p, i, n) for i, (o, p, n) in enumerate(items)]
+    batches = pack(examples, budget)
+    packed = [e for batch in batches for e in batch.examples]
+    assert sorted(id(e) for e in packed) == sorted(id(e) for e in examples)
+    for batch in batches:
+        assert sum(batch.lengths) <= budget or len(batch.examples) == 1
+        held = [segment.adapter for segment in batch.routing.segments]
+        assert len({id(owner) for owner in held}) == len(held)
+        assert batch.routing.num_rows == len(batch.tokens_T) == len(batch.positions_T)
+        assert (np.diff(batch.pass_P) != 0).sum() == len(set(batch.pass_P)) - 1
+        for e, start in zip(batch.examples, np.cumsum([0, *batch.lengths]), strict=False):
+            assert np.array_equal(batch.positions_T[start : start + e.num_tokens], np.arange(e.num_tokens))
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """[T, H, D] for one sequence, one query at a time, in float64."""
+    out = torch.zeros_like(q)
+    per_group = q.shape[1] // k.shape[1]
+    for i in range(len(q)):
+        for h in range(q.shape[1]):
+            first = 0 if window is None else max(0, i - window + 1)
+            scores = torch.stack([q[i, h] @ k[j, h // per_group] * 0.3 for j in range(first, i + 1)])
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[h : h + 1]])
+            probs = torch.softmax(scores, 0)[: i + 1 - first]
+            out[i, h] = probs @ v[first : i + 1, h // per_group]
+    return out
+
+
+@pytest.mark.parametrize("variant", ["causal", "window", "softcap", "sinks"])
+@examples(12)
+@given(lengths=st.lists(st.integers(1, 14), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
+def test_packed_attention_and_gradients_equal_each_sequence_alone(variant: str, lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    q, k, v, grad = (torch.randn(total, heads, 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    window = 3 if variant in ("window", "sinks") else None
+    softcap = 1.5 if variant == "softcap" else None
+    sinks = torch.randn(4, generator=generator, dtype=torch.float64) if variant == "sinks" else None
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = PackedCausal(lengths).attend(0, *leaves, scale=0.3, window=window, softcap=softcap, sinks_H=sinks)
+    out.backward(grad)
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        own = [x[rows].clone().requires_grad_() for x in (q, k, v)]
+        expected = reference(*own, window, softcap, sinks)
+        expected.backward(grad[rows])
+        # The plain path works its softmax in float32.
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(out[rows], expected, **tolerance)
+        for leaf, alone in zip(leaves, own, strict=True):
+            assert leaf.grad is not None and alone.grad is not None
+            torch.testing.assert_close(leaf.grad[rows], alone.grad, **tolerance)
+        start += length
+
+
+@examples(30)
+@given(lengths=LENGTHS, sick=st.integers(0, 8), softcap=st.sampled_from([None, 2.0]), data=st.data())
+def test_nan_in_one_sequence_stays_there(
+    lengths: list[int], sick: int, softcap: float | None, data: st.DataObject
+) -> None:
+    sick %= len(lengths)
+    start = sum(lengths[:sick])
+    mine = slice(start, start + lengths[sick])
+    x = torch.randn(sum(lengths), 2, 4, generator=torch.Generator().manual_seed(0))
+    healthy_leaf, sick_leaf = x.clone().requires_grad_(), x.clone()
+    sick_leaf[mine] = data.draw(st.sampled_from([torch.nan, torch.inf, -torch.inf]))
+    sick_leaf.requires_grad_()
+    plan = PackedCausal(lengths)
+    others = torch.ones(len(x), dtype=torch.bool)
+    others[mine] = False
+    outs = []
+    for leaf in (healthy_leaf, sick_leaf):
+        out = plan.attend(0, leaf, leaf, leaf, scale=0.5, softcap=softcap)
+        out.backward(torch.ones_like(out))
+        outs.append(out)
+    assert healthy_leaf.grad is not None and sick_leaf.grad is not None
+    assert torch.equal(outs[0][others], outs[1][others])
+    assert torch.equal(healthy_leaf.grad[others], sick_leaf.grad[others])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@examples(8)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 2**32 - 1))
+def test_short_sequences_in_bfloat16_equal_float64_up_to_rounding(
+    window: int | None, lengths: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    q, k, v, grad = (torch.randn(total, heads, 4, generator=generator).bfloat16() for heads in (4, 2, 2, 4))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = PackedCausal(lengths).attend(0, *leaves, scale=0.3, window=window)
+    assert out.dtype == torch.bfloat16
+    out.backward(grad)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wide = PackedCausal(lengths).attend(0, *exact, scale=0.3, window=window)
+    wide.backward(grad.double())
+    for found, expected in zip(
+        (out.detach(), *(x.grad for x in leaves)), (wide.detach(), *(x.grad for x in exact)), strict=True
+    ):
+        assert found is not None and expected is not None
+        # Where the true gradient is nearly nothing, what is left is rounding of the size of the output's gradient.
+        assert float((found.double() - expected).norm()) < 0.02 * float(expected.norm() + grad.double().norm())
+
+
+@examples(20)
+@given(lengths=LENGTHS, sick=st.integers(0, 8))
+def test_nan_in_a_short_sequence_in_bfloat16_stays_there(lengths: list[int], sick: int) -> None:
+    sick %= len(lengths)
+    start = sum(lengths[:sick])
+    others = torch.ones(sum(lengths), dtype=torch.bool)
+    others[start : start + lengths[sick]] = False
+    x = torch.randn(len(others), 2, 4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = []
+    for value in (None, torch.nan):
+        leaf = x.clone()
+        if value is not None:
+            leaf[~others] = value
+        leaf.requires_grad_()
+        out = PackedCausal(lengths).attend(0, leaf, leaf, leaf, scale=0.5)
+        out.backward(torch.ones_like(out))
+        assert leaf.grad is not None
+        found.append((out.detach(), leaf.grad))
+    for healthy, beside in zip(*found, strict=True):
+        assert torch.equal(healthy[others], beside[others])
+
+
+def test_sequences_of_one_length_share_one_kernel_call_without_a_copy() -> None:
+    plan = PackedCausal([8] * 5)
+    (group,) = plan._groups
+    assert group.num_sequences == 5 and group.rows is None
+
+
+@given(LENGTHS)
+def test_padding_stays_within_its_bound(lengths: list[int]) -> None:
+    for group in PackedCausal(lengths)._groups:
+        real = group.num_sequences * group.length if group.kept is None else len(group.kept)
+        assert real >= group.num_sequences * min(group.length, group.length - max(16, 0.25 * group.length))

@@ -1,0 +1,209 @@
+"""Wake-ups through Postgres: with the commit and not before, whatever their size, across broken connections."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection
+
+from support.databases import POSTGRES
+from support.engine_bench import BASE, Bench
+from tinsmith.db.database import MAX_NOTIFY_BYTES, Database
+from tinsmith.db.pg_notify import PostgresMailbox, open_mailbox
+from tinsmith.db.wakeups import SAFETY_POLL_S, SERVER, Mailbox, engine_mailbox
+from tinsmith.store.futures import Futures, NewFuture, Settlement
+from tinsmith.store.models import Models, NewModel
+from tinsmith.types import LoraSpec
+
+SOON_S = 0.5 * SAFETY_POLL_S
+
+
+@pytest.fixture
+def database_kind() -> str:
+    return POSTGRES
+
+
+@pytest.fixture
+def mailbox(database_url: str) -> Iterator[PostgresMailbox]:
+    made = PostgresMailbox(database_url, "server")
+    assert made.wait(10) and made.drain() == {""}, "it says when it listens"
+    yield made
+    made.close()
+
+
+def received(mailbox: PostgresMailbox, enough: Callable[[set[str]], bool]) -> set[str]:
+    ids: set[str] = set()
+    deadline = time.monotonic() + 10
+    while not enough(ids) and mailbox.wait(deadline - time.monotonic()):
+        ids |= mailbox.drain()
+    return ids
+
+
+def test_a_wake_up_comes_with_the_commit_and_not_before(db: Database, mailbox: PostgresMailbox) -> None:
+    with db.write() as connection:
+        db.notify(connection, "server", ["a", "b"])
+        assert not mailbox.wait(0.2)
+    assert received(mailbox, lambda ids: "a" in ids) == {"a", "b"}
+    assert not mailbox.wait(0.0) and mailbox.drain() == set()
+
+
+def test_what_is_not_committed_wakes_nobody(db: Database, mailbox: PostgresMailbox) -> None:
+    with pytest.raises(RuntimeError), db.write() as connection:
+        db.notify(connection, "server", ["a"])
+        raise RuntimeError
+    assert not mailbox.wait(0.2)
+
+
+def test_ids_arrive_whole_however_many(db: Database, mailbox: PostgresMailbox) -> None:
+    ids = {f"{'x' * 100}:{index}" for index in range(2000)}
+    assert len("\n".join(ids)) > 20 * MAX_NOTIFY_BYTES
+    with db.write() as connection:
+        db.notify(connection, "server", ids)
+    assert received(mailbox, lambda found: found >= ids) == ids
+
+
+def test_channels_are_apart(db: Database, mailbox: PostgresMailbox) -> None:
+    with db.write() as connection:
+        db.notify(connection, "engine", ["a"])
+    assert not mailbox.wait(0.2)
+
+
+def test_a_broken_connection_is_opened_again_and_says_that_something_may_be_missing(
+    db: Database, mailbox: PostgresMailbox
+) -> None:
+    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND query LIKE "
+    with db.read() as connection:
+        assert connection.scalar(sa.text(others + "'LISTEN %'")), "one was cut"
+    assert received(mailbox, lambda ids: "" in ids) == {""}
+    with db.write() as connection:
+        db.notify(connection, "server", ["a"])
+    assert received(mailbox, lambda ids: "a" in ids) == {"a"}
+
+
+def test_closing_takes_no_time(database_url: str) -> None:
+    for reachable in (database_url, "postgresql://nobody@127.0.0.1:1/none"):
+        mailbox = PostgresMailbox(reachable, "server")
+        started = time.monotonic()
+        mailbox.close()
+        assert time.monotonic() - started < 5
+
+
+def test_the_database_decides_how_wake_ups_go(database_url: str, tmp_path: Path) -> None:
+    opened = [open_mailbox(database_url, "engine"), open_mailbox(f"sqlite:///{tmp_path}/x.db", "engine")]
+    assert [type(mailbox) for mailbox in opened] == [PostgresMailbox, Mailbox]
+    for mailbox in opened:
+        mailbox.close()
+
+
+def test_submissions_wake_the_engine_and_settlements_the_servers(database_url: str, db: Database) -> None:
+    engine, server = PostgresMailbox(database_url, engine_mailbox("base")), PostgresMailbox(database_url, SERVER)
+    for listening in (engine, server):
+        received(listening, lambda ids: "" in ids)
+    futures = Futures(db)
+    request_id = futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
+    assert received(engine, lambda ids: bool(ids)) == {request_id}
+    futures.settle([Settlement(request_id, b"")], {})
+    assert received(server, lambda ids: bool(ids)) == {request_id}
+    futures.submit(NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1))
+    assert not engine.wait(0.2), "what was there already is no news"
+    engine.close()
+    server.close()
+
+
+def test_one_engine_of_several_is_woken_alone_or_all_of_them(database_url: str, db: Database) -> None:
+    one, two = (
+        PostgresMailbox(database_url, engine_mailbox("base", engine_id)) for engine_id in ("engine-0-a", "engine-0-b")
+    )
+    for listening in (one, two):
+        received(listening, lambda ids: "" in ids)
+    futures = Futures(db)
+    step = NewFuture("m:1", "alice", "s", "base", "forward", b"", model_id="m", seq_id=1, engine_id="engine-0-b")
+    futures.submit(step)
+    assert received(two, lambda ids: bool(ids)) == {"m:1"}
+    assert not one.wait(0.2)
+    futures.submit(replace(step, request_id="m:2", seq_id=2, engine_id=None))
+    assert received(one, lambda ids: bool(ids)) == received(two, lambda ids: bool(ids)) == {"m:2"}
+    one.close()
+    two.close()
+
+
+def test_processes_on_one_sqlite_file_find_each_other_wherever_their_data_are(tmp_path: Path) -> None:
+    for name in ("tinsmith.db", "shared.db"):
+        url = f"sqlite:///{tmp_path}/{name}"
+        server, engine = open_mailbox(url, "server.a"), open_mailbox(f"sqlite:///{tmp_path}/x/../{name}", "engine-b.0")
+        server.wake("engine-b", [name])
+        assert engine.drain() == {name}
+        engine.wake("server", [name])
+        assert server.drain() == {name}
+        server.close()
+        engine.close()
+    other = open_mailbox(f"sqlite:///{tmp_path}/other.db", "engine-b.0")
+    apart = open_mailbox(f"sqlite:///{tmp_path}/shared.db", "server.a")
+    apart.wake("engine-b", ["not theirs"])
+    assert other.drain() == set()
+    other.close()
+    apart.close()
+
+
+class _Slow(Database):
+    """Commits a submission when it is told to."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.inserted, self.go = threading.Event(), threading.Event()
+
+    def notify(self, connection: Connection, channel: str, ids: Sequence[str]) -> None:  # type: ignore[override]
+        super().notify(connection, channel, ids)
+        self.inserted.set()
+        assert self.go.wait(30)
+
+
+def test_a_request_that_is_committed_after_a_later_one_does_not_wait_for_the_slow_poll(
+    tmp_path: Path, database_url: str
+) -> None:
+    bench = Bench(tmp_path, tmp_path, database_url)
+    bench.engine._mailbox = mailbox = PostgresMailbox(database_url, engine_mailbox(BASE))
+    model = bench.model()
+    slow = _Slow(database_url)
+    body = b'{"seq_id": 1, "adam_params": {"learning_rate": 1}}'
+    first = NewFuture(f"{model}:1", "alice", "s", BASE, "optim_step", body, model_id=model, seq_id=1)
+    thread = threading.Thread(target=Futures(slow).submit, args=(first,))
+    thread.start()
+    assert slow.inserted.wait(10)
+    second = bench.step(model, 2)
+    deadline = time.monotonic() + 10
+    while second not in bench.engine._queues.known and time.monotonic() < deadline:
+        bench.engine.turn(0.1)
+    assert second in bench.engine._queues.known and bench.outcome(second) is None, "it waits for the first"
+    bench.engine._next_check = time.monotonic() + 60  # no slow poll helps
+    slow.go.set()
+    thread.join()
+    deadline = time.monotonic() + SOON_S + 5
+    while bench.outcome(second) is None and time.monotonic() < deadline:
+        bench.engine.turn(SOON_S)
+    assert bench.outcome(second) is not None
+    mailbox.close()
+    slow.close()
+    bench.close()
+
+
+def test_creations_at_once_make_one(database_url: str) -> None:
+    databases = [Database(database_url) for _ in range(6)]
+    new = NewModel("s:train:0", "s", "alice", "base", LoraSpec(4))
+    made: list[float] = []
+    threads = [
+        threading.Thread(target=lambda db=db: made.append(Models(db).create(new).created_at)) for db in databases
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for database in databases:
+        database.close()
+    assert len(made) == 6 and len(set(made)) == 1, "all were given the row of the first"

@@ -1,0 +1,347 @@
+"""The plan counts what transformers builds, and says what a device is measured to need; its choices have reasons."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+from typer.testing import CliRunner, Result
+
+from support import families
+from support.known_models import DOCUMENT, KNOWN, Known, render
+from tinsmith.backends.torch import backend
+from tinsmith.cli import main as cli
+from tinsmith.cli.plan import as_json, rows, summary
+from tinsmith.errors import SettingsError
+from tinsmith.plan import architecture, memory
+from tinsmith.plan.architecture import FAMILIES, Architecture, read, read_directory, size_of_files
+from tinsmith.plan.degrees import Degrees, Wanted, candidates, check, choose, judged, needs_of, problem_of
+
+GPU = 80 * 10**9
+MEASURED = Path(__file__).parents[1] / "support" / "measured_memory.py"
+
+
+def known(name: str) -> Architecture:
+    return next(one.model for one in KNOWN if one.name == name)
+
+
+def counted_by_transformers(config: dict[str, Any]) -> int:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).num_parameters()
+
+
+@pytest.mark.parametrize("one", KNOWN, ids=lambda one: one.name)
+def test_a_known_model_has_as_many_parameters_as_transformers_builds_and_as_was_published(one: Known) -> None:
+    model = one.model
+    assert model.num_parameters == counted_by_transformers(dict(one.config))
+    assert model.num_parameters / 1e9 == pytest.approx(one.published, rel=0.01)
+    if one.active is not None:
+        # What OpenAI publishes leaves out the embeddings.
+        left_out = model.embedding_numbers if model.model_type == "gpt_oss" else 0
+        assert (model.num_active - left_out) / 1e9 == pytest.approx(one.active, rel=0.02)
+    else:
+        assert model.num_active == model.num_parameters
+
+
+@pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.model_type)
+def test_a_family_is_counted_exactly_or_refused_by_name(family: families.Family) -> None:
+    config = AutoConfig.for_model(family.model_type, **{**families.COMMON, **family.config})
+    given = json.loads(config.to_json_string(use_diff=False))
+    if family.model_type not in FAMILIES:
+        with pytest.raises(SettingsError, match=f"'{family.model_type}' is not one that a plan counts"):
+            read(given)
+        return
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert read(given).num_parameters == model.num_parameters()
+
+
+def test_adapters_are_as_large_as_the_backend_makes_them(tmp_path: Path) -> None:
+    for name in ("qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"):
+        family = next(one for one in families.FAMILIES if one.model_type == name)
+        base = backend.BaseModel.load(families.make(tmp_path / name, family))
+        targets = base.adaptable()
+        for rank in (1, 8):
+            numbers = sum(int(torch.Size(shape).numel()) for target in targets for shape in target.shapes(rank))
+            assert memory.adapter_numbers(read_directory(tmp_path / name), rank) == numbers
+
+
+def test_keys_and_values_are_as_large_as_the_sampler_caches_them(tmp_path: Path) -> None:
+    from tinsmith.samplers.local.kv_cache import layer_shapes
+
+    for name in ("gemma2", "deepseek_v3"):
+        family = next(one for one in families.FAMILIES if one.model_type == name)
+        base = backend.BaseModel.load(families.make(tmp_path / name, family))
+        cached = sum(shape.num_bytes for shape in layer_shapes(base).values())
+        assert memory.key_value_bytes(read_directory(tmp_path / name), dtype="float32") == cached
+
+
+def test_files_tell_their_own_size(tmp_path: Path) -> None:
+    family = families.FAMILIES[0]
+    families.make(tmp_path, family)
+    model = read_directory(tmp_path)
+    assert size_of_files(tmp_path) == (model.num_parameters, 4 * model.num_parameters)
+    assert size_of_files(tmp_path / "config.json") is None
+    (tmp_path / "broken.safetensors").write_bytes(b"\xff" * 9)
+    with pytest.raises(SettingsError, match=r"broken\.safetensors is no safetensors file"):
+        size_of_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"hidden_size": "many"}, "hidden_size is 'many'"),
+        ({"model_type": "mamba"}, "model_type 'mamba' is not one that a plan counts"),
+        ({"vocab_size": True}, "vocab_size is True"),
+    ],
+)
+def test_a_configuration_that_says_too_little_is_refused_by_name(change: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        read({**KNOWN[0].config, **change})
+
+
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        read_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[1")
+    with pytest.raises(SettingsError, match="is not JSON"):
+        read_directory(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(SettingsError, match="no JSON object"):
+        read_directory(tmp_path)
+
+
+def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
+    assert memory.MICRO_BATCH == backend.MAX_TOKENS
+    assert memory.LOGITS == backend.CHUNK_NUMBERS
+    assert (memory.LEAST_CHUNK, memory.LARGEST_CHUNK) == (backend.LEAST_CHUNK, backend.LARGEST_CHUNK)
+
+
+def test_measured_peaks_are_within_the_factor() -> None:
+    # Memory that was freed goes back at once, so that the resident set is what is held.
+    at_once = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    words, environment = [sys.executable, str(MEASURED)], {**os.environ, **at_once}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) == 4
+    for one in found:
+        ratio = one["measured"] / one["expected"]
+        assert 1 / memory.FACTOR < ratio < memory.FACTOR, one
+
+
+# Choices.
+
+
+def test_a_small_model_is_on_every_device() -> None:
+    plan = choose(known("Llama-3.1-8B"), Wanted(8, GPU))
+    assert (plan.degrees, plan.mode) == (Degrees(8), "kept")
+    assert "holds the whole base (15.0 GiB)" in " ".join(plan.words)
+
+
+def test_tensor_parallel_comes_before_a_sharded_base_and_no_higher_than_needed() -> None:
+    plan = choose(known("Llama-3.1-70B"), Wanted(8, GPU))
+    assert plan.degrees == Degrees(2, 4)
+    assert judged(plan.model, plan.wanted, Degrees(4, 2)).mode not in ("kept", "recomputed")
+
+
+def test_a_base_is_sharded_where_heads_do_not_divide() -> None:
+    # Of 28 query and 4 key heads, no tensor parallel of 3 and 6 does.
+    model = known("Qwen2.5-7B")
+    plan = choose(model, Wanted(3, 16 * 10**9, rank=8, context=2048))
+    assert plan.degrees == Degrees(3, 1, shard_base=True)
+    assert plan.fits and "does not divide" in " ".join(plan.words)
+
+
+def test_taking_turns_is_the_last_resort_of_one_device() -> None:
+    plan = choose(known("Gemma-3-27B (text)"), Wanted(1, GPU))
+    assert plan.mode == "in turns"
+    assert plan.needs.total("recomputed") > GPU >= plan.needs.total("in turns")
+
+
+def test_what_does_not_fit_says_by_how_much_and_how_many_devices_would_do() -> None:
+    plan = choose(known("Qwen3-32B"), Wanted(1, GPU))
+    words = " ".join(plan.words)
+    assert not plan.fits and plan.missing_bytes > 0
+    assert f"lacks {plan.missing_bytes / 2**30:.1f} GiB" in words and "2 such devices would do" in words
+    assert choose(plan.model, replace(plan.wanted, devices=2)).fits
+
+
+def test_a_context_that_no_device_holds_is_a_matter_of_context_parallel() -> None:
+    plan = choose(known("Llama-3.2-1B"), Wanted(1, 8 * 2**30, context=131072))
+    words = " ".join(plan.words)
+    assert "context parallel" in words and "not supported here" in words
+
+
+def test_layers_that_no_device_holds_are_a_matter_of_pipeline_parallel() -> None:
+    plan = choose(known("DeepSeek-V3"), Wanted(8, GPU))
+    assert "pipeline parallel" in plan.words[-1] and "not supported here" in plan.words[-1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        (Degrees(1, 3), "tensor parallel 3 does not divide the model's 32 attention heads"),
+        (Degrees(1, 16), "needs 16 devices; there are 8"),
+        (Degrees(0, 1), "both must be at least 1"),
+        (Degrees(1, 2, shard_base=True), "data parallel is 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(degrees: Degrees, words: str) -> None:
+    with pytest.raises(SettingsError, match=words):
+        check(known("Llama-3.1-8B"), Wanted(8, GPU), degrees)
+
+
+def test_key_heads_count_too() -> None:
+    problem = problem_of(known("Qwen2.5-7B"), Degrees(1, 7))
+    assert problem == "tensor parallel 7 does not divide the model's 4 key and value heads"
+
+
+def test_experts_are_sharded_and_not_cut_and_codes_are_neither() -> None:
+    plan = choose(known("Qwen3-30B-A3B"), Wanted(8, GPU))
+    assert plan.degrees == Degrees(8, 1, shard_base=True) and "routed experts" in " ".join(plan.words)
+    with pytest.raises(SettingsError, match="routed experts, which are not cut here; shard the base"):
+        check(plan.model, plan.wanted, Degrees(1, 8))
+    with pytest.raises(SettingsError, match="quantised"):
+        check(known("Qwen3-32B"), Wanted(8, GPU, quantize="nf4"), Degrees(4, 2))
+
+
+def test_what_is_asked_for_is_taken_if_it_fits_and_refused_with_the_gap_if_not() -> None:
+    model, wanted = known("Llama-3.1-70B"), Wanted(8, GPU)
+    plan = check(model, wanted, Degrees(1, 8))
+    assert plan.fits and "Left to itself, the plan would be data parallel 2 x tensor parallel 4." in plan.words
+    with pytest.raises(
+        SettingsError, match=r"each device needs .* GiB less; data parallel 2 x tensor parallel 4 would"
+    ):
+        check(model, wanted, Degrees(8, 1))
+
+
+def test_quantising_takes_less_and_experts_are_refused() -> None:
+    model = known("Qwen3-32B")
+    whole, bytes_, half = (
+        memory.base_bytes(model, dtype="bfloat16", quantize=quantize) for quantize in ("off", "int8", "nf4")
+    )
+    linears = sum(linear.numbers for linear in model.linears)
+    assert whole - bytes_ == linears and bytes_ - half == pytest.approx(0.4375 * linears, rel=1e-6)
+    with pytest.raises(SettingsError, match="qwen3_moe has routed experts"):
+        choose(known("Qwen3-30B-A3B"), Wanted(1, GPU, quantize="int8"))
+
+
+@given(
+    st.sampled_from(KNOWN),
+    st.sampled_from([1, 2, 3, 4, 8, 16, 64]),
+    st.integers(4, 200),
+    st.integers(1, 256),
+    st.integers(1, 20_000),
+)
+def test_a_plan_uses_all_devices_and_more_memory_never_fits_less(
+    one: Known, devices: int, gigabytes: int, rank: int, context: int
+) -> None:
+    wanted = Wanted(devices, gigabytes * 10**9, rank=rank, context=context)
+    plan, more = choose(one.model, wanted), choose(one.model, replace(wanted, memory_bytes=2 * wanted.memory_bytes))
+    assert plan.degrees.devices == devices
+    assert plan.degrees in candidates(one.model, devices)
+    assert plan.fits == (plan.missing_bytes == 0)
+    assert more.fits or not plan.fits
+    assert not plan.fits or check(one.model, wanted, plan.degrees).mode == plan.mode
+
+
+@given(st.sampled_from(KNOWN), st.integers(1, 3), st.integers(1, 3))
+def test_cutting_a_model_further_never_takes_more_of_a_device(one: Known, tensor: int, data: int) -> None:
+    wanted = Wanted(64, GPU)
+    few, many = (
+        Degrees(2**data, 2**tensor, shard_base=True),
+        Degrees(2 ** (data + 1), 2 ** (tensor + 1), shard_base=True),
+    )
+    before, after = needs_of(one.model, wanted, few), needs_of(one.model, wanted, many)
+    assert after.base <= before.base and after.activations <= before.activations
+    assert after.keys_and_values <= before.keys_and_values
+
+
+def test_a_plan_is_told_to_people_and_to_programs() -> None:
+    plan = choose(known("Qwen3-30B-A3B"), Wanted(8, GPU))
+    assert summary(plan).startswith("qwen3_moe: 30.5 B parameters (3.35 B of them active) in bfloat16; 1 adapter(s)")
+    assert ("frozen base model", "9.3 GiB") in list(rows(plan))
+    told = json.loads(json.dumps(as_json(plan)))
+    assert (told["data_parallel"], told["shard_base"], told["fits"]) == (8, True, True)
+    assert told["bytes_per_device"]["total_recomputed"] == plan.needs.total("recomputed")
+
+
+def test_the_document_is_what_the_known_models_give() -> None:
+    assert DOCUMENT.read_text() == render(), "run scripts/write-plan"
+
+
+def test_every_counted_family_is_one_that_tests_serve() -> None:
+    assert set(architecture.FAMILIES) <= {family.model_type for family in families.FAMILIES}
+
+
+# The command.
+
+
+def doctor(*words: str) -> Result:
+    return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, ("doctor", *words))
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(next(dict(one.config) for one in KNOWN if one.name == "Llama-3.1-70B")))
+    return str(path)
+
+
+def test_the_doctor_plans_for_a_model_from_its_configuration_alone(config: str) -> None:
+    found = doctor(config, "--gpus", "8", "--memory", "80GB")
+    assert found.exit_code == 0
+    assert "data parallel 2 x tensor parallel 4" in found.stdout and "131.4 GiB" in found.stdout
+    told = json.loads(doctor(str(Path(config).parent), "--gpus", "8", "--memory", "80GB", "--json").stdout)
+    assert (told["parameters"], told["data_parallel"], told["tensor_parallel"]) == (70_553_706_496, 2, 4)
+    assert told["wanted"] | {"rank": 32, "context": 8192, "devices": 8} == told["wanted"]
+
+
+def test_the_doctor_says_no_with_the_gap(config: str) -> None:
+    found = doctor(config, "--gpus", "1", "--memory", "80GB", "--json")
+    assert found.exit_code == 1 and json.loads(found.stdout)["missing_bytes"] > 80 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--tensor-parallel", "3"), "does not divide the model's 64 attention heads"),
+        (("--tensor-parallel", "2", "--data-parallel", "4"), "GiB less"),
+        (("--data-parallel", "4", "--tensor-parallel", "4"), "needs 16 devices; there are 8"),
+        (("--rank", "0"), "--rank is 0; it must be from 1 to 256"),
+        (("--context", "200000"), "--context is 200000; it must be from 1 to the model's own 131,072"),
+        (("--dtype", "int3"), "--dtype is 'int3'"),
+        (("--quantize", "int3"), "--quantize is 'int3'"),
+        (("--memory", "much"), "--memory is 'much'; write a size such as 80GB"),
+        (("--gpus", "0"), "--gpus is 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
+)
+def test_the_doctor_refuses_with_the_reason(config: str, words: tuple[str, ...], reason: str) -> None:
+    found = doctor(config, "--gpus", "8", "--memory", "80GB", *words)
+    assert isinstance(found.exception, SettingsError) and reason in str(found.exception)
+
+
+def test_the_doctor_plans_for_a_base_that_the_server_knows() -> None:
+    told = json.loads(doctor("tinsmith/nano", "--json").stdout)
+    assert told["fits"] and told["wanted"]["devices"] >= 1 and told["parameters"] < 10**7
+
+
+def test_files_that_hold_less_than_their_configuration_tells_are_refused(tmp_path: Path) -> None:
+    families.make(tmp_path, families.FAMILIES[0])
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 400}))
+    found = doctor(str(tmp_path), "--gpus", "1", "--memory", "8GB")
+    assert isinstance(found.exception, SettingsError) and "its files hold" in str(found.exception)

@@ -1,0 +1,212 @@
+"""Prompts: of the last layer only what somebody asks for is computed, and short ones attend to themselves exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support import tiny_models
+from support.local_sampling import alone, assert_same, make_adapter, make_prompt, make_sample, run
+from support.properties import examples
+from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
+from tinsmith.backends.torch.attention import PackedCausal
+from tinsmith.backends.torch.banks import MANY_ROWS
+from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.model import BaseModel
+from tinsmith.samplers.local import paged_attention as paged_module
+from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
+from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
+from tinsmith.types import LoraSpec
+
+LENGTHS = [9, 30, 1, 17, 3]
+WANTED = [[59], [8, 38, 39, 56, 59], [0, 1, 2, 40, 41, 50], list(range(60))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "gemma2"])
+def test_wanted_rows_are_what_they_are_among_all(tmp_path: Path, arch: str, dtype: str) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, arch), device="cpu", dtype=dtype)
+    adapters = [make_adapter(base, 1), None, make_adapter(base, 2, rank=8), make_adapter(base, 3), None]
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(n) for n in LENGTHS])
+    packed = tokens_T, positions_T, PackedCausal(LENGTHS), Routing.of(adapters, LENGTHS)
+    with torch.inference_mode():
+        whole_TD = base.hidden(*packed)
+        for wanted in WANTED:
+            found_nD = base.hidden(*packed, wanted)
+            error = float((found_nD - whole_TD[wanted]).abs().max())
+            assert found_nD.shape == (len(wanted), whole_TD.shape[1])
+            assert error < (1e-4 if dtype == "float32" else 0.1), wanted
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 2)), min_size=1, max_size=8),
+    rows=st.sets(st.integers(0, 71), min_size=1),
+)
+def test_a_routing_of_some_rows_has_each_one_where_it_was(sizes: list[tuple[int, int]], rows: set[int]) -> None:
+    whole = Routing.of([_named(name) for _, name in sizes], [size for size, _ in sizes])
+    wanted = sorted(row % whole.num_rows for row in rows)
+    wanted = sorted(set(wanted))
+    owners = [segment.adapter for segment in whole.segments for _ in range(segment.start, segment.stop)]
+    found = [segment.adapter for segment in whole.only(wanted).segments for _ in range(segment.start, segment.stop)]
+    assert found == [owners[row] for row in wanted]
+
+
+def _named(name: int) -> Adapter | None:
+    """What stands for an adapter, of which a routing only asks whether it is the same."""
+    return (None, cast(Adapter, "one"), cast(Adapter, "other"))[name]
+
+
+class Counting:
+    """A base model that notes of how many rows it was asked for the hidden states."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self.asked: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._base, name)
+
+    def hidden(self, *given: object) -> torch.Tensor:
+        found_TD = self._base.hidden(*given)  # pyright: ignore[reportArgumentType]
+        self.asked.append((len(given[0]), len(found_TD)))  # pyright: ignore[reportArgumentType]
+        return found_TD
+
+
+def test_of_a_prompt_only_the_last_row_is_asked_for_unless_it_is_scored(tmp_path: Path) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="float32")
+    counting = Counting(base)
+    versions = {"v": make_adapter(base, 1)}
+    sampler = LocalSampler(counting, versions, options=SamplerOptions(max_tokens_per_step=24))  # pyright: ignore[reportArgumentType]
+    counting.asked.clear()
+    run(sampler, make_sample("long", make_prompt(60), version_id="v"))
+    # Two whole pieces of which nobody asks anything, the third with its last row, then a row a token.
+    assert counting.asked[:4] == [(24, 1), (24, 1), (12, 1), (1, 1)]
+    counting.asked.clear()
+    short = make_sample("short", make_prompt(20, seed=1))
+    scored = make_sample("scored", make_prompt(20, seed=2), version_id="v", prompt_logprobs=True)
+    results = run(sampler, short, scored)
+    assert counting.asked[0] == (24, 5), "one row of the first, and four of the scored one's"
+    for sample in (short, scored):
+        assert_same(results[sample.request_id], alone(base, sample, versions))
+
+
+GROUPED = LayerShape(2, 8, 6, torch.bfloat16)
+HEADS = 6
+
+
+@examples(30)
+@given(
+    lengths=st.lists(st.integers(1, 70), min_size=1, max_size=6),
+    same=st.booleans(),
+    cached=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_short_prompts_attend_to_their_own_tokens(lengths: list[int], same: bool, cached: bool, seed: int) -> None:
+    lengths = [lengths[0]] * len(lengths) if same else lengths
+    rows = [Rows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
+    if cached:  # one that continues a prompt, among them
+        rows.insert(len(rows) // 2, Rows(4, 10, list(range(200, 210))))
+    cache = KVCache({0: GROUPED}, 4, torch.device("cpu"))
+    cache.resize(220)
+    generator = torch.Generator().manual_seed(seed)
+    num = sum(row.stop - row.start for row in rows)
+    q, k, v = (torch.randn(num, h, d, generator=generator).bfloat16() for h, d in ((HEADS, 8), (2, 8), (2, 6)))
+    found_THD = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4).double()
+    first = 0
+    for row in rows:
+        own = slice(first, first := first + row.stop - row.start)
+        if row.start:
+            continue
+        expected = _reference(q[own], k[own], v[own])
+        torch.testing.assert_close(found_THD[own], expected, atol=0.03, rtol=0.03)
+
+
+def _reference(q_THD: torch.Tensor, k_TGD: torch.Tensor, v_TGD: torch.Tensor) -> torch.Tensor:
+    repeat = q_THD.shape[1] // k_TGD.shape[1]
+    k_THD, v_THD = k_TGD.double().repeat_interleave(repeat, 1), v_TGD.double().repeat_interleave(repeat, 1)
+    scores_HTT = torch.einsum("thd,shd->hts", q_THD.double(), k_THD) * 0.4
+    hidden_TT = torch.ones(len(q_THD), len(q_THD), dtype=torch.bool).triu(1)
+    return torch.einsum("hts,shd->thd", scores_HTT.masked_fill(hidden_TT, -torch.inf).softmax(-1), v_THD)
+
+
+@pytest.mark.parametrize("lengths", [[12, 12, 12], [12, 9, 12]])
+def test_a_prompt_of_nans_leaves_its_neighbours_alone(lengths: Sequence[int]) -> None:
+    rows = [Rows(0, length, list(range(20 * i + 1, 20 * i + 21))) for i, length in enumerate(lengths)]
+    cache = KVCache({0: GROUPED}, 4, torch.device("cpu"))
+    cache.resize(64)
+    q, k, v = (torch.randn(sum(lengths), h, d).bfloat16() for h, d in ((HEADS, 8), (2, 8), (2, 6)))
+    bad = slice(lengths[0], lengths[0] + lengths[1])
+    for tensor in (q, k, v):
+        tensor[bad] = torch.nan
+    found_THD = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4)
+    assert found_THD[bad].isnan().all()
+    assert found_THD[: bad.start].isfinite().all() and found_THD[bad.stop :].isfinite().all()
+
+
+def test_short_prompts_in_bfloat16_are_about_as_exact_as_by_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4 * 64, heads, 8, generator=generator).bfloat16() for heads in (HEADS, 2, 2))
+    rows = [Rows(0, 64, list(range(20 * i + 1, 20 * i + 21))) for i in range(4)]
+    expected = torch.cat([_reference(q[at : at + 64], k[at : at + 64], v[at : at + 64]) for at in range(0, 256, 64)])
+    errors = []
+    for longest in (paged_module.SHORT, 0):
+        monkeypatch.setattr(paged_module, "SHORT", longest)
+        cache = KVCache({0: GROUPED._replace(value_dim=8)}, 4, torch.device("cpu"))
+        cache.resize(100)
+        found = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4).double()
+        errors.append(float((found - expected).abs().mean()))
+    assert errors[0] < 1.3 * errors[1], "the kernel rounds weights before they are shares, here after"
+
+
+@pytest.mark.parametrize("groups", [{}, {"attn": False}, {"mlp": False}])
+def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, groups: dict[str, bool]) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
+    spec = LoraSpec(rank=4, seed=1, train_attn=groups.get("attn", True), train_mlp=groups.get("mlp", True))
+    layout = layout_for(spec, base.adaptable())
+    flat_P = initialise(layout, 1, base.device)
+    for _, b_Or in layout.views(flat_P).values():
+        b_Or.normal_(0, 0.05, generator=torch.Generator().manual_seed(2))
+    adapter = Adapter(spec, layout, flat_P, base.dtype)
+    lengths = [40, 130, MANY_ROWS - 130, 50]
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    positions_T = torch.cat([torch.arange(n) for n in lengths])
+    routing = Routing.of([None, adapter, adapter, None], lengths)
+    given = tokens_T, positions_T, PackedCausal(lengths), routing
+    with torch.inference_mode():
+        expected_TD = base._through_modules(*given).float()
+        found_TD = base.hidden(*given).float()
+        plain_TD = base.hidden(*given[:3], Routing.of([None], [sum(lengths)])).float()
+    own = slice(40, 40 + MANY_ROWS)
+    assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
+    assert float((plain_TD - expected_TD)[own].norm() / expected_TD[own].norm()) > 0.1, "the adapter matters"
+    assert torch.equal(found_TD[:40], plain_TD[:40]), "others' rows are as they were"
+
+
+@pytest.mark.parametrize("rank", [4, 6])
+def test_the_first_rows_of_new_weights_have_the_bits_of_all_later_ones(tmp_path: Path, rank: int) -> None:
+    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
+    if base._written_out is None:
+        pytest.skip("this processor multiplies no bfloat16")
+    adapter = make_adapter(base, 1, rank=rank)
+    tokens_T = torch.randint(0, tiny_models.VOCAB, (20,), generator=torch.Generator().manual_seed(0))
+    given = tokens_T, torch.arange(20), PackedCausal([20]), Routing.of([adapter], [20])
+    found, kept = [], []
+    with torch.inference_mode():
+        base.hidden(*given[:3], Routing.of([None], [20]))
+        adapter.fused.clear()
+        for _ in range(3):
+            found.append(base.hidden(*given))
+            kept.append(adapter.fused[base._written_out.linears[0].name])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    if rank == 4:
+        assert len(kept[0]) == 1, "no B was copied before the first rows"
+        assert kept[0][0].data_ptr() == next(iter(adapter.compute.values()))[0].data_ptr(), "and no A"
+    assert len(kept[1]) == 2 and kept[1][1].is_mkldnn

@@ -1,0 +1,64 @@
+"""What is seen of a model before it is served; test_families.py has whole models that are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import MistralConfig, PreTrainedConfig, Qwen3Config
+
+from support import tiny_models
+from tinsmith.backends.torch.attention import NotingPlan
+from tinsmith.backends.torch.servable import check_layers, refusing
+from tinsmith.errors import SettingsError
+from tinsmith.types import ModelShape
+
+SHAPE = ModelShape("tiny/x", "/nowhere", 300, 256, "XForCausalLM")
+WINDOWS = MistralConfig(**tiny_models._COMMON, sliding_window=6)
+MIXED = Qwen3Config(
+    **tiny_models._COMMON,
+    use_sliding_window=True,
+    sliding_window=6,
+    layer_types=["sliding_attention", "full_attention"],
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "seen", "message"),
+    [
+        (WINDOWS, {0: [6], 1: [6]}, None),
+        (MIXED, {0: [6], 1: [None]}, None),
+        (WINDOWS, {0: [6], 1: [None]}, "layer 1 attends to a window of None, and its configuration says 6"),
+        (MIXED, {0: [6], 1: [6]}, "layer 1 attends to a window of 6, and its configuration says None"),
+        (MIXED, {0: [7], 1: [None]}, "layer 0 attends to a window of 7, and its configuration says 6"),
+        (WINDOWS, {0: [6]}, "layer 1 does not attend through our attention"),
+        (WINDOWS, {0: [6, 6], 1: [6]}, "layer 0 attends 2 times"),
+    ],
+)
+def test_each_layer_attends_once_to_the_window_of_its_configuration(
+    config: PreTrainedConfig, seen: dict[int, list[int | None]], message: str | None
+) -> None:
+    if message is None:
+        check_layers("X", config, seen)
+        return
+    with pytest.raises(SettingsError, match=message):
+        check_layers("X", config, seen)
+
+
+def test_what_layers_ask_is_noted() -> None:
+    seen = NotingPlan()
+    rows = torch.zeros(3, 4, 8)
+    out = seen.attend(2, rows, rows, torch.zeros(3, 4, 5), scale=1.0, window=6)
+    seen.attend(2, rows, rows, rows, scale=1.0)
+    assert out.shape == (3, 4, 5) and seen.windows == {2: [6, None]}
+
+
+def test_errors_of_a_model_refuse_it_and_want_of_memory_does_not() -> None:
+    with (
+        pytest.raises(SettingsError, match=r"tiny/x \(XForCausalLM\) cannot be served: KeyError: 'tinsmith'"),
+        refusing(SHAPE),
+    ):
+        raise KeyError("tinsmith")
+    with pytest.raises(SettingsError, match=r"^as it is$"), refusing(SHAPE):
+        raise SettingsError("as it is")
+    with pytest.raises(MemoryError), refusing(SHAPE):
+        raise MemoryError

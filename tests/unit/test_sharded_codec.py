@@ -1,0 +1,97 @@
+"""What ranks tell each other survives the way, and nothing else gets through; sequences are shared out evenly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.properties import examples
+from support.ranked import NAMED_LOSSES, pass_of, samples
+from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends.distributed.processes import decode, encode
+from tinsmith.backends.distributed.trainer import share_out
+from tinsmith.errors import NotFoundError
+from tinsmith.types import AdamParams, LoraSpec, ModelShape, SparseRows
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**80), 2**80) | st.floats() | st.text() | st.binary() | st.just(...),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+def same(left: object, right: object) -> bool:
+    if isinstance(left, np.ndarray):
+        return (
+            isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right, equal_nan=True)
+        )
+    if dataclasses.is_dataclass(left) and not isinstance(left, type):
+        return type(left) is type(right) and all(
+            same(getattr(left, field.name), getattr(right, field.name)) for field in dataclasses.fields(left)
+        )
+    if isinstance(left, dict):
+        return isinstance(right, dict) and left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        assert isinstance(right, list | tuple)
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float) and math.isnan(left):
+        return isinstance(right, float) and math.isnan(right)
+    return type(left) is type(right) and left == right
+
+
+@examples(200)
+@given(PLAIN)
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    assert same(value, decode(encode(value)))
+
+
+@pytest.mark.parametrize("loss_fn", NAMED_LOSSES)
+def test_passes_come_back_as_they_were(loss_fn: str) -> None:
+    rng = np.random.default_rng(0)
+    given = [pass_of(rng, 0, [3, 1, 8], loss_fn), *samples(), LoraSpec(4), AdamParams(1e-4), Degrees(2, 2, True)]
+    given += [ModelShape("a", "b", 1, 2, "c"), SparseRows(np.ones(1, np.float32), np.zeros(2, np.int64),
+              np.zeros(1, np.int64), (1, 4)), np.zeros((0, 3)), np.array(2.5)]  # fmt: skip
+    assert same(given, decode(encode(given)))
+
+
+def test_errors_keep_their_class_and_their_words() -> None:
+    found = decode(encode(NotFoundError("nothing here")))
+    assert type(found) is NotFoundError and str(found) == "nothing here"
+
+
+class Strange:
+    pass
+
+
+@pytest.mark.parametrize("value", [Strange(), {1, 2}, print, ValueError("no")])
+def test_what_has_no_form_is_not_sent(value: object) -> None:
+    with pytest.raises(TypeError, match="has no form between ranks"):
+        encode([value])
+
+
+def test_bytes_make_no_other_classes() -> None:
+    forged = msgpack.packb(msgpack.ExtType(3, encode(["Popen", ["true"]])))
+    assert forged is not None
+    with pytest.raises(KeyError):
+        decode(forged)
+
+
+class Weighed(NamedTuple):
+    num_tokens: int
+
+
+@examples(200)
+@given(st.lists(st.integers(1, 1000), max_size=30), st.integers(1, 5))
+def test_sequences_are_shared_out_evenly(sizes: list[int], num_shares: int) -> None:
+    shares = share_out([Weighed(size) for size in sizes], num_shares)  # type: ignore[list-item]
+    assert sorted(each.num_tokens for share in shares for each in share) == sorted(sizes)
+    filled = [sum(each.num_tokens for each in share) for share in shares]
+    if sizes:
+        assert max(filled) - min(filled) <= max(sizes)

@@ -1,0 +1,104 @@
+"""A prepared statement does what SQLAlchemy would have done with it, on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+
+from support.databases import SQLITE, bare_url
+from tinsmith.db.database import Database
+from tinsmith.db.statements import Prepared
+
+THINGS = sa.Table(
+    "things",
+    sa.MetaData(),
+    sa.Column("name", sa.String(100), primary_key=True),
+    sa.Column("size", sa.Float),
+    sa.Column("facts", sa.JSON),
+    sa.Column("body", sa.LargeBinary),
+    sa.Column("number", sa.BigInteger),
+)
+ROW = {"name": "a", "size": 3, "facts": {"b": [1, None]}, "body": b"\0\xff", "number": 2**62}
+ADD = THINGS.insert()
+FIND = (
+    sa.select(THINGS, sa.func.coalesce(THINGS.c.number, 7).label("number_or_7"))
+    .where(THINGS.c.name >= sa.bindparam("first"), THINGS.c.name < "z")
+    .order_by(THINGS.c.name)
+)
+RENAME = THINGS.update().where(THINGS.c.name == sa.bindparam("old")).values(name=sa.bindparam("new"), size=0)
+
+
+@pytest.fixture
+def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
+    made = Database(bare_url(tmp_path, database_kind))
+    with made.write() as connection:
+        THINGS.create(connection)
+    yield made
+    made.close()
+
+
+def test_rows_are_the_same_as_sqlalchemys(db: Database) -> None:
+    add, find = Prepared(ADD), Prepared(FIND)
+    with db.write() as connection:
+        assert add.count(connection, ROW) == 1
+        nothing = {**dict.fromkeys(ROW), "name": "b"}
+        assert add.count(connection, nothing) == 1
+    with db.read() as connection:
+        for first in ("a", "b", "c"):
+            expected = [tuple(row) for row in connection.execute(FIND, {"first": first})]
+            found = [tuple(row) for row in find.rows(connection, {"first": first})]
+            assert found == expected
+            one = find.one_or_none(connection, {"first": first})
+            assert (None if one is None else tuple(one)) == (expected[0] if expected else None)
+        assert tuple(find.rows(connection, {"first": "a"})[0]) == (*ROW.values(), 2**62)
+
+
+def test_changes_are_counted_and_roll_back_with_their_transaction(db: Database) -> None:
+    rename = Prepared(RENAME)
+    with db.write() as connection:
+        Prepared(ADD).count(connection, ROW)
+    with pytest.raises(ZeroDivisionError), db.write() as connection:
+        assert rename.count(connection, {"old": "a", "new": "b"}) == 1
+        assert rename.count(connection, {"old": "a", "new": "b"}) == 0
+        raise ZeroDivisionError
+    with db.read() as connection:
+        assert connection.execute(sa.select(THINGS.c.name, THINGS.c.size)).all() == [("a", 3.0)]
+
+
+def test_errors_are_sqlalchemys_and_do_not_repeat_what_was_sent(db: Database) -> None:
+    add = Prepared(ADD)
+    secret = ROW | {"body": b"not for the log"}
+    with pytest.raises(IntegrityError) as caught, db.write() as connection:
+        add.count(connection, secret)
+        add.count(connection, secret)
+    assert "not for the log" not in str(caught.value)
+    with pytest.raises(DBAPIError), db.write() as connection:
+        Prepared(sa.select(sa.table("nowhere", sa.column("x")))).rows(connection, {})
+    with pytest.raises((KeyError, DBAPIError)), db.write() as connection:
+        add.count(connection, {"name": "c"} | dict.fromkeys(("size", "facts", "body")))
+    with db.read() as connection:
+        assert connection.scalar(sa.select(sa.func.count()).select_from(THINGS)) == 0
+
+
+def test_a_list_of_any_length_is_refused() -> None:
+    listed = sa.select(THINGS).where(THINGS.c.name.in_(sa.bindparam("names", expanding=True)))
+    db = Database("sqlite://")
+    with pytest.raises(AssertionError, match="any length"), db.read() as connection:
+        Prepared(listed).rows(connection, {"names": ["a"]})
+    db.close()
+
+
+def test_what_waits_in_vain_is_an_operational_error(tmp_path: Path) -> None:
+    one, other = (Database(bare_url(tmp_path, SQLITE), patience_s=0) for _ in range(2))
+    with one.write() as connection:
+        THINGS.create(connection)
+    with one.write() as connection, other.read() as reading:
+        Prepared(ADD).count(connection, ROW)
+        with pytest.raises(OperationalError):
+            Prepared(ADD).count(reading, ROW)
+    for database in (one, other):
+        database.close()
