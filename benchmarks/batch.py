@@ -30,7 +30,7 @@ from tinsmith import batch
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.formats.protocols import JobSpec, Outcome, PartInfo, Span
+from tinsmith.batch.types import JobSpec, Outcome, PartInfo, Span
 from tinsmith.db.database import Database
 
 RAY = """
@@ -162,7 +162,8 @@ def publishing(directory: Path) -> tuple[float, int]:
             winners.write(json.dumps([part.to_dict()]) + "\n")
     code = """
 import re, sys, time
-from tinsmith.batch import registry, reducing
+from tinsmith.batch.formats import registry
+from tinsmith.batch.worker import reducing
 began = time.perf_counter()
 winners = reducing.Winners(sys.argv[1], 0)
 registry.writer_from_dict({"format": "json", "path": sys.argv[2]}).publish(winners, sys.argv[3], "error")

@@ -29,7 +29,7 @@ from support.ray_cluster import Nodes, ray_nodes
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.batch.types import TEMPORARY_DIRECTORY
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.settings import Settings

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
-from tinsmith.batch.formats.protocols import Assignment
+from tinsmith.batch.types import Assignment
 from tinsmith.batch.worker.logs import JobLogs, Tagged, untagged
 from tinsmith.cli import batch as batch_cli
 from tinsmith.errors import NotFoundError

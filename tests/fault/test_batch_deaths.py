@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.attempts import Lost
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.formats.protocols import Assignment, JobSpec, Limits
+from tinsmith.batch.types import Assignment, JobSpec, Limits
 from tinsmith.batch.worker.children import Attempt, Events, Mapper
 from tinsmith.batch.worker.markers import MAP, READ, Marker, marker_file
 from tinsmith.db.database import Database

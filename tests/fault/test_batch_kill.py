@@ -30,7 +30,7 @@ from support.live import freeze
 from tinsmith import batch
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
+from tinsmith.batch.types import TEMPORARY_DIRECTORY
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH
 from tinsmith.settings import Settings

@@ -18,7 +18,7 @@ from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, JobSpec
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, JobSpec
 from tinsmith.db.database import Database
 
 

@@ -18,8 +18,8 @@ from tinsmith.batch.client.dataset import JobRefusedError
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job, JobFailedError
 from tinsmith.batch.formats import input_versions, schemas
-from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY
-from tinsmith.batch.formats.readers.lines import JsonReader
+from tinsmith.batch.formats.lines import JsonReader
+from tinsmith.batch.types import TEMPORARY_DIRECTORY
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 

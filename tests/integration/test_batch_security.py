@@ -23,8 +23,9 @@ from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import InputReader, JobSpec
+from tinsmith.batch.formats.registry import InputReader
 from tinsmith.batch.operations.sample import Sample
+from tinsmith.batch.types import JobSpec
 from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
 from tinsmith.storage import locations, stores

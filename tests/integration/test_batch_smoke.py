@@ -22,7 +22,7 @@ from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import InputReader, OutputWriter
+from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.db.database import Database
 from tinsmith.errors import UserError
 

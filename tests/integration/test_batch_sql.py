@@ -18,10 +18,9 @@ from support import databases
 from support.live import API_KEY, LiveServer, serving
 from tinsmith import batch
 from tinsmith.batch.client.http import Client
-from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import OutputInfo, PartInfo, Row, Span, part_base, staging_of
-from tinsmith.batch.formats.readers import sql
-from tinsmith.batch.formats.readers.sql import split_url
+from tinsmith.batch.formats import registry, sql
+from tinsmith.batch.formats.sql import split_url
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
 from tinsmith.batch.worker import reducing
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
@@ -33,7 +32,7 @@ def url(database_kind: str, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinsmith.batch.formats.readers.sql.cache_directory", lambda: tmp_path)
+    monkeypatch.setattr("tinsmith.batch.formats.sql.cache_directory", lambda: tmp_path)
 
 
 def execute(url: str, *statements: str, rows: Sequence[Row] = ()) -> list[Row]:

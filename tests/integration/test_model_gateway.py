@@ -14,9 +14,9 @@ from tinsmith import batch
 from tinsmith.auth.quotas import Limits
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.model_gateway import Desk, Question, ServiceAnswers
-from tinsmith.batch.formats.protocols import Assignment
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
+from tinsmith.batch.types import Assignment
 from tinsmith.errors import NotFoundError, NotSupportedError, TinsmithError, UserError
 from tinsmith.store.futures import Settlement
 
@@ -70,7 +70,7 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
         assert len(told | {(await each)["result"] for each in more}) == 5
         again = ServiceAnswers(
             answers._bases, answers._sessions, answers._samplers, answers._checkpoints, answers._futures,
-            answers._quotas, answers._waiters, answers._dispatch,
+            answers._waiters, answers._admission,
         )  # fmt: skip
         assert {(await again.answer(question()))["result"]} == told, "a server that was started anew knows it"
         assert await pending(harness, 0) == []

@@ -21,7 +21,7 @@ import sqlalchemy as sa
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
-from tinsmith.batch.formats.protocols import JobSpec, Limits
+from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH
 from tinsmith.runtime.failpoints import arm

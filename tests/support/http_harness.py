@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 
 from support.arrived import incoming
 from support.databases import fresh_url
+from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import Services, create_app
 from tinsmith.auth.keys import Keys, digest_of
 from tinsmith.auth.quotas import Limits, Quotas
@@ -21,7 +22,7 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import Admission, ServiceAnswers
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Keeper, Parts
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -170,7 +171,7 @@ def make_harness(
     checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
     answers = ServiceAnswers(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
-        Quotas(database, limits), Waiters(), Dispatch(Executors(database)),
+        Waiters(), Admission(admit_sample, Quotas(database, limits), Dispatch(Executors(database))),
     )  # fmt: skip
     files, batches = Files(database, str(directory / "files")), OpenAIBatches(database)
     meters = ServerMeters(None, 2, Census(database, "here").counts)

@@ -19,16 +19,8 @@ import zstandard
 
 from tinsmith import batch
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import (
-    InputReader,
-    JobSpec,
-    OutputInfo,
-    OutputWriter,
-    PartInfo,
-    Span,
-    part_base,
-    part_name,
-)
+from tinsmith.batch.formats.registry import InputReader, OutputWriter
+from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Span, part_base, part_name
 from tinsmith.batch.worker import reducing, runtime
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
@@ -350,7 +342,7 @@ def test_custom_formats_travel_as_source(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="sha256"):
         registry.reader_from_dict({**data, "_class_source": data["_class_source"] + "#"})
     script = (
-        "import json, sys; from tinsmith.batch import registry\n"
+        "import json, sys; from tinsmith.batch.formats import registry\n"
         "r = registry.reader_from_dict(json.loads(sys.argv[1])); print(len(r), r.download_batch(1, 2, ''))"
     )
     ran = subprocess.run([sys.executable, "-c", script, json.dumps(data)], capture_output=True, text=True, check=True)
@@ -453,8 +445,8 @@ def test_names_of_parts_grow_beyond_eight_digits() -> None:
 def test_publishing_a_hundred_megabytes_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
     script = f"""
 import hashlib, json, os, resource
-from tinsmith.batch.formats.protocols import PartInfo, Span
-from tinsmith.batch.formats.readers.lines import JsonWriter
+from tinsmith.batch.types import PartInfo, Span
+from tinsmith.batch.formats.lines import JsonWriter
 writer = JsonWriter({str(tmp_path)!r} + "/o.jsonl")
 row = [{{"text": "x" * 1000}}] * 1024
 parts = [writer.write_part(row, Span(n * 1024, n * 1024 + 1023), {str(tmp_path)!r} + "/p") for n in range(100)]

@@ -10,8 +10,9 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.formats.protocols import Assignment, JobSpec, MapperStartError, Outcome, OutputWriter, part_base
-from tinsmith.batch.formats.readers.items import ItemsReader
+from tinsmith.batch.formats.items import ItemsReader
+from tinsmith.batch.formats.registry import OutputWriter
+from tinsmith.batch.types import Assignment, JobSpec, MapperStartError, Outcome, part_base
 from tinsmith.batch.worker import reducing, runtime
 
 Rows = list[dict[str, Any]]

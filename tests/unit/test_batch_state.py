@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from tinsmith.batch.coordinator.attempts import MAX_INFRA_RETRIES, Claim, Lost
 from tinsmith.batch.coordinator.inserting import CHUNK
 from tinsmith.batch.coordinator.state import BatchJobs, Job, SupersededError
-from tinsmith.batch.formats.protocols import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
+from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
 from tinsmith.db.database import Database
 from tinsmith.errors import NotFoundError, UserError
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import Assignment, Span
-from tinsmith.batch.formats.readers.images import ImageWriter
-from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter
+from tinsmith.batch.formats.images import ImageWriter
+from tinsmith.batch.formats.lines import JsonReader, JsonWriter
+from tinsmith.batch.types import Assignment, Span
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.locations import locations, open_store
 from tinsmith.storage.stores import PIECE_BYTES, Source, join, split

@@ -24,10 +24,10 @@ from tinsmith import batch
 from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.coordinator import FairShare
 from tinsmith.batch.coordinator.job_run import Pace
-from tinsmith.batch.formats.protocols import JobSpec, Limits
 from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
+from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.batch.worker import worker as worker_service
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.errors import SettingsError, UserError

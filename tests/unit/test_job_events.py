@@ -16,7 +16,7 @@ from support.databases import database_url
 from tinsmith.api.app import Services
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.state import BatchJobs, Job
-from tinsmith.batch.formats.protocols import JobSpec
+from tinsmith.batch.types import JobSpec
 from tinsmith.db.wakeups import job_line
 from tinsmith.settings import Settings
 

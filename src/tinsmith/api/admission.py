@@ -54,6 +54,12 @@ def most_tokens(sample: Sample, shape: ModelShape) -> int:
     return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
 
 
+def admit_sample(sample: Sample, shape: ModelShape) -> int:
+    """The most tokens that the sample may cost. Raises UserError unless `shape` can serve it."""
+    check_sample(sample, shape)
+    return most_tokens(sample, shape)
+
+
 def _check_prompt(sample: Sample, shape: ModelShape) -> None:
     prompt, context, max_tokens = len(sample.prompt_T), shape.max_context_length, sample.params.max_tokens
     if prompt == 0:

@@ -9,7 +9,7 @@
 
     job = batch.read_json("in.jsonl").map(shout, batch_size=32, output=batch.JsonWriter("out.jsonl"))
 
-Everything is loaded when it is first used: a worker starts without the client, a client without the formats.
+A name is imported when it is first used: a worker starts without the client, a client without the formats.
 """
 
 from __future__ import annotations
@@ -35,23 +35,24 @@ if TYPE_CHECKING:
     from tinsmith.batch.client.functions import is_remote_function, remote_function
     from tinsmith.batch.client.http import Client
     from tinsmith.batch.client.job import Job, JobFailedError
-    from tinsmith.batch.formats.protocols import InputReader, JobSpec, OutputWriter
-    from tinsmith.batch.formats.readers.csv import CsvReader, CsvWriter
-    from tinsmith.batch.formats.readers.huggingface import HuggingFaceReader
-    from tinsmith.batch.formats.readers.images import ImageReader, ImageWriter
-    from tinsmith.batch.formats.readers.items import ItemsReader
-    from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter, TextReader, TextWriter
-    from tinsmith.batch.formats.readers.openai import OpenAIBatchReader, OpenAIBatchWriter
-    from tinsmith.batch.formats.readers.parquet import ParquetReader, ParquetWriter
-    from tinsmith.batch.formats.readers.sql import SqlReader, SqlWriter
-    from tinsmith.batch.formats.readers.webdataset import WebdatasetReader, WebdatasetWriter
-    from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+    from tinsmith.batch.formats.csv import CsvReader, CsvWriter
+    from tinsmith.batch.formats.huggingface import HuggingFaceReader
+    from tinsmith.batch.formats.images import ImageReader, ImageWriter
+    from tinsmith.batch.formats.items import ItemsReader
+    from tinsmith.batch.formats.lines import JsonReader, JsonWriter, TextReader, TextWriter
+    from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
+    from tinsmith.batch.formats.parquet import ParquetReader, ParquetWriter
+    from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+    from tinsmith.batch.formats.sql import SqlReader, SqlWriter
+    from tinsmith.batch.formats.webdataset import WebdatasetReader, WebdatasetWriter
     from tinsmith.batch.operations.base import row_seed
     from tinsmith.batch.operations.environments import Retry, Turns
     from tinsmith.batch.operations.grade import Grade
     from tinsmith.batch.operations.rollout import Rollout
     from tinsmith.batch.operations.sample import Sample
-    from tinsmith.batch.worker.runtime import RowError, load, save_results
+    from tinsmith.batch.types import JobSpec
+    from tinsmith.batch.worker.feed import RowError
+    from tinsmith.batch.worker.runtime import load, save_results
 
 WHERE = {
     "client.http": "Client",
@@ -59,31 +60,17 @@ WHERE = {
     "read_parquet read_sql read_text read_webdataset resume",
     "client.functions": "is_remote_function remote_function",
     "client.job": "Job JobFailedError",
-    "worker.runtime": "RowError load save_results",
+    "worker.feed": "RowError",
+    "worker.runtime": "load save_results",
+    "operations.base": "row_seed",
     "operations.environments": "Retry Turns",
     "operations.grade": "Grade",
     "operations.rollout": "Rollout",
     "operations.sample": "Sample",
-    "operations.seeds": "row_seed",
-    "formats.protocols": "InputReader JobSpec OutputWriter",
-    "formats.readers.csv": "CsvReader",
-    "formats.readers.huggingface": "HuggingFaceReader",
-    "formats.readers.images": "ImageReader",
-    "formats.readers.items": "ItemsReader",
-    "formats.readers.lines": "JsonReader TextReader",
-    "formats.readers.openai": "OpenAIBatchReader",
-    "formats.readers.parquet": "ParquetReader",
-    "formats.readers.sql": "SqlReader",
-    "formats.readers.webdataset": "WebdatasetReader",
-    "formats.registry": "INPUT_READER_REGISTRY OUTPUT_WRITER_REGISTRY",
-    "formats.writers.csv": "CsvWriter",
-    "formats.writers.images": "ImageWriter",
-    "formats.writers.lines": "JsonWriter TextWriter",
-    "formats.writers.openai": "OpenAIBatchWriter",
-    "formats.writers.parquet": "ParquetWriter",
-    "formats.writers.sql": "SqlWriter",
-    "formats.writers.webdataset": "WebdatasetWriter",
+    "formats.registry": "INPUT_READER_REGISTRY InputReader OUTPUT_WRITER_REGISTRY OutputWriter",
+    "types": "JobSpec",
 }
+"""Where each public name is defined, but for readers and writers: `formats.registry.FORMATS` has those."""
 MODULES = {name: f"tinsmith.batch.{module}" for module, names in WHERE.items() for name in names.split()}
 
 __all__ = [
@@ -140,6 +127,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in MODULES:
+    module = MODULES.get(name)
+    if module is None and name in __all__:
+        from tinsmith.batch.formats.registry import CLASSES
+
+        module = CLASSES.get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(MODULES[name]), name)
+    return getattr(importlib.import_module(module), name)

@@ -17,17 +17,15 @@ from dataclasses import replace
 from typing import Any
 
 from tinsmith.batch import operations
-from tinsmith.batch.formats.protocols import JobSpec
-from tinsmith.batch.formats.registry import SHIPPED
+from tinsmith.batch.formats.registry import FORMATS, SHIPPED
+from tinsmith.batch.types import JobSpec
 from tinsmith.errors import ForbiddenError, UserError
 from tinsmith.settings import Settings
 from tinsmith.storage.locations import is_below
 from tinsmith.storage.stores import join, split
 
-CONFINED_READERS = frozenset(("json", "text", "csv", "parquet", "images", "webdataset", "items", "openai_batch"))
-CONFINED_WRITERS = CONFINED_READERS - {"items"}
-"""Formats whose every location is opened through the store."""
-WITHOUT_LOCATION = frozenset(("items",))
+CONFINED_READERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.reader)
+CONFINED_WRITERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.writer)
 
 
 def admitted(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bool) -> JobSpec:
@@ -93,7 +91,7 @@ def _confined(spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> JobSpec:
 
 def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence[str]) -> dict[str, Any]:
     """A format with its path below a root; a relative one is below the tenant's own directory."""
-    if data["format"] in WITHOUT_LOCATION:
+    if not FORMATS[data["format"]].has_location:
         return data
     path = str(data["path"])
     if "\x00" in path:

@@ -26,8 +26,7 @@ from tinsmith.errors import TinsmithError, UserError
 
 if TYPE_CHECKING:
     from tinsmith.batch.client.http import Client, Status
-    from tinsmith.batch.formats.protocols import InputReader, OutputWriter
-    from tinsmith.batch.formats.registry import Registry
+    from tinsmith.batch.formats.registry import InputReader, OutputWriter, Registry
 
 T = TypeVar("T")
 REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
@@ -274,7 +273,7 @@ def export(
 ) -> None:
     """Write what a job has so far, or all of it, to another place."""
     from tinsmith.batch.client.job import Job
-    from tinsmith.batch.formats.readers.lines import LinesWriter
+    from tinsmith.batch.formats.lines import LinesWriter
 
     with _client() as client:
         what = _if_exists(if_exists, [LinesWriter(target)] if not target.endswith("/") else [], yes)

@@ -28,6 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.applications import Starlette
 
 from tinsmith import base_models as base_models
+from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import Services, create_app, create_probe_app
 from tinsmith.api.connections import Connection
 from tinsmith.auth.keys import Keys
@@ -38,7 +39,7 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import Admission, ServiceAnswers
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Keeper, Parts
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -314,7 +315,9 @@ def _services(
     quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
-    answers = ServiceAnswers(served, sessions, samplers, checkpoints, futures, quotas, waiters, dispatch)
+    answers = ServiceAnswers(
+        served, sessions, samplers, checkpoints, futures, waiters, Admission(admit_sample, quotas, dispatch)
+    )
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
     keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
     return Services(

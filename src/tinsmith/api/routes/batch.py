@@ -22,7 +22,7 @@ from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.coordinator import DEFAULT_POOL
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, Job
-from tinsmith.batch.formats.protocols import JobSpec, identity_of
+from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.wire.bodies import JSON_TYPE
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tinsmith.batch.client.functions import Mapper
-from tinsmith.batch.formats.protocols import ProgramError, Row
+from tinsmith.batch.types import ProgramError, Row
 from tinsmith.batch.worker.markers import NO_ROW
 
 BATCH_FORMATS = ("list", "columns", "pandas", "arrow")

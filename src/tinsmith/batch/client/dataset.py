@@ -18,9 +18,10 @@ from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.paths import format_of, sent
-from tinsmith.batch.formats.protocols import DEFAULT_POOL, InputReader, JobSpec, Limits, OutputWriter, Row, identity_of
 from tinsmith.batch.formats.publishing import check_output
+from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.operations.base import Operation
+from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Limits, Row, identity_of
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
@@ -87,7 +88,7 @@ class Dataset:
 
     @classmethod
     def from_hf(cls, name: object, split: str | None = None, **options: object) -> Dataset:
-        from tinsmith.batch.formats.readers.huggingface import reader_of
+        from tinsmith.batch.formats.huggingface import reader_of
 
         return cls(reader_of(name, split, **options))
 
@@ -355,7 +356,7 @@ def _reader_of(source: object) -> InputReader:
     if isinstance(source, str):
         return _reader(format_of(source), path=source)
     if type(source).__module__.startswith("datasets."):
-        from tinsmith.batch.formats.readers.huggingface import reader_of
+        from tinsmith.batch.formats.huggingface import reader_of
 
         return reader_of(source, None)
     if isinstance(source, Iterable):

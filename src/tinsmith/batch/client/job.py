@@ -19,17 +19,9 @@ from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.client.results import CommittedRows
 from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.paths import in_format, sent
-from tinsmith.batch.formats.protocols import (
-    OutputInfo,
-    OutputWriter,
-    PartInfo,
-    Row,
-    Span,
-    part_base,
-    staging_of,
-    writer_of_part,
-)
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
+from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
 from tinsmith.batch.worker.reducing import delete_staging
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store

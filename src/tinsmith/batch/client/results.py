@@ -12,8 +12,9 @@ from itertools import islice
 
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, writer_of_part
 from tinsmith.batch.formats.publishing import MANIFEST
+from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.types import OutputInfo, PartInfo, Row
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.coordinator.inserting import PENDING
-from tinsmith.batch.formats.protocols import DEATHS, Outcome, Span
+from tinsmith.batch.types import DEATHS, Outcome, Span
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH
 

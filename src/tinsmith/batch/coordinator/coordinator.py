@@ -34,9 +34,9 @@ from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import Answers
 from tinsmith.batch.coordinator.state import BatchJobs, Job, is_passing
-from tinsmith.batch.formats.protocols import DEFAULT_POOL, JobSpec
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
+from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import now

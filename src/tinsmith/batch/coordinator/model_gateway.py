@@ -34,7 +34,6 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.api.admission import check_sample, most_tokens
 from tinsmith.auth.quotas import Quotas
 from tinsmith.base_models import Bases
 from tinsmith.cluster.executors import Dispatch
@@ -44,7 +43,7 @@ from tinsmith.store.checkpoints import Checkpoints, parse_path
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
-from tinsmith.types import ModelShape
+from tinsmith.types import ModelShape, Sample
 from tinsmith.wire.fields import Fields, show
 from tinsmith.wire.sampling import sample_of
 
@@ -152,6 +151,16 @@ Handler = Callable[[Question], Awaitable[Message]]
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a sample gets into the queue: what a model can serve, the tenant's quotas, and the executor."""
+
+    check: Callable[[Sample, ModelShape], int]
+    """The most tokens that the sample may cost. Raises UserError if the model cannot serve it."""
+    quotas: Quotas
+    dispatch: Dispatch
+
+
 class ServiceAnswers:
     """Lives on the server's event loop."""
 
@@ -162,18 +171,16 @@ class ServiceAnswers:
         samplers: SamplingSessions,
         checkpoints: Checkpoints,
         futures: Futures,
-        quotas: Quotas,
         waiters: Waiters,
-        dispatch: Dispatch,
+        admission: Admission,
     ) -> None:
         self._bases = bases
         self._sessions = sessions
         self._samplers = samplers
         self._checkpoints = checkpoints
         self._futures = futures
-        self._quotas = quotas
         self._waiters = waiters
-        self._dispatch = dispatch
+        self._admission = admission
         self._handlers: dict[str, Handler] = {"sample": self._sample, "model": self._model}
         self._jobs: dict[int, _JobSession] = {}
 
@@ -280,7 +287,7 @@ class ServiceAnswers:
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
         sample = sample_of(Fields(request), request_id, path)
-        check_sample(sample, shape)
+        num_tokens = self._admission.check(sample, shape)
         new = NewFuture(
             request_id=request_id,
             tenant_id=question.tenant_id,
@@ -288,11 +295,11 @@ class ServiceAnswers:
             base_model=shape.name,
             kind="sample",
             body=body,
-            num_tokens=most_tokens(sample, shape),
+            num_tokens=num_tokens,
             sampling_session_id=session.sampling_session_id,
         )
-        self._quotas.admit(new)
-        return self._futures.submit(self._dispatch.assigned(new, sample))
+        self._admission.quotas.admit(new)
+        return self._futures.submit(self._admission.dispatch.assigned(new, sample))
 
     def _sampling_session(
         self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None

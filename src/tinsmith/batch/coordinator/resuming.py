@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
 from tinsmith.batch.formats.input_versions import Version
-from tinsmith.batch.formats.protocols import JobSpec, staging_of
+from tinsmith.batch.types import JobSpec, staging_of
 from tinsmith.db.database import now
 from tinsmith.db.schema import BATCH
 from tinsmith.errors import NotFoundError, UserError

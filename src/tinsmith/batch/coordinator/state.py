@@ -28,8 +28,8 @@ from tinsmith.batch.coordinator.attempts import Attempts, Claim, Lost, Settled
 from tinsmith.batch.coordinator.inserting import PENDING, delete_batches, insert_batches
 from tinsmith.batch.coordinator.resuming import copy_batches, resumable
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
-from tinsmith.batch.formats.protocols import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.batch.formats.schemas import Schema
+from tinsmith.batch.types import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH
 from tinsmith.db.wakeups import SERVER, job_line

@@ -16,8 +16,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.coordinator.model_gateway import Desk
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
-from tinsmith.batch.formats.protocols import JobSpec
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
+from tinsmith.batch.types import JobSpec
 from tinsmith.batch.worker.rpc import OperationError, RemoteWorker, WorkerLostError
 
 MAX_OPERATION_TRIES = 3

@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 import orjson
 
-from tinsmith.batch.formats.protocols import Row
+from tinsmith.batch.types import Row
 
 OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 

@@ -7,19 +7,10 @@ import os
 from typing import Any
 
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import InputReader, OutputWriter
+from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.errors import UserError
 
-FORMAT_OF = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".txt": "text",
-    ".tar": "webdataset",
-}
+FORMAT_OF = {ending: name for name, each in registry.FORMATS.items() for ending in each.extensions}
 PACKED = (".gz", ".zst")
 
 
@@ -35,7 +26,7 @@ def format_of(path: str) -> str:
 def in_format(writer: OutputWriter, format: str) -> OutputWriter:
     """A writer of another format beside this one's output: `out.parquet`, or `out/`, in `jsonl` is `out.jsonl`. Raises
     UserError."""
-    names = {ending: name for ending, name in FORMAT_OF.items() if name != "webdataset"}
+    names = {ending: name for ending, name in FORMAT_OF.items() if registry.FORMATS[name].resumes_as}
     ending = f".{format.removeprefix('.')}"
     if ending not in names:
         raise UserError(f"format is {format!r}; it must be one of {[each[1:] for each in names]}")

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import orjson
 
-from tinsmith.batch.formats.protocols import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import Source, Store, join, verified
 

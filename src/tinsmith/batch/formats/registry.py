@@ -1,12 +1,15 @@
-"""Readers and writers by name, and as dictionaries that travel.
+"""The interfaces of readers and writers, the table of formats, and both as dictionaries that travel.
 
     @registry.OUTPUT_WRITER_REGISTRY.type_register(name="yaml")
     @dataclass
     class YamlWriter(OutputWriter): ...
 
-A dictionary has the class's fields and `format`, its registered name. That of a class which is not ours also has its
-source and the imports it needs (`_class_source`, `_class_imports`, and their `_class_sha256`). Making an object from
-one runs that source, so only workers do it; anyone else passes `run_source=False` and is refused.
+A dictionary has the class's fields and `format`, its registered name. For a class outside tinsmith it also has the
+class's source and the imports it needs (`_class_source`, `_class_imports`, and their `_class_sha256`). Making an
+object from such a dictionary runs that source, so only workers do it; the server checks `SHIPPED` and never does.
+
+To add a format: one module here with its reader and writer, each with a `type_register` decorator, and one entry in
+`FORMATS`.
 """
 
 from __future__ import annotations
@@ -18,19 +21,192 @@ import importlib
 import inspect
 import json
 import linecache
+import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from tinsmith.batch.client import functions
-from tinsmith.batch.formats.protocols import InputReader, OutputWriter
+from tinsmith.batch.formats import input_versions, publishing, sky_writers
+from tinsmith.batch.formats.input_versions import Version
+from tinsmith.batch.formats.schemas import Schema
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.errors import UserError
+from tinsmith.storage.locations import locations
 
 Kind = TypeVar("Kind")
 Class = TypeVar("Class")
 SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row of the table: where a format's classes are and what may be known of it without importing them."""
+
+    module: str
+    """Below `tinsmith.batch.formats`."""
+    reader: str = ""
+    """The class's name; empty if the format cannot be read."""
+    writer: str = ""
+    extensions: tuple[str, ...] = ()
+    """Endings of paths that mean this format."""
+    confined: bool = False
+    """Whether every location is opened through the store, which holds it against the roots of a confined job."""
+    has_location: bool = True
+    """Whether `path` names a place that is read or written."""
+    resumes_as: bool = True
+    """Whether the outputs of a job may be resumed in this format by naming one of its extensions."""
+
+
+FORMATS = {
+    "json": Format("lines", "JsonReader", "JsonWriter", (".jsonl", ".ndjson", ".json"), confined=True),
+    "csv": Format("csv", "CsvReader", "CsvWriter", (".csv", ".tsv"), confined=True),
+    "parquet": Format("parquet", "ParquetReader", "ParquetWriter", (".parquet",), confined=True),
+    "text": Format("lines", "TextReader", "TextWriter", (".txt",), confined=True),
+    "webdataset": Format(
+        "webdataset", "WebdatasetReader", "WebdatasetWriter", (".tar",), confined=True, resumes_as=False
+    ),
+    "images": Format("images", "ImageReader", "ImageWriter", confined=True),
+    "items": Format("items", "ItemsReader", confined=True, has_location=False),
+    "openai_batch": Format("openai", "OpenAIBatchReader", "OpenAIBatchWriter", confined=True),
+    "sql": Format("sql", "SqlReader", "SqlWriter"),
+    "huggingface": Format("huggingface", "HuggingFaceReader"),
+}
+CLASSES = {
+    name: f"tinsmith.batch.formats.{each.module}"
+    for each in FORMATS.values()
+    for name in (each.reader, each.writer)
+    if name
+}
+"""The module of each reader and writer of the table, by class name."""
+
+
+@dataclass
+class InputReader(ABC):
+    """Numbered rows. A subclass is a dataclass whose fields are JSON; `path` says where the rows are."""
+
+    path: str
+
+    in_store: ClassVar[bool] = False
+    """Whether `path` names files of a store: then one of this machine is sent as an absolute path."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of rows."""
+
+    @abstractmethod
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
+        """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
+
+    def of_job(self, output_paths: Sequence[str]) -> InputReader:
+        """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
+        return self
+
+    def version(self) -> Version | None:
+        """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
+        knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
+        if not self.in_store and not os.path.isfile(self.path):
+            return None
+        return input_versions.of_files(locations(self.path))
+
+    def row_sizes(self) -> Iterator[int] | None:
+        """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> InputReader:
+        """A reader from its dictionary; for one of a user's class, runs that class's source. In workers only."""
+        return reader_from_dict(data)
+
+
+@dataclass
+class OutputWriter:
+    """Where rows go. A subclass is a dataclass whose fields are JSON. It has either `write_part` and `publish`, or the
+    three older methods, which are called on a staging path only (`sky_writers.py`)."""
+
+    path: str
+
+    extension: ClassVar[str] = "part"
+    in_store: ClassVar[bool] = True
+    """Whether `path` names a file or a directory of a store, as it does unless the output is, say, a table."""
+
+    @property
+    def is_directory(self) -> bool:
+        return self.path.endswith("/")
+
+    @property
+    def _has_older_methods(self) -> bool:
+        return type(self).write_part is OutputWriter.write_part
+
+    def check_output(self, if_exists: str) -> None:
+        """Raises FileExistsError if publishing would, before any work is done."""
+        publishing.check_output(self.path, if_exists)
+
+    def delete_staging(self, staging: str) -> None:
+        """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
+
+    def schema(self, row: Row) -> Schema | None:
+        """The types of a row's columns (`schemas.py`), where the output takes only rows whose types go together."""
+        return None
+
+    def check(self, row: Row) -> None:
+        """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
+
+    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
+        """Writes an immutable part below `part_base`, a directory of this attempt alone.
+
+        `rows` has one entry for each index of the span, None where a row failed or was dropped. (Where the job
+        says `rows="any"`, it may have more or fewer.) The same rows written again are the same part.
+        """
+        return sky_writers.write_part(rows, span, part_base)
+
+    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        """Makes the parts, in the order given, the output; anything of it that is visible is whole.
+
+        Reads no more than a few MiB at a time, and raises CorruptFilesError if a part is not as it was written.
+        `staging` is a directory of this output alone. With `if_exists="error"`, an existing output that is not
+        already this one raises FileExistsError.
+        """
+        if not self._has_older_methods:
+            raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results")
+        return sky_writers.publish(self, parts, staging, if_exists)
+
+    def read_part(self, part: PartInfo) -> Iterator[Row]:
+        """The rows of a part as they would be read from the output; for following a job that still runs."""
+        if not self._has_older_methods:
+            raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
+        return sky_writers.read_part(part)
+
+    def read_published(self, output: OutputInfo) -> Iterator[Row]:
+        """The rows of the published output, in order: what `read_part` gives of all its parts."""
+        if self._has_older_methods:
+            raise UserError(f"the output is {output.path}, as {type(self).__name__} makes it: read it there")
+        for file in publishing.published_files(output, self.is_directory):
+            yield from self.read_part(file)
+
+    def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
+        """Older form: writes one batch somewhere below `path`."""
+        raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part")
+
+    def reduce_results(self, job_id: str) -> None:
+        """Older form: makes the output of what `upload_batch` wrote."""
+
+    def cleanup(self, job_id: str) -> None:
+        """Older form: deletes what the output does not need."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return to_dict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> OutputWriter:
+        """A writer with `write_part` and `publish`, whatever its class has. As for readers: in workers only."""
+        return writer_from_dict(data)
 
 
 class Registry(Generic[Kind]):
@@ -62,26 +238,11 @@ class Registry(Generic[Kind]):
         return sorted({*self._classes, *self._modules})
 
 
-def _ours(kind: str, names: str) -> dict[str, str]:
-    return {
-        name: f"tinsmith.batch.formats.{kind}.{module}" for module, _, name in (n.partition(":") for n in names.split())
-    }
-
-
 INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
-    "reader",
-    _ours(
-        "readers",
-        "lines:json lines:text csv:csv parquet:parquet images:images webdataset:webdataset items:items "
-        "huggingface:huggingface openai:openai_batch sql:sql",
-    ),
+    "reader", {name: CLASSES[each.reader] for name, each in FORMATS.items() if each.reader}
 )
 OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
-    "writer",
-    _ours(
-        "writers",
-        "lines:json lines:text csv:csv parquet:parquet images:images webdataset:webdataset openai:openai_batch sql:sql",
-    ),
+    "writer", {name: CLASSES[each.writer] for name, each in FORMATS.items() if each.writer}
 )
 
 
@@ -108,14 +269,17 @@ def reader_from_dict(data: Mapping[str, Any]) -> InputReader:
 
 
 def writer_from_dict(data: Mapping[str, Any]) -> OutputWriter:
-    """A writer of parts: one whose class has the older methods comes wrapped."""
     made = _from_dict(data, OUTPUT_WRITER_REGISTRY, OutputWriter)
     assert isinstance(made, OutputWriter)
-    if type(made).write_part is not OutputWriter.write_part:
-        return made
-    from tinsmith.batch.formats.writers.sky import LegacyWriter
+    return made
 
-    return LegacyWriter(path=made.path, inner=made)
+
+def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
+    """The writer that wrote a part, if it is not that of the output."""
+    for prefix, data in part_formats.items():
+        if part.path.startswith(f"{prefix}/"):
+            return OutputWriter.from_dict(data)
+    return None
 
 
 def ship(cls: type) -> dict[str, Any]:

@@ -16,9 +16,9 @@ import orjson
 
 from tinsmith.batch.coordinator.state import BatchJobs, Job
 from tinsmith.batch.formats.encoding import encode
-from tinsmith.batch.formats.protocols import Span
-from tinsmith.batch.formats.readers.openai import line_id
+from tinsmith.batch.formats.openai import line_id
 from tinsmith.batch.openai.rows import lines
+from tinsmith.batch.types import Span
 from tinsmith.errors import CorruptFilesError
 from tinsmith.storage.locations import open_store
 from tinsmith.wire.fields import Fields

@@ -19,7 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.batch.formats.readers.openai import problem_of
+from tinsmith.batch.formats.openai import problem_of
 from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH, OPENAI_BATCHES

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations.base import RowService, check_template, check_text, column_of, render
 from tinsmith.batch.operations.grade import Grade
+from tinsmith.batch.types import Row
 from tinsmith.errors import NotSupportedError, UserError
 
 

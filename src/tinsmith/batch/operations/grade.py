@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from json import JSONDecodeError
 from typing import Any, ClassVar
 
-from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY, graders
 from tinsmith.batch.operations.base import (
     Operation,
@@ -44,6 +43,7 @@ from tinsmith.batch.operations.base import (
 )
 from tinsmith.batch.operations.patterns import check_pattern, check_schema, escaped, fits, last_match
 from tinsmith.batch.operations.sample import check_sampling, sampling_request
+from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")

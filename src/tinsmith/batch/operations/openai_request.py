@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import Operation, RowService, column_of
+from tinsmith.batch.types import Row
 
 VERB = "openai_request"
 

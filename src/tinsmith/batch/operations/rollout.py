@@ -21,12 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import Operation, RowService, check_integer, check_text, column_of, seed_for
 from tinsmith.batch.operations.environments import Environment, check_grade, environment_of, made_of
 from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Stop, check_sampling, messages_of, sampling_request
+from tinsmith.batch.types import Row
 
 MAX_ROLLOUTS = 1024
 MAX_TURNS = 1000

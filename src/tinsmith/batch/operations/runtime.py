@@ -13,12 +13,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.batch.formats.protocols import Assignment, Row
 from tinsmith.batch.operations.base import Answer, Operation, RefusedError, Sampled
+from tinsmith.batch.types import Assignment, Row
 from tinsmith.errors import NotSupportedError
 
 if TYPE_CHECKING:
-    from tinsmith.batch.worker.runtime import Feed
+    from tinsmith.batch.worker.feed import Feed
     from tinsmith.chat.texts import Text
     from tinsmith.types import ModelShape, TopK
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tinsmith.batch.formats.protocols import Row
 from tinsmith.batch.operations import OPERATION_REGISTRY
 from tinsmith.batch.operations.base import (
     Answer,
@@ -27,6 +26,7 @@ from tinsmith.batch.operations.base import (
     column_of,
     seed_for,
 )
+from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
-from tinsmith.batch.formats.protocols import DEATHS, Assignment, JobSpec, MapperStartError, Outcome, RowFailure
+from tinsmith.batch.types import DEATHS, Assignment, JobSpec, MapperStartError, Outcome, RowFailure
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:

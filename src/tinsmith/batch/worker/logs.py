@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from tinsmith.batch.formats.protocols import Assignment
+from tinsmith.batch.types import Assignment
 from tinsmith.errors import NotFoundError
 
 SEPARATOR = "\x1e"

@@ -13,7 +13,7 @@ import struct
 import tempfile
 from typing import IO
 
-from tinsmith.batch.formats.protocols import Assignment
+from tinsmith.batch.types import Assignment
 
 READ, MAP, STORE = range(3)
 _STARTING, _IDLE, _BUSY = range(3)

@@ -12,17 +12,8 @@ from typing import Any, overload
 import orjson
 
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.protocols import (
-    JobSpec,
-    OutputInfo,
-    OutputWriter,
-    PartInfo,
-    Row,
-    Span,
-    part_base,
-    staging_of,
-    writer_of_part,
-)
+from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Row, Span, part_base, staging_of
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore
 

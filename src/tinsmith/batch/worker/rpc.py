@@ -17,8 +17,8 @@ import orjson
 
 from tinsmith.batch.coordinator.attempts import Lost
 from tinsmith.batch.coordinator.model_gateway import Desk
-from tinsmith.batch.formats.protocols import Limits, Outcome
 from tinsmith.batch.pools.specs import Started
+from tinsmith.batch.types import Limits, Outcome
 
 CALL_S = 10.0
 MAX_SETUP_FAILURES = 2

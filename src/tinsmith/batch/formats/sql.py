@@ -38,9 +38,9 @@ import orjson
 
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.publishing import exists_already
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 from tinsmith.storage.stores import join
 

@@ -18,9 +18,9 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
-from tinsmith.batch.formats.protocols import OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
-from tinsmith.batch.formats.readers.lines import LinesReader
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.lines import LinesReader
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, OutputWriter
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
 from tinsmith.storage.locations import open_object
 from tinsmith.storage.stores import join, verified
 

@@ -1,18 +1,12 @@
-"""What the parts of a bulk job tell each other: rows, spans, parts, the interfaces of readers and writers, the job.
+"""The values of bulk jobs: rows, spans, parts, assignments, outcomes, and the specification of a job.
 
 Invariants:
-- Indices count input rows from 0; a span's ends are both inclusive, in the database, in file names and in readers.
-- A part is immutable: its path holds the attempt that wrote it, and only parts whose attempt won are ever published.
-- `publish` is a pure function of the list of winners: running it again after any crash leaves the same bytes.
-- Nothing here runs a user's code. Classes that are not ours travel as source and are made in workers only
-  (`registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
+- Row indices count input rows from 0. Both ends of a span are inclusive: in the database, in file names, in readers.
+- A part is immutable. Its path holds the attempt that wrote it, and only parts of winning attempts are published.
+- Nothing here runs a user's code. A class from outside tinsmith travels as source and is made in workers only
+  (`formats/registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
 
-What a worker's child process calls (`planning.py`, `mapper_runtime.py`, `reducing.py`):
-- `planning.plan(spec) -> Iterable[Span]`: counts the input and splits it;
-- `mapper_runtime.run(spec, assignments, report)`: reads `Assignment`s, reports one `Outcome` for each;
-- `reducing.publish_output(spec, output_idx, job_id, parts) -> OutputInfo`.
-
-The routes that `job.py` speaks to, below /api/v1/batch/jobs, all JSON:
+The routes below /api/v1/batch/jobs that the client calls, all JSON:
 - POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
   created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as /errors has it, or
@@ -33,11 +27,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
@@ -97,144 +89,6 @@ class PartInfo(WrittenInfo):
 
 class OutputInfo(WrittenInfo):
     """What was published. Of a directory, `bytes` is the sum of its files, `sha256` and `etag` are its manifest's."""
-
-
-@dataclass
-class InputReader(ABC):
-    """Numbered rows. A subclass is a dataclass whose fields are JSON; `path` says where the rows are."""
-
-    path: str
-
-    in_store: ClassVar[bool] = False
-    """Whether `path` names files of a store: then one of this machine is sent as an absolute path."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """The number of rows."""
-
-    @abstractmethod
-    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
-
-    def of_job(self, output_paths: Sequence[str]) -> InputReader:
-        """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
-        return self
-
-    def version(self) -> Version | None:
-        """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
-        knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
-        from tinsmith.batch.formats import input_versions
-        from tinsmith.storage.locations import locations
-
-        if not self.in_store and not os.path.isfile(self.path):
-            return None
-        return input_versions.of_files(locations(self.path))
-
-    def row_sizes(self) -> Iterator[int] | None:
-        """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
-        return None
-
-    def to_dict(self) -> dict[str, Any]:
-        from tinsmith.batch.formats import registry
-
-        return registry.to_dict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> InputReader:
-        """A reader from its dictionary; for one of a user's class, runs that class's source. In workers only."""
-        from tinsmith.batch.formats import registry
-
-        return registry.reader_from_dict(data)
-
-
-@dataclass
-class OutputWriter:
-    """Where rows go. A subclass is a dataclass whose fields are JSON, and either writes parts (`write_part`,
-    `publish`), or has the three older methods, which are then only ever called on a staging path."""
-
-    path: str
-
-    extension: ClassVar[str] = "part"
-    in_store: ClassVar[bool] = True
-    """Whether `path` names a file or a directory of a store, as it does unless the output is, say, a table."""
-
-    @property
-    def is_directory(self) -> bool:
-        return self.path.endswith("/")
-
-    def check_output(self, if_exists: str) -> None:
-        """Raises FileExistsError if publishing would, before any work is done."""
-        from tinsmith.batch.formats.publishing import check_output
-
-        check_output(self.path, if_exists)
-
-    def delete_staging(self, staging: str) -> None:
-        """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
-
-    def schema(self, row: Row) -> Schema | None:
-        """The types of a row's columns (`schemas.py`), where the output takes only rows whose types go together."""
-        return None
-
-    def check(self, row: Row) -> None:
-        """Raises ValueError or TypeError for a row that cannot be written: that row fails, in every output."""
-
-    def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
-        """Writes an immutable part below `part_base`, a directory of this attempt alone.
-
-        `rows` has one entry for each index of the span, None where a row failed or was dropped. (Where the job
-        says `rows="any"`, it may have more or fewer.) The same rows written again are the same part.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither write_part nor upload_batch")
-
-    def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        """Makes the parts, in the order given, the output; anything of it that is visible is whole.
-
-        Reads no more than a few MiB at a time, and raises CorruptFilesError if a part is not as it was written.
-        `staging` is a directory of this output alone. With `if_exists="error"`, an existing output that is not
-        already this one raises FileExistsError.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results")
-
-    def read_part(self, part: PartInfo) -> Iterator[Row]:
-        """The rows of a part as they would be read from the output; for following a job that still runs."""
-        raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
-
-    def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        """The rows of the published output, in order: what `read_part` gives of all its parts."""
-        from tinsmith.batch.formats.publishing import published_files
-
-        for file in published_files(output, self.is_directory):
-            yield from self.read_part(file)
-
-    def upload_batch(self, results: list[Row], start_idx: int, end_idx: int, job_id: str) -> None:
-        """Older form: writes one batch somewhere below `path`."""
-        raise NotImplementedError(f"{type(self).__name__} has neither upload_batch nor write_part")
-
-    def reduce_results(self, job_id: str) -> None:
-        """Older form: makes the output of what `upload_batch` wrote."""
-
-    def cleanup(self, job_id: str) -> None:
-        """Older form: deletes what the output does not need."""
-
-    def to_dict(self) -> dict[str, Any]:
-        from tinsmith.batch.formats import registry
-
-        return registry.to_dict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> OutputWriter:
-        """A writer with `write_part` and `publish`, whatever its class has. As for readers: in workers only."""
-        from tinsmith.batch.formats import registry
-
-        return registry.writer_from_dict(data)
-
-
-def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
-    """The writer that wrote a part, if it is not that of the output."""
-    for prefix, data in part_formats.items():
-        if part.path.startswith(f"{prefix}/"):
-            return OutputWriter.from_dict(data)
-    return None
 
 
 def part_name(span: Span, extension: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tinsmith.batch.formats.encoding import encode
-from tinsmith.batch.formats.protocols import InputReader, Row
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, InputReader
+from tinsmith.batch.types import Row
 
 MAX_BYTES = 8 * 1024 * 1024
 

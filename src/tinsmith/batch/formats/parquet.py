@@ -18,10 +18,10 @@ from typing import Any
 
 from tinsmith.batch.formats import publishing, schemas
 from tinsmith.batch.formats.encoding import selected
-from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
 from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
 from tinsmith.batch.formats.schemas import Schema
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
 from tinsmith.storage.locations import locations, open_object
 from tinsmith.storage.stores import join, verified
 

@@ -29,8 +29,8 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
-from tinsmith.batch.formats.protocols import InputReader, OutputInfo, OutputWriter, PartInfo, Row, Span, part_name
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
 from tinsmith.storage.locations import locations, open_object, open_store
 from tinsmith.storage.stores import CHUNK_BYTES, LocalStore, join
 

@@ -18,18 +18,9 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import selected
-from tinsmith.batch.formats.protocols import (
-    InputReader,
-    OutputInfo,
-    OutputWriter,
-    PartInfo,
-    ProgramError,
-    Row,
-    Span,
-    part_name,
-)
 from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
+from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, Span, part_name
 from tinsmith.storage.locations import locations, open_store
 from tinsmith.storage.stores import join
 

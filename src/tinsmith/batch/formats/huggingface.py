@@ -9,8 +9,8 @@ from typing import Any
 from tinsmith.batch.formats import input_versions
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.offset_cache import cache_directory
-from tinsmith.batch.formats.protocols import InputReader, Row
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, InputReader
+from tinsmith.batch.types import Row
 from tinsmith.errors import UserError
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tinsmith.batch.formats.encoding import encode
-from tinsmith.batch.formats.protocols import PartInfo, Row, Span
-from tinsmith.batch.formats.readers.lines import JsonReader, JsonWriter
+from tinsmith.batch.formats.lines import JsonReader, JsonWriter
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY
+from tinsmith.batch.types import PartInfo, Row, Span
 from tinsmith.errors import UserError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")

@@ -1,1 +1,0 @@
-"""Where rows come from: one file for each family of formats. `registry.py` imports them when they are asked for."""
