@@ -1,6 +1,6 @@
 """Four ranks, every family of docs/models.md on two, ranks that die or stand still, and the SDK on two.
 
-`make test-ranks` does it. What `make test` does: test_sharded.py.
+`make test-ranks` does it. What `make test` does: test_ranks.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A base model on two ranks against one process: every loss, every degree, and what ranks must agree upon.
 
-One group of two processes serves the whole module. Four ranks, families and deaths: test_sharded_ranks.py.
+One group of two processes serves the whole module. Four ranks, families and deaths: test_rank_matrix.py.
 """
 
 from __future__ import annotations

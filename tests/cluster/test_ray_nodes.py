@@ -138,7 +138,7 @@ def test_a_coordinator_that_is_killed_takes_its_workers_along(nodes: Nodes, jobs
         from pathlib import Path
         from tinsmith.batch.coordinator.coordinator import Coordinator
         from tinsmith.batch.coordinator.state import BatchJobs
-        from tinsmith.db import Database
+        from tinsmith.db.database import Database
         from tinsmith.settings import Settings
         async def main():
             settings = Settings(data_dir=Path(sys.argv[1]), backend="fake", ray_address=sys.argv[2], ray_workers=2)

@@ -21,7 +21,7 @@ OF_EACH_KIND = 250
 FEW = 10  # connections that the server may have opened itself meanwhile
 MOST_MIB = 48  # a connection takes some 25 KiB, the half of a body 20 more; what is not read is one answer for all
 IMPATIENCE_S = 2.0
-IMPATIENT = f"from tinsmith import connections\nconnections.HEAD_S = connections.SILENCE_S = {IMPATIENCE_S}"
+IMPATIENT = f"from tinsmith.api import connections\nconnections.HEAD_S = connections.SILENCE_S = {IMPATIENCE_S}"
 LINE = b"POST /api/v1/forward_backward HTTP/1.1\r\nHost: 127.0.0.1\r\n"
 HEAD = (
     LINE

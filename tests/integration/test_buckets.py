@@ -109,7 +109,7 @@ def test_a_directory_is_there_when_its_manifest_is(
 
 KILLED = """
 import sys, pathlib
-from tinsmith import failpoints
+from tinsmith.runtime import failpoints
 from tinsmith.storage.buckets import BucketDirectories
 from tinsmith.storage.cache import Cache
 data_dir = pathlib.Path(sys.argv[2])

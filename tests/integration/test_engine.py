@@ -87,7 +87,7 @@ def test_a_gap_is_given_up_while_a_neighbour_keeps_the_engine_busy(
     stuck = bench.forward(model, 2)
     with bench.db.write() as connection:
         connection.execute(FUTURES.update().where(FUTURES.c.request_id == stuck).values(created_at=now() - 6))
-    monkeypatch.setattr("tinsmith.engine.SAFETY_POLL_S", 0.0)
+    monkeypatch.setattr("tinsmith.engine.loop.SAFETY_POLL_S", 0.0)
     bench.restart()
     for seq_id in range(1, 8):
         bench.forward(busy, seq_id, tenant="bob")
@@ -97,7 +97,7 @@ def test_a_gap_is_given_up_while_a_neighbour_keeps_the_engine_busy(
 
 def test_a_request_whose_wake_up_was_lost_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     model = bench.model()
-    monkeypatch.setattr("tinsmith.engine.SAFETY_POLL_S", 0.0)
+    monkeypatch.setattr("tinsmith.engine.loop.SAFETY_POLL_S", 0.0)
     bench.restart()
     bench.turns()
     bench.server_mailbox.close()

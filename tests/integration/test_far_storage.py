@@ -228,7 +228,7 @@ def test_a_model_waits_for_a_bucket_that_does_not_answer(bench: FarBench, monkey
     bench.restart()
     bench.lose_the_disk()
     bench.gate.unreachable = True
-    monkeypatch.setattr("tinsmith.engine.RETRY_S", 0.2)
+    monkeypatch.setattr("tinsmith.engine.loop.RETRY_S", 0.2)
     waits = bench.train(ONE, last_seq_id + 1)
     bench.step(ONE, last_seq_id + 2)
     saves = bench.submit(ONE, last_seq_id + 3, "save_weights", {"path": "one"})

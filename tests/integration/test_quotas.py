@@ -437,7 +437,7 @@ def test_the_sdk_completes_a_run_that_is_throttled(tight_server: LiveServer, mon
 
 CREATING = """
 import sys
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 from tinsmith.errors import TooManyRequestsError
 from tinsmith.store.models import Models, NewModel
 from tinsmith.types import LoraSpec

@@ -304,7 +304,7 @@ HTTP_CLIENTS = {"httpx", "requests", "aiohttp", "urllib.request", "http.client",
 # The demonstration its own server; the client and the commands of bulk jobs, those of checkpoints and `tinsmith bench`
 # the server that their user names; the operator's command the hub, before it serves.
 MAY_ASK = {
-    "bases.py",
+    "base_models/__init__.py",
     "batch/client/http.py",
     "cli/batch.py",
     "cli/bench.py",

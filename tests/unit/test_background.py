@@ -19,7 +19,7 @@ from tinsmith.db.database import Database
 from tinsmith.runtime.background import STEADY_S, Background, Pauses, kept_thread
 from tinsmith.settings import Settings
 
-SOURCE = Path(serving.__file__).parent
+SOURCE = Path(serving.__file__).parents[1]
 
 TASKS_OF_THEIR_CALLERS = {
     "background.py": "keeps them",

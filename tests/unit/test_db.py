@@ -83,7 +83,7 @@ def test_migrating_again_changes_nothing(db: Database) -> None:
 
 MIGRATE = """
 import pathlib, sys, time
-from tinsmith.db import Database
+from tinsmith.db.database import Database
 db = Database(sys.argv[1])
 sys.stdout.write("ready")
 sys.stdout.flush()

@@ -14,7 +14,7 @@ import pytest
 from tinsmith.errors import SettingsError
 from tinsmith.runtime import failpoints
 
-SOURCE = Path(failpoints.__file__).parent
+SOURCE = Path(failpoints.__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def disarmed() -> Iterator[None]:
 def dies(data_dir: Path, setting: str, times: int) -> bool:
     """Whether a process that reaches a point so often ends by SIGKILL."""
     script = (
-        "import sys; from pathlib import Path; from tinsmith import failpoints as c; "
+        "import sys; from pathlib import Path; from tinsmith.runtime import failpoints as c; "
         f"c.arm({setting!r}, 'engine', Path({str(data_dir)!r}), lambda: ()); "
         f"[c.hit('engine.ran') for _ in range({times})]"
     )
@@ -61,8 +61,8 @@ def test_what_is_no_point_is_refused(tmp_path: Path, setting: str) -> None:
 
 def test_every_point_lies_somewhere_and_has_a_row() -> None:
     text = "".join(path.read_text() for path in SOURCE.rglob("*.py") if path.name != "failpoints.py")
-    named = set(re.findall(r'\breach\("([a-z.]+)"\)', text))
+    named = set(re.findall(r'\bhit\("([a-z.]+)"\)', text))
     # On a disk each once; in a bucket what is written there has two of them of its own.
-    assert len(re.findall(r'\breach\(f"\{self\._root\.name\}\.', text)) == 3 + 2
+    assert len(re.findall(r'\bhit\(f"\{self\._root\.name\}\.', text)) == 3 + 2
     of_directories = {f"{root}.{what}" for root in failpoints.DIRECTORIES for what in ("writing", "sealed", "placed")}
     assert named | of_directories == set(failpoints.POINTS)

@@ -42,7 +42,7 @@ def load_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def test_finding_the_model_loads_no_heavy_library() -> None:
-    code = "import sys, tinsmith.nano as n; n.path(); sys.exit('torch' in sys.modules)"
+    code = "import sys, tinsmith.base_models.nano as n; n.path(); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -67,7 +67,7 @@ def test_discarding_removes_one_directory_and_forgives_a_missing_one(tmp_path: P
 
 HOLD = """
 import sys, pathlib
-from tinsmith.storage import claim
+from tinsmith.storage.directories import claim
 held = claim(pathlib.Path(sys.argv[1]), wait=False)
 sys.stdout.write("no" if held is None else "held")
 sys.stdout.flush()

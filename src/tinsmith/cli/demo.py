@@ -2,7 +2,7 @@
 
 Supervised fine-tuning teaches the embedded model consistent pig latin; reinforcement learning makes it better at
 sums. Everything goes through `tinker` over HTTP, as a user's own script would; only the tasks come from
-`tinsmith.nano`.
+`tinsmith.base_models.nano`.
 """
 
 from __future__ import annotations
