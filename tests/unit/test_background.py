@@ -22,7 +22,7 @@ from tinsmith.settings import Settings
 SOURCE = Path(serving.__file__).parents[1]
 
 TASKS_OF_THEIR_CALLERS = {
-    "background.py": "keeps them",
+    "runtime/background.py": "keeps them",
     "batch/coordinator/coordinator.py": "one for each job, whose end it notes",
     "batch/pools/ray.py": "a driver's answers, for as long as its process",
     "batch/pools/ray_driver.py": "one for each worker, reported to the coordinator",

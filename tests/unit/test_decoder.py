@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 
 from support import tiny_models
 from tinsmith.backends.torch import banks as banks_module
+from tinsmith.backends.torch import fused_linear
 from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -157,7 +158,7 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the B's of linears that read the same rows are one matrix among zeros, or one each as in large models."""
     least = 1 << 60 if request.param == "beside" else 1
-    monkeypatch.setattr(decoder_module, "LARGE_B", dict.fromkeys((torch.float32, torch.bfloat16), least))
+    monkeypatch.setattr(fused_linear, "LARGE_B", dict.fromkeys((torch.float32, torch.bfloat16), least))
 
 
 @pytest.mark.usefixtures("pieces")
@@ -301,7 +302,7 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
     used: dict[str, set[int]] = {}
-    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (banks_module, "product")):
+    for module, name in ((fused_linear, "linear_product"), (decoder_module, "rms_norm"), (banks_module, "product")):
         own = getattr(module, name)
 
         def noted(*given: object, own=own, name: str = name) -> torch.Tensor:

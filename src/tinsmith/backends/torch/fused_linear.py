@@ -18,10 +18,6 @@ from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.products import linear_product, packed, suits_linear
 from tinsmith.backends.torch.threads import Threads
 
-SPARE_SHARE = 0.25
-"""Packed weights may take this share of the memory that is free."""
-
-
 LARGE_B = {torch.float32: 1 << 15, torch.bfloat16: 0}
 """Numbers of the B's of linears side by side, zeros included, from which on a product for each is faster. 8 adapters in
 bfloat16, 8 rows each, of m50: 139 us against 186 on queries, keys and values, 281 against 468 on gate and up.
@@ -191,5 +187,5 @@ def below_each_other(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((sum(len(weight) for weight in weights), num_inputs), (num_inputs, 1))
 
 
-def _linears(layer: nn.Module, names: Sequence[str]) -> list[MultiLoRALinear]:
+def linears_of(layer: nn.Module, names: Sequence[str]) -> list[MultiLoRALinear]:
     return [cast(MultiLoRALinear, layer.get_submodule(name)) for name in names]

@@ -26,7 +26,7 @@ from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
 from tinsmith.backends.torch.banks import Bank, Work
-from tinsmith.backends.torch.fused_linear import SPARE_SHARE, Adding, Fuse, FusedLinear, PlainFusedLinear, _linears
+from tinsmith.backends.torch.fused_linear import Adding, Fuse, FusedLinear, PlainFusedLinear, linears_of
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.products import HAS_ONEDNN
@@ -40,6 +40,9 @@ OUT = "self_attn.o_proj"
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 
+
+SPARE_SHARE = 0.25
+"""Packed weights may take this share of the memory that is free."""
 
 FEWEST_POSITIONS = 1024
 """Of the tables of rotations."""
@@ -291,7 +294,7 @@ def _is_known(layer: nn.Module) -> bool:
 def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
-    qkv = _linears(layer, QKV)
+    qkv = linears_of(layer, QKV)
     num_heads, num_keys = (linear.out_features // head_dim for linear in qkv[:2])
     norms = None
     if hasattr(own, "q_norm"):
@@ -303,10 +306,10 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse
         before_attention=_norm(layer, "input_layernorm"),
         qkv=fuse(qkv),
         head_norms=norms,
-        out=fuse(_linears(layer, [OUT])),
+        out=fuse(linears_of(layer, [OUT])),
         before_mlp=_norm(layer, "post_attention_layernorm"),
-        gate_up=fuse(_linears(layer, GATE_UP)),
-        down=fuse(_linears(layer, [DOWN])),
+        gate_up=fuse(linears_of(layer, GATE_UP)),
+        down=fuse(linears_of(layer, [DOWN])),
         num_heads=num_heads,
         num_keys=num_keys,
         head_dim=head_dim,
