@@ -33,7 +33,7 @@ TASKS_OF_THEIR_CALLERS = {
     "api/openai/streaming.py": "parts of one answer",
     "samplers/remote/connection.py": "waits that their creator awaits",
     "samplers/remote/client.py": "one for each sample, whose error is its result; the connection is awaited",
-    "server.py": "waits that their creator awaits",
+    "server/process.py": "waits that their creator awaits",
 }
 """The files that create tasks of their own, and who notices the end of those."""
 
