@@ -1,10 +1,10 @@
-"""What the project set itself to reach, beside what was measured: one page, from the files that the benchmarks write.
+"""The project's performance targets beside the measured figures, from the JSON files that the benchmarks write.
 
-    python benchmarks/targets.py build/bench                            # after make bench; prints the page
-    python benchmarks/targets.py build/bench --out docs/benchmarks/targets.md
+    python benchmarks/targets.py build/bench                                      # after make bench; prints a page
+    python benchmarks/targets.py build/bench --into docs/benchmarks/README.md     # replaces the table of that page
 
-Ratios are of runs that took turns in one call: medians, with the least and the most. What was not measured, since an
-engine that it is compared with is not installed, is said to be so, and never counted as met.
+Ratios are of runs that were interleaved in one call: medians, with the least and the most. A target that was not
+measured, because the engine that it is compared with is not installed, is listed as such and never counted as met.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from typing import Any
 from turns import Row, in_words
 
 STALL_MS = 100.0
-"""Compiling a shape takes seconds; what is less is a first use of memory and kernels."""
+"""Compiling a shape takes seconds; a shorter delay is a first use of memory and kernels."""
+
+BEGIN, END = "<!-- targets.py writes from here -->", "<!-- to here -->"
+"""Around the table in a page of prose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,25 @@ def missed(found: Figures) -> list[Target]:
 
 
 def page(found: Figures) -> str:
-    lines = ["# Targets", "", *_preface(found.suite), *_ceilings(found.ceilings)]
+    """A page of its own: the table, the commands of its last column, and what to profile for the missed targets."""
+    lines = ["# Targets", "", *_table(found), *_commands(found.suite)]
+    if short := missed(found):
+        lines += ["Profiles of the missed targets: `python benchmarks/where.py` with", ""]
+        lines += [f"- `{flags}`" for flags in dict.fromkeys(each for target in short for each in target.profile)] + [""]
+    return "\n".join(lines)
+
+
+def replaced(text: str, found: Figures) -> str:
+    """The page `text` with a new table between BEGIN and END. Raises ValueError if it has no such place."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page has no lines {BEGIN!r} and {END!r}")
+    return "\n".join([before + BEGIN, "", *_table(found), END + after])
+
+
+def _table(found: Figures) -> list[str]:
+    lines = [*_preface(found.suite), *_ceilings(found.ceilings)]
     header = ("measure", "against", "what", "ours", "theirs", "found", "target", "", "by")
     lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     counts = {"met": 0, "missed": 0, "not measured": 0}
@@ -222,18 +243,14 @@ def page(found: Figures) -> str:
             lines.append("| " + " | ".join(empty) + " |")
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + ".", ""]
     if found.failures:
-        lines += ["What could not be measured:", "", *(f"- {each}" for each in found.failures), ""]
-    lines += _commands(found.suite)
-    if short := missed(found):
-        lines += ["Where the time of what was missed goes: `python benchmarks/where.py` with", ""]
-        lines += [f"- `{flags}`" for flags in dict.fromkeys(each for target in short for each in target.profile)] + [""]
-    return "\n".join(lines)
+        lines += ["Not measured because of an error:", "", *(f"- {each}" for each in found.failures), ""]
+    return lines
 
 
 def _preface(suite: Row) -> list[str]:
     lines = [
-        "Made by `python benchmarks/targets.py` from what `make bench` measured. Ratios are medians of runs that took",
-        "turns, tokens a second of ours over theirs (MiB for memory); the least and the most are in brackets.",
+        "Written by `python benchmarks/targets.py` from the figures of `make bench`. Ratios are medians of interleaved",
+        "runs, our tokens a second over theirs (MiB for memory); the least and the most are in brackets.",
         "",
     ]
     if suite:
@@ -266,13 +283,17 @@ def _commands(suite: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the benchmarks wrote their JSON")
-    parser.add_argument("--out", type=Path, help="write the page to this file instead of showing it")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, help="write the page to this file instead of showing it")
+    where.add_argument("--into", type=Path, help="replace the table in this page of prose")
     given = parser.parse_args()
-    text = page(Figures.of(given.directory))
-    if given.out:
-        given.out.write_text(text)
+    found = Figures.of(given.directory)
+    if given.into:
+        given.into.write_text(replaced(given.into.read_text(), found))
+    elif given.out:
+        given.out.write_text(page(found))
     else:
-        sys.stdout.write(text)
+        sys.stdout.write(page(found))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
     python benchmarks/where.py packed --size m50 --work 4 --dtype bfloat16
     python benchmarks/where.py decode --size m50 --at-once 64 --adapters 8
     python benchmarks/where.py prompts --size m50 --at-once 8
-    python benchmarks/where.py missed build/bench --out docs/benchmarks/profiles.md     # of each target that was missed
+    python benchmarks/where.py missed build/bench --out build/bench/profiles.md     # of each missed target
 
 A request (a publish comes with the optimizer step before it and one sampled token after it): what a call takes, how
 much processor time client, server and engine spend on it, and, by the service's own traces (which take a little time

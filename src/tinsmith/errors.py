@@ -1,8 +1,7 @@
-"""Every error that Tinsmith raises on purpose, in one tree.
+"""The exceptions that Tinsmith raises deliberately.
 
-Each class says whose fault it is (`category`, the SDK's RequestErrorCategory) and which HTTP status it has when
-it is answered at once. The docstring is the default message. `api/errors.py` maps the tree to HTTP; the
-engine maps it to a failed future. Nothing here does I/O.
+`category` (the SDK's RequestErrorCategory) says who has to act, `status` is the HTTP status of an immediate answer, and
+the docstring is the default message. `api/errors.py` maps the classes to HTTP; the engine maps them to failed futures.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ class ForbiddenError(UserError):
 
 
 class InvalidTokenError(NotAuthenticatedError):
-    """The token is not valid (any more): exchange the key for a new one."""
+    """The token is invalid or has expired: exchange the key for a new one."""
 
 
 class NotFoundError(UserError):
-    """There is no such thing, or it belongs to someone else."""
+    """Not found, or it belongs to another tenant."""
 
     status = 404
 
@@ -82,7 +81,7 @@ class TooManyRequestsError(UserError):
 class SeqIdTakenError(UserError):
     """The seq_id belongs to another request."""
 
-    # Not 409: the SDK sends what is answered so again.
+    # Not 409: the SDK would retry it.
 
 
 class NotSupportedError(UserError):
@@ -102,7 +101,7 @@ class CheckpointExistsError(UserError):
 
 
 class LateLoadError(UserError):
-    """A checkpoint can only be loaded into a model that has done nothing yet."""
+    """A checkpoint can only be loaded into a model before its first operation."""
 
 
 class NonFiniteGradientError(UserError):
@@ -114,7 +113,7 @@ class LostStateError(TinsmithError):
 
 
 class CorruptFilesError(TinsmithError):
-    """Files on the server's disk are not as they were written."""
+    """Files in the server's storage differ from what was written."""
 
 
 class EngineFailedError(TinsmithError):
@@ -122,7 +121,7 @@ class EngineFailedError(TinsmithError):
 
 
 class RanksLostError(TinsmithError):
-    """A rank of the group that holds the base model has ended, does not answer, or does other work than the rest."""
+    """A rank of the base model has ended, does not answer, or is out of step with the others."""
 
 
 class SettingsError(TinsmithError):

@@ -105,10 +105,30 @@ def test_each_target_is_met_or_missed_by_what_was_measured(targets: ModuleType, 
     assert "`forward --clients 8`" in page and "`publish --size m50`" not in page
 
 
+def published() -> str:
+    return (BENCHMARKS.parent / "docs" / "benchmarks" / "README.md").read_text()
+
+
 def test_every_target_is_on_the_published_page(targets: ModuleType) -> None:
-    text = (BENCHMARKS.parent / "docs" / "benchmarks" / "targets.md").read_text()
-    published = {(measure, against) for measure, against, _ in verdicts(text)}
-    assert published == {(target.measure, target.against) for target in targets.TARGETS}
+    table = published().partition(targets.BEGIN)[2].partition(targets.END)[0]
+    found = {(measure, against) for measure, against, _ in verdicts(table)}
+    assert found == {(target.measure, target.against) for target in targets.TARGETS}
+
+
+def test_only_the_table_of_the_published_page_is_replaced(targets: ModuleType) -> None:
+    text = published()
+    replaced = targets.replaced(text, targets.Figures())
+    assert replaced.partition(targets.BEGIN)[0] == text.partition(targets.BEGIN)[0]
+    assert replaced.partition(targets.END)[2] == text.partition(targets.END)[2]
+    assert f"{len(targets.TARGETS)} not measured" in replaced
+    with pytest.raises(ValueError, match="the page has no lines"):
+        targets.replaced("no table", targets.Figures())
+
+
+def test_the_history_of_the_figures_is_tables_with_full_rows() -> None:
+    history = json.loads((BENCHMARKS.parent / "docs" / "benchmarks" / "history.json").read_text())
+    for table in history["tables"]:
+        assert all(len(row) == len(table["columns"]) for row in table["rows"]), table["section"]
 
 
 def test_profiles_are_asked_for_with_flags_that_there_are(targets: ModuleType) -> None:

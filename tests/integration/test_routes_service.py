@@ -339,14 +339,9 @@ def test_an_unexpected_error_is_a_500_that_tells_nothing(harness: Harness, capsy
 
 
 def test_every_route_is_documented_and_nothing_else() -> None:
-<<<<<<< HEAD:tests/integration/test_routes_service.py
-    text = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
-    documented = set(re.findall(r"^\| `([A-Z]+ /\S*)` \|", text, re.MULTILINE))
-=======
-    text = (Path(__file__).parent.parent / "docs" / "reference" / "routes.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "routes.md").read_text()
     rows = re.findall(r"^\| ([A-Z]+) \| `(/\S*)` \|", text, re.MULTILINE)
     documented = {f"{method} {path.removeprefix(PREFIX)}" for method, path in rows}
->>>>>>> fdfeb34 (Decisions, the protocol and numerics are short pages; the route tests read the generated reference):tests/test_routes_service.py
     served = {
         f"{method} {route.path.removeprefix(PREFIX).replace(':path', '')}"
         for route in API
