@@ -272,7 +272,7 @@ def test_a_quota_given_with_a_key_counts_at_once(keyed: Keyed) -> None:
     ("arguments", "words"),
     [
         (("create", "a b"), "'a b' is not allowed"),
-        (("create", "a", "--quota", "model=1"), "'model' is no quota"),
+        (("create", "a", "--quota", "model=1"), "unknown quota 'model'"),
         (("revoke", "999"), "key 999 does not exist"),
     ],
 )

@@ -225,7 +225,7 @@ def test_what_is_stored_is_never_refused_and_its_tokens_count_once(database: Dat
 def test_quotas_are_read_from_a_command_line_by_name() -> None:
     assert read_quotas(["models=3", "queued_bytes=0"]) == {"models": 3, "queued_bytes": 0}
     for text, words in (
-        ("model=3", "'model' is no quota"),
+        ("model=3", "unknown quota 'model'"),
         ("models", "''"),
         ("models=-1", "'-1'"),
         ("models=1e3", "1e3"),

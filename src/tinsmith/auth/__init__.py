@@ -1,8 +1,8 @@
-"""Who is asking: a credential (an API key, or a token exchanged for one) names a tenant; all else belongs to a tenant.
+"""Authentication: a credential (an API key, or a token exchanged for one) names a tenant, and everything has a tenant.
 
-`stored.StoredTenants` is what the routes ask. As long as no key was ever made, every
-well-formed credential is the one tenant of this machine (such a server listens on loopback only; `server` sees to
-that). Keys are never stored, logged or repeated in a message; `keys` holds their digests.
+Routes use `tenants.StoredTenants`. Until the first key is made, every well-formed credential is the tenant `local`, and
+`server` makes such a server listen on loopback only. Keys are never stored, logged or repeated in messages; `keys`
+stores their digests.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tinsmith.errors import MissingKeyError, NotAuthenticatedError
 
 ANY_KEY = "tml-any"
-"""A key of the right form, for a server that takes any."""
+"""A well-formed key, for a server that accepts any."""
 
 LOCAL_TENANT = "local"
 KEY_PREFIX, TOKEN_PREFIX = "tml-", "eyJ"  # what the SDK accepts as a key, and as a token
@@ -23,8 +23,8 @@ NO_MAIL_DOMAIN = "tinsmith.invalid"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a credential names. `key_id` is 0 and `name` the tenant's where the server takes any key; `expires_at` is
-    that of a token.
+    """The tenant that a credential names. `key_id` is 0 and `name` the tenant's where the server accepts any key;
+    `expires_at` (epoch seconds) is set for tokens only.
     """
 
     tenant_id: str
@@ -34,17 +34,17 @@ class Caller:
 
 
 def user_urn(tenant_id: str) -> str:
-    """The tenant as the wire names a user: in tokens, and as the owner of sessions, runs and usage."""
+    """The tenant's URN as a user of the API: in tokens, and as the owner of sessions, runs and usage."""
     return f"tml:organization_user:{tenant_id}"
 
 
 def user_email(tenant_id: str) -> str:
-    """A tenant has no mailbox, but the wire gives every user an address: one that can never be delivered to."""
+    """An undeliverable address: the API gives every user one, and tenants have no mailbox."""
     return f"{tenant_id}@{NO_MAIL_DOMAIN}"
 
 
 def check_form(credential: str | None) -> str:
-    """The credential, if it could be one."""
+    """The credential, if it is well-formed. Raises NotAuthenticatedError."""
     if not credential:
         raise MissingKeyError("the header X-API-Key is missing; set TINKER_API_KEY to a key like 'tml-...'")
     if not credential.startswith((KEY_PREFIX, TOKEN_PREFIX)) or len(credential) > MAX_CREDENTIAL_LENGTH:

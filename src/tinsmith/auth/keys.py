@@ -1,6 +1,6 @@
-"""API keys as rows: made, listed, revoked, found by digest. The key itself is seen once, by whoever makes it.
+"""API keys as rows, found by the digest of the secret. The secret is returned once, by `create`, and never stored.
 
-A key is never deleted, only revoked: a server that had keys once never opens to everyone again.
+A key is never deleted, only revoked, so that a server that ever had keys never accepts anonymous clients again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TENANT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is known of a key, which is not the key."""
+    """A key's row, without the secret."""
 
     key_id: int
     tenant_id: str
@@ -46,7 +46,9 @@ class Keys:
         self._db = db
 
     def create(self, tenant_id: str, name: str = "", quotas: Mapping[str, int] | None = None) -> tuple[Key, str]:
-        """A new key of a tenant, which comes to be with its first one; `quotas` are added to the tenant's own."""
+        """Create a key and return it with its secret. The first key of a tenant creates the tenant; `quotas` are merged
+        into the tenant's own. Raises UserError.
+        """
         check_tenant_id(tenant_id)
         if len(name) > MAX_NAME_LENGTH or not name.isprintable():
             raise UserError(f"the name {name!r} must have at most {MAX_NAME_LENGTH} characters, all printable")
@@ -66,7 +68,7 @@ class Keys:
         return Key(key_id, tenant_id, name, created_at, None), secret
 
     def list_all(self) -> list[Key]:
-        """Every key that ever was, oldest first."""
+        """All keys, revoked ones included, oldest first."""
         with self._db.read() as connection:
             return [Key(**row._mapping) for row in connection.execute(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
 
@@ -76,7 +78,7 @@ class Keys:
             return [Key(**row._mapping) for row in connection.execute(query)]
 
     def revoke(self, key_id: int) -> Key:
-        """Idempotent; the first revocation counts. Raises NotFoundError."""
+        """Revoke a key; a second revocation changes nothing. Raises NotFoundError."""
         mine = KEYS.c.key_id == key_id
         with self._db.write() as connection:
             active = KEYS.update().where(mine, KEYS.c.revoked_at.is_(None))
@@ -93,7 +95,7 @@ class Keys:
         digest = digest_of(secret)
         with self._db.read() as connection:
             row = connection.execute(_BY_DIGEST, {"digest": digest}).one_or_none()
-        # The look-up's own time tells at most of digests, which nobody can choose; this makes sure of the rest.
+        # The time of the look-up reveals at most digests, which a caller cannot choose.
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         return Key(row.key_id, row.tenant_id, row.name, row.created_at, row.revoked_at)
@@ -110,7 +112,7 @@ class Keys:
 
 
 def digest_of(secret: str) -> str:
-    """Keys hold 256 random bits, so one round of SHA-256 is all that hiding them takes."""
+    """SHA-256 of the secret. A key has 256 random bits, so one round is enough."""
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()
 
 

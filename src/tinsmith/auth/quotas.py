@@ -1,11 +1,10 @@
-"""Quotas: what one tenant may have waiting, loaded and stored, and how fast it may add to it.
+"""Quotas: how much a tenant may have queued, loaded and stored, and how many tokens it may add in a minute.
 
-A request over a quota is refused with 429 before anything of it is stored, and the client sends it again. What is
-stored already is never refused. Limits come from the settings, and from the tenant's own row where it has one there; 0
-is no limit. Counts come from the database at most once a second for each tenant; in between, what this server admitted
-is added. They are therefore exact for one server, but for requests that are just being stored; of several servers,
-each knows of the others' a second late. Models are counted in the transaction that creates one, and so are never too
-many, however many servers there are. The tokens of the last minute are counted in memory, by each server for itself.
+A request over a quota is refused with 429 before anything is stored, and the client sends it again. Stored requests are
+never refused. Limits come from the settings, overridden by the tenant's row; 0 is no limit. Queue counts are read from
+the database at most once a second for each tenant, and this server adds what it admits in between; several servers
+learn of each other's requests a second late. Models are counted in the transaction that creates one, so that limit is
+exact. Tokens are counted in memory, by each server for itself.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ COUNTED_WHEN_FULL_EVERY_S = 0.2
 LIMITS_READ_EVERY_S = 5.0
 LONGEST_WAIT_S = 30.0  # the SDK ignores one above 60
 MOST_TENANTS = 10_000
-"""Remembered at one time; more while so many are not idle."""
+"""Tenants kept in memory; more only while more are active."""
 
 IDLE_S = 60.0
-"""No request of a tenant is under way for as long as this without another look at it."""
+"""A tenant without a request for this long has none in progress."""
 
 LOOKED_AT = 16
-"""Tenants that are looked at for idle ones, whenever there are too many."""
+"""Tenants that are examined for eviction at each access while there are too many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The quotas by name; 0 is none."""
+    """The limits by name; 0 is no limit."""
 
     queued_requests: int = 0
     queued_bytes: int = 0
@@ -55,7 +54,7 @@ NAMES = tuple(field.name for field in fields(Limits))
 
 @dataclass(slots=True)
 class _Tenant:
-    """What is known of one tenant. `level` is how many tokens it may still add; an admitted request may overdraw it."""
+    """Counts and limits of one tenant. `level` is the tokens that it may still add; one request may overdraw it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     limits: Limits = field(default_factory=Limits)
@@ -68,7 +67,7 @@ class _Tenant:
     used_at: float = 0.0
 
     def is_idle(self, moment: float) -> bool:
-        """Whether nothing is lost if this is forgotten: it is not in use, and all its tokens have come back."""
+        """Whether this can be evicted: no request is in progress and the token bucket is full again."""
         if moment - self.used_at < IDLE_S:
             return False
         per_s = self.limits.tokens_per_minute / 60
@@ -97,12 +96,12 @@ class Quotas:
         self._tenants: OrderedDict[str, _Tenant] = OrderedDict()  # the least recently used first
 
     def admit(self, new: NewFuture) -> None:
-        """Count a request that is about to be stored. Raises TooManyRequestsError."""
+        """Count a request before it is stored. Raises TooManyRequestsError."""
         tenant = self._tenant(new.tenant_id)
         with tenant.lock:
             limits = self._limits(tenant, new.tenant_id)
             if limits.tokens_per_minute and new.num_tokens and self._is_stored(new.request_id):
-                return  # its tokens were counted when it came first
+                return  # a retry: its tokens are already counted
             refusal = self._queue_refusal(tenant, limits, new)
             if refusal and (self._is_stored(new.request_id) or self._is_awaited(new)):
                 refusal = None
@@ -115,8 +114,8 @@ class Quotas:
                 tenant.level -= new.num_tokens
 
     def admission_of_models(self, tenant_id: str) -> Callable[[int], None] | None:
-        """What the transaction that creates a model calls with the number of those that are loaded; None without a
-        limit. It raises TooManyRequestsError.
+        """A check for the transaction that creates a model, called with the number of loaded models; None without a
+        limit. The check raises TooManyRequestsError.
         """
         limit = self.limits(tenant_id).models
 
@@ -127,8 +126,8 @@ class Quotas:
         return admit if limit else None
 
     def admit_checkpoint(self, tenant_id: str, request_id: str | None = None) -> None:
-        """Raises TooManyRequestsError if the tenant's checkpoints fill its space already. `request_id` is that of the
-        save, where it is a future.
+        """Raises TooManyRequestsError if the tenant's checkpoints have reached the limit. `request_id` is the save's,
+        if it is a future; a save that is already stored is admitted.
         """
         limit = self.limits(tenant_id).checkpoint_bytes
         if not limit:
@@ -144,7 +143,7 @@ class Quotas:
             raise _exceeded("checkpoint_bytes", used, limit, "delete some, or give them a ttl", 5.0)
 
     def admit_file(self, tenant_id: str, size_bytes: int) -> None:
-        """Raises TooManyRequestsError if the tenant's files, and one more of this size, take more than its space."""
+        """Raises TooManyRequestsError if the tenant's files and one more of `size_bytes` exceed the limit."""
         limit = self.limits(tenant_id).file_bytes
         if not limit:
             return
@@ -213,7 +212,7 @@ class Quotas:
         tenant.level, tenant.filled_at = min(level, limit), moment
         if num_tokens == 0 or tenant.level > 0:
             return None
-        # Whatever its size, a request is admitted as soon as the debt is paid: small ones cannot starve a large one.
+        # A request of any size is admitted once the debt is paid, so that small ones cannot starve a large one.
         wait_s = min(max(-tenant.level / per_s, 0.1), LONGEST_WAIT_S)
         used = f"{round(limit - tenant.level)} tokens were admitted within a minute"
         return _exceeded("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
@@ -223,7 +222,7 @@ class Quotas:
             return connection.scalar(_IS_STORED, {"request_id": request_id}) is not None
 
     def _is_awaited(self, new: NewFuture) -> bool:
-        """Whether a model's waiting operations wait for this one: refused, it would stand in its own way."""
+        """Whether the model's queue waits for this operation; refusing it would block the queue for ever."""
         if new.model_id is None or new.seq_id is None:
             return False
         with self._db.read() as connection:
@@ -234,7 +233,7 @@ class Quotas:
 def _is_full(tenant: _Tenant, limits: Limits, new: NewFuture) -> bool:
     if limits.queued_requests and tenant.requests >= limits.queued_requests:
         return True
-    # A body that is larger than the limit itself is taken when nothing else waits, or it could never be.
+    # A body over the limit itself is admitted when nothing else is queued; otherwise it could never be.
     return bool(limits.queued_bytes) and tenant.bytes > 0 and tenant.bytes + len(new.body) > limits.queued_bytes
 
 
@@ -248,7 +247,7 @@ def read_quotas(texts: Iterable[str]) -> Mapping[str, int]:
     for text in texts:
         name, _, value = text.partition("=")
         if name not in NAMES:
-            raise UserError(f"{name!r} is no quota; known: {', '.join(NAMES)}")
+            raise UserError(f"unknown quota {name!r}; the quotas are {', '.join(NAMES)}")
         if not (value.isascii() and value.isdigit()) or int(value) >= 2**63:
             raise UserError(f"quota {name} is {value!r}; it must be an integer of 0 (no limit) or more")
         found[name] = int(value)

@@ -1,8 +1,8 @@
-"""Signatures that only this server, or one that shares its secret, can make: of tokens, and of download addresses.
+"""HMAC signatures of tokens and download links, valid on all servers that share one secret.
 
-Every purpose has a key of its own, derived from the one secret, so that what was signed for one purpose is worth
-nothing for another. The secret is the setting `signing_secret`, or a file in the data directory that is made once
-and that only its owner can read. Knows nothing of what is signed.
+Each purpose has its own key derived from the secret, so a signature for one purpose is invalid for another. The secret
+is the setting `signing_secret`, or else a file in the data directory that is created once with mode 0600. Knows nothing
+of what is signed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SECRET_FILE = "signing.key"
 
 
 class Signer:
-    """HMAC-SHA256; a signature is 43 characters that may stand in a URL."""
+    """HMAC-SHA256; a signature is 43 URL-safe characters."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < SECRET_BYTES:
@@ -38,12 +38,12 @@ class Signer:
         return hmac.compare_digest(self.sign(purpose, message).encode(), signature.encode(errors="replace"))
 
     def key(self, purpose: str) -> bytes:
-        """The key of one purpose, for a library that signs by itself."""
+        """The derived key of one purpose, for a library that signs itself."""
         return hmac.digest(self._secret, b"tinsmith:" + purpose.encode(), hashlib.sha256)
 
 
 def load_secret(configured: str, data_dir: Path) -> bytes:
-    """The configured secret, or that of the data directory. Raises SettingsError."""
+    """The configured secret, or the data directory's, created on first use. Raises SettingsError."""
     if configured:
         return configured.encode()
     path = data_dir / SECRET_FILE
@@ -53,9 +53,9 @@ def load_secret(configured: str, data_dir: Path) -> bytes:
 
 
 def keep_secret(secret: bytes, data_dir: Path) -> bytes:
-    """That of the data directory: this one, if it has none yet. Raises SettingsError."""
+    """Store `secret` in the data directory unless it has one, and return the stored one. Raises SettingsError."""
     path = data_dir / SECRET_FILE
-    # Complete under another name first, then linked: of several processes that make it, one wins and all read the same.
+    # Written under another name and linked: if several processes create it, one wins and all read the same secret.
     draft = data_dir / f".{SECRET_FILE}.{uuid.uuid4().hex}"
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -66,7 +66,7 @@ def keep_secret(secret: bytes, data_dir: Path) -> bytes:
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
     except OSError as error:
-        raise SettingsError(f"cannot make {path}: {error.strerror}; set TINSMITH_SIGNING_SECRET instead") from None
+        raise SettingsError(f"cannot create {path}: {error.strerror}; set TINSMITH_SIGNING_SECRET instead") from None
     finally:
         draft.unlink(missing_ok=True)
     return _read(path)
@@ -76,7 +76,7 @@ def _read(path: Path) -> bytes:
     try:
         if path.stat().st_mode & 0o077:
             raise SettingsError(
-                f"others can read {path}, which signs tokens: chmod 600 it, or delete it to get a new one"
+                f"other users can read {path}, which signs tokens: chmod 600 it, or delete it to get a new one"
             )
         return path.read_bytes()
     except PermissionError as error:

@@ -1,9 +1,8 @@
-"""Tenants from the database: keys and the tokens made of them.
+"""Authenticates keys and tokens against the database.
 
-What a credential was found to mean is remembered for `REMEMBERED_S`, so that the usual request asks no database; a
-revocation therefore takes effect everywhere within that time. As long as no key was ever made, any well-formed
-credential is the tenant `local`; that ends within `REMEMBERED_S` of the first key, and never returns. Memory is keyed
-by digests and holds no credential.
+Results are cached for `REMEMBERED_S`, so that most requests need no query; a revocation takes effect on all servers
+within that time. Until the first key is made, any well-formed credential is the tenant `local`; that ends within
+`REMEMBERED_S` of the first key and never returns. The cache is keyed by digests and holds no credential.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class StoredTenants:
         self._has_keys = False
 
     def known(self, credential: str | None) -> Caller | None:
-        """The caller, if memory knows; asks no database. Raises NotAuthenticatedError."""
+        """The caller, if cached; makes no query. Raises NotAuthenticatedError."""
         digest = digest_of(check_form(credential))
         until, caller = self._remembered.get(digest, (0.0, None))
         return caller if caller is not None and self._clock() < until else None
 
     def authenticate(self, credential: str | None) -> Caller:
-        """The caller. Raises NotAuthenticatedError."""
+        """The caller that the credential names. Raises NotAuthenticatedError."""
         text = check_form(credential)
         if self.accepts_anyone():
             caller = Caller(LOCAL_TENANT)
@@ -48,11 +47,11 @@ class StoredTenants:
         return caller
 
     def known_to_accept_anyone(self) -> bool | None:
-        """What memory knows of it; None if the database must be asked."""
+        """`accepts_anyone` from the cache; None if it needs a query."""
         return not self._has_keys if self._has_keys or self._clock() < self._open_until else None
 
     def accepts_anyone(self) -> bool:
-        """Whether every well-formed credential is taken, so that the server must stay on this machine."""
+        """Whether every well-formed credential is accepted, so that the server must listen on loopback only."""
         if (known := self.known_to_accept_anyone()) is not None:
             return known
         self._has_keys = self._keys.any()
@@ -60,19 +59,19 @@ class StoredTenants:
         return not self._has_keys
 
     def keys_of(self, tenant_id: str) -> list[Key]:
-        """The tenant's keys, the revoked ones too, oldest first."""
+        """The tenant's keys, revoked ones included, oldest first."""
         return self._keys.of_tenant(tenant_id)
 
     def issue_token(self, caller: Caller) -> str:
-        """A token that names the same caller, for a while."""
+        """A token for the same caller."""
         return self._tokens.issue(caller)
 
     def revoke(self, caller: Caller) -> None:
-        """End the caller's key. Raises UserError where there is none."""
+        """Revoke the caller's key. Raises UserError if the server has no keys."""
         if caller.key_id == 0:
             raise UserError("this server has no keys and takes any; `tinsmith keys create TENANT` makes the first one")
         self._keys.revoke(caller.key_id)
-        self._remembered = {}  # at once, at least here
+        self._remembered = {}  # takes effect on this server at once
 
     def _caller_of_key(self, secret: str) -> Caller:
         key = self._keys.find(secret)
@@ -86,15 +85,15 @@ class StoredTenants:
         caller = self._tokens.read(token)
         key = self._keys.get(caller.key_id)
         if key is None:
-            raise InvalidTokenError("the token was issued before this server had keys; exchange a key")
+            raise InvalidTokenError("the token was issued before this server had keys; exchange a key for a new one")
         if key.revoked_at is not None:
-            raise InvalidTokenError(f"key {key.key_id}, which the token was made for, has been revoked")
+            raise InvalidTokenError(f"key {key.key_id}, for which the token was issued, has been revoked")
         return caller
 
     def _remember(self, digest: str, caller: Caller) -> None:
         moment = self._clock()
         if len(self._remembered) >= MOST_REMEMBERED:
-            # Without keys everyone may invent credentials, so this must not grow for ever.
+            # Without keys any invented credential is accepted, so the cache must be bounded.
             self._remembered = {key: kept for key, kept in self._remembered.copy().items() if kept[0] > moment}
             if len(self._remembered) >= MOST_REMEMBERED:
                 self._remembered = {}

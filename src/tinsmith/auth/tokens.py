@@ -1,7 +1,7 @@
-"""Tokens: what the SDK exchanges a key for and sends from then on. A JWT signed by this server, valid for an hour.
+"""Tokens: JWTs signed by this server, valid for an hour, for which the SDK exchanges its key.
 
-A token names the key that it was made for and dies with it (`stored` looks). One that is exchanged for another ends
-no later than it would have itself. Claims are those that the SDK reads: exp, iat, sub, org_id, email, iss.
+A token names its key, and `tenants` rejects it once the key is revoked. A token issued in exchange for another expires
+no later than that one. The SDK reads the claims exp, iat, sub, org_id, email and iss.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinsmith.auth.signing import Signer
 from tinsmith.errors import InvalidTokenError
 
 LIFETIME_S = 3600
-ISSUER = "passport-tinsmith"  # the SDK takes a token that it is given as a key for ours by the first word
+ISSUER = "passport-tinsmith"  # the SDK recognises a token that is given as a key by the prefix "passport"
 PURPOSE = "token"
 ALGORITHM = "HS256"
 CLAIMS = ["exp", "iat", "sub", "org_id", "iss", "key_id", "key_name"]
@@ -42,8 +42,8 @@ class Tokens:
         return jwt.encode(claims, self._key, algorithm=ALGORITHM)
 
     def read(self, token: str) -> Caller:
-        """Whom the token names. Raises InvalidTokenError."""
-        # The clock is ours to check: the library would read the machine's.
+        """The caller that the token names. Raises InvalidTokenError."""
+        # Expiry is checked below with our clock; the library would read the machine's.
         try:
             claims = jwt.decode(
                 token,

@@ -1,1 +1,1 @@
-"""What every process of Tinsmith has: supervised tasks, thread lanes, clocks, failpoints and memory given back."""
+"""What every Tinsmith process needs: supervised tasks, thread lanes, clocks, failpoints, malloc and gc settings."""

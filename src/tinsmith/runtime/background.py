@@ -1,8 +1,8 @@
-"""Background work: what runs beside the requests of a process for as long as that process lives.
+"""Supervised background work of a process, for as long as the process lives.
 
-`Background` keeps the tasks of one event loop. Work that raises is logged, counted by its name, and begun again after
-a pause that doubles while it keeps failing. Work that returns has ended. `kept_thread` does the same for a thread.
-Errors that a piece of work expects (a database that is busy) are its own affair; this covers those that it does not.
+`Background` owns the tasks of one event loop. Work that raises is logged, counted under its name and started again
+after a pause that doubles with each failure. Work that returns has ended. `kept_thread` does the same for a thread.
+Work handles the errors that it expects (a busy database) itself; the supervisor covers the unexpected ones.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import structlog
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""Work that ran this long without an error was healthy: its next failure starts again with the first pause."""
+"""Work that ran this long was healthy: the pause after its next failure is the first one again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class Pauses:
-    """How long to wait before work begins again."""
+    """The back-off between a failure and the restart."""
 
     first_s: float = FIRST_PAUSE_S
     longest_s: float = LONGEST_PAUSE_S
     _next_s: float = 0.0
 
     def after(self, ran_s: float) -> float:
-        """The pause after work that failed when it had run for `ran_s`."""
+        """The pause after a failure of work that had run for `ran_s`."""
         pause_s = self.first_s if ran_s >= STEADY_S or not self._next_s else self._next_s
         self._next_s = min(2 * pause_s, self.longest_s)
         return pause_s
@@ -43,7 +43,7 @@ def _ignore(_name: str) -> None: ...
 
 
 class Background:
-    """The background tasks of one event loop. `failed` is told the name of work that raised."""
+    """The background tasks of one event loop. `failed` is called with the name of work that raised."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class Background:
     def start(
         self, name: str, work: Callable[[], Coroutine[object, object, None]], **about: object
     ) -> asyncio.Task[None]:
-        """Run `work` until it returns; call on the running event loop. `about` goes to the log with each failure.
+        """Run `work` until it returns. Must be called on the running event loop. `about` is logged with each failure.
 
-        The task that is returned ends when the work has ended, or is cancelled with it.
+        The returned task ends with the work, and cancelling it cancels the work.
         """
         task = asyncio.create_task(self._keep(name, work, about), name=name)
         self._tasks.add(task)
@@ -70,11 +70,11 @@ class Background:
         return task
 
     def end(self) -> None:
-        """Work that fails from here on, or pauses, is not begun again; what runs goes on."""
+        """Stop restarting: running work continues, failed or pausing work is not started again."""
         self._ending.set()
 
     async def stop(self) -> None:
-        """Cancel what still runs, and wait until it has ended."""
+        """Cancel the running work and wait until it has ended."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -100,8 +100,8 @@ class Background:
 def kept_thread(
     name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = _ignore
 ) -> threading.Thread:
-    """A started daemon thread that runs `work` until it returns. `ended` waits for as many seconds as it is given, and
-    says whether the work is over: it is called for the pauses.
+    """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits for the given
+    number of seconds and returns whether the process is ending.
     """
 
     def keep() -> None:
@@ -124,5 +124,5 @@ def kept_thread(
 def _report(
     name: str, error: Exception, pause_s: float, about: dict[str, object], failed: Callable[[str], None]
 ) -> None:
-    log.error("background work failed; it begins again", task=name, pause_s=pause_s, exc_info=error, **about)
+    log.error("background work failed; it is started again", task=name, pause_s=pause_s, exc_info=error, **about)
     failed(name)

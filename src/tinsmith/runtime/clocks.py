@@ -1,6 +1,7 @@
-"""The wall clock, watched: rows hold its time, and it can be set, or stand still while the machine sleeps.
+"""Detects jumps of the wall clock.
 
-Whoever decides by the age of a row asks here first whether the clock has moved by itself since the last look.
+Rows hold wall-clock times, and that clock can be set, or stand still while the machine sleeps. Code that expires rows
+by their age calls `WatchedClock.jump_s` first, and postpones expiry after a jump.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable
 
 TOLERANCE_S = 5.0
-"""What a clock may be corrected by in passing, and what a busy machine may take between two readings."""
+"""Smaller differences are ordinary corrections, or delays between the two readings on a busy machine."""
 
 
 class WatchedClock:
@@ -19,7 +20,7 @@ class WatchedClock:
         self._offset = wall() - steady()
 
     def jump_s(self) -> float:
-        """By how much the clock was set forward (or back, if negative) since the last look; 0 if it was not."""
+        """Seconds by which the clock was set forward (negative: back) since the last call, or 0."""
         offset = self._wall() - self._steady()
         jump_s = offset - self._offset
         self._offset = offset

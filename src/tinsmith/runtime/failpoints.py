@@ -1,10 +1,10 @@
-"""Points of the work at which a process can be told to die: an aid for tests, off unless the setting names one.
+"""Failpoints: named places in the code at which a test can kill a process.
 
-Each point is one line where it lies, `hit(NAME)`, and a row of POINTS. The setting `failpoints` is a list of
-`NAME[:N][@VICTIM]`: the Nth time that one process reaches the point, the victim gets SIGKILL, which it can neither
-catch nor see: `server`, `engine`, `both`, or whoever reached the point. A file in the data directory notes that it
-happened, so that it happens once however often the processes are started again. What is armed belongs to the
-process, not to one of its parts: a point may lie anywhere. Without a setting, a point costs a look into an empty dict.
+A failpoint is one line, `hit(NAME)`, and an entry of POINTS. The setting `failpoints` is a list of `NAME[:N][@VICTIM]`:
+when one process reaches the point for the Nth time, the victim gets SIGKILL, so that no handler tidies up. The victim
+is `server`, `engine`, `both`, or by default the process that reached the point. A marker file in the data directory
+makes it happen once, however often the processes are restarted. The armed failpoints are global to the process, because
+a point may lie anywhere. Without the setting, a point costs one look-up in an empty dictionary.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ POINTS = {
     # The server.
     "migration.uncommitted": "the schema is changed, and the transaction is not committed",
     "submit.before": "a request is checked, and not stored",
-    "submit.stored": "a request is stored; the engine is not told, and the client not answered",
+    "submit.stored": "a request is stored; the engine is not woken, and the client not answered",
     "poll.answering": "a result is read, and not sent",
     # The engine.
     "engine.fetched": "new requests are read",
-    "engine.claimed": "runs that were nobody's are claimed, and nothing of them is read",
+    "engine.claimed": "unowned runs are claimed, and nothing of them is read",
     "engine.planned": "a step is chosen",
     "engine.running": "requests are noted as running, and not begun",
     "engine.ran": "requests are carried out, and not settled",
     "settle.uncommitted": "everything of a settlement is written, and not committed",
-    "settle.committed": "a settlement is committed, and nobody is told",
+    "settle.committed": "a settlement is committed, and no process is woken",
     "model.created": "a model is made in memory",
     "model.loading": "a checkpoint is about to be loaded",
     "model.loaded": "a checkpoint is loaded into a model",
@@ -80,7 +80,7 @@ class _Crash:
 
 @dataclass(frozen=True, slots=True)
 class _Process:
-    """The process that this is, and how it finds the others."""
+    """The role of this process, and the pids of the others."""
 
     role: str
     others: Callable[[], Iterable[int]]
@@ -91,9 +91,8 @@ _process: _Process | None = None
 
 
 def arm(setting: str, role: str, data_dir: Path, others: Callable[[], Iterable[int]]) -> None:
-    """Read the setting for this process, `server` or `engine`; `others` gives the pids of those of the other role.
-
-    Raises SettingsError if the setting names no point.
+    """Arm the failpoints of `setting` in this process, whose role is `server` or `engine`; `others` returns the pids of
+    the processes of the other role. Raises SettingsError if the setting is malformed or names an unknown point.
     """
     global _process
     _armed.clear()
@@ -112,7 +111,7 @@ def arm(setting: str, role: str, data_dir: Path, others: Callable[[], Iterable[i
 
 
 def hit(point: str) -> None:
-    """The process is at a point; it may be its last."""
+    """Mark that the process has reached `point`, and kill the armed victims."""
     if point in _armed:
         _die_at(point, _armed[point])
 

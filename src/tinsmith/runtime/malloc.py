@@ -1,12 +1,9 @@
-"""Memory that was freed and that nobody has back yet.
+"""Returns freed memory to the system (malloc_trim), and pauses garbage collection during imports.
 
-What the C library keeps: between blocks in use, in a heap for each of many threads.
-
-A server reads and writes bodies of all sizes in a dozen threads, so this grows to tens of megabytes in a quarter of an
-hour, although nothing leaks. Only glibc keeps so much, and only glibc can be told to give it back.
-
-And what Python's collector looks for: while modules are imported there is next to none, and looking takes a fifth of
-the time.
+glibc keeps freed blocks in a heap for each thread. A server handles bodies of all sizes in a dozen threads, so tens of
+megabytes gather in a quarter of an hour although nothing leaks; the janitor trims them after each sweep. Other C
+libraries keep little and have no malloc_trim. Importing modules creates almost no garbage, and looking for it takes a
+fifth of the import time.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For imports that take seconds."""
+    """Disable garbage collection while slow imports run."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -30,7 +27,7 @@ def importing() -> Iterator[None]:
 
 
 def give_back() -> bool:
-    """Return to the system the pages that hold nothing; whether there is a C library that can."""
+    """Return unused pages to the system; False if the C library has no malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
         return False

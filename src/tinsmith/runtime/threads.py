@@ -1,9 +1,12 @@
-"""The worker threads of a server, in lanes of their own: what fills one lane does not hold up the others.
+"""The worker threads of a server, in lanes: work that fills one lane does not delay the others.
 
-Quick is what every client needs in time: to be known, to say that it is alive, to learn what the server can do.
-Handlers are all other requests, and whatever asks for no lane (the event loop's default). Transfers copy, hash and
-check what was uploaded, and read what is downloaded. Results reads large results from the database. Sweeps are the
-server's own rounds. What finds its lane full waits there for its turn.
+- quick: authentication, heartbeats and capabilities, which every client needs in time
+- handlers: all other requests; the event loop's default executor
+- transfers: uploads are copied, hashed and checked, downloads are read
+- results: large results are read from the database
+- sweeps: the janitor's rounds
+
+Work waits only for a thread of its own lane.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from dataclasses import dataclass
 
 QUICK = 4
 HANDLERS = 16
-"""More than there are cores: most of the time they wait for the database, whose writers take turns."""
+"""More than the cores: handlers mostly wait for the database, which has one writer at a time on SQLite."""
 TRANSFERS = 4
-"""Uploads and downloads that are worked on at once; they share the disk and the processors with everything else."""
+"""Concurrent uploads and downloads; they share disk and processors with all other work."""
 RESULTS = 2
 SWEEPS = 2
 
@@ -30,12 +33,12 @@ class Threads:
 
     @classmethod
     def start(cls, handlers: int = HANDLERS, transfers: int = TRANSFERS) -> Threads:
-        """Threads are started when they are first needed."""
+        """Create the lanes; each thread starts when it is first needed."""
         sizes = {"quick": QUICK, "handlers": handlers, "transfers": transfers, "results": RESULTS}
         sizes["sweeps"] = SWEEPS
         return cls(**{lane: ThreadPoolExecutor(size, thread_name_prefix=lane) for lane, size in sizes.items()})
 
     def close(self) -> None:
-        """Drop what waits; what runs ends by itself."""
+        """Drop waiting work without waiting for running work."""
         for lane in (self.sweeps, self.results, self.transfers, self.handlers, self.quick):
             lane.shutdown(wait=False, cancel_futures=True)
