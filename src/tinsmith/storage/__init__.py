@@ -1,1 +1,1 @@
-"""Bytes by name: files and sealed directories on a disk, in S3 or in Google Cloud Storage."""
+"""Objects and sealed directories by name: on a local disk, in S3 or in Google Cloud Storage."""

@@ -1,7 +1,7 @@
-"""A bucket of an object store as a `Store`: S3, Google Cloud Storage, memory, through obstore.
+"""A `Store` over a bucket (S3, Google Cloud Storage, or memory) by the library obstore.
 
-Credentials, regions and endpoints come from the variables that every tool for these stores reads. obstore sends a
-request again, with growing pauses, before it gives up.
+Credentials, region and endpoint come from the usual AWS_* and GOOGLE_* variables. obstore retries requests with
+back-off. Errors of the bucket are `UnreachableError`, except for a missing object (FileNotFoundError).
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as Bucket
 
 MAX_COPY_BYTES = 5 * 2**30
-"""S3 copies no larger object in one request."""
+"""The largest object that S3 copies in one request."""
 
 
 NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
-"""Among what stores say where it is the bucket that is missing, and not the object."""
+"""Parts of the stores' messages when the bucket is missing, and not the object."""
 
 
 @contextlib.contextmanager
 def answered() -> Iterator[None]:
-    """What a bucket fails to do in this block is an UnreachableError, unless there is no such object."""
+    """Turn errors of the bucket in this block into UnreachableError; a missing object stays FileNotFoundError."""
     from obstore.exceptions import BaseError
 
     try:
         yield
     except FileNotFoundError as error:
         if any(words in str(error) for words in NO_BUCKET):
-            raise UnreachableError(
-                f"the object store says that there is no such bucket: {_first_line(error)}"
-            ) from error
+            raise UnreachableError(f"the bucket does not exist: {_first_line(error)}") from error
         raise
     except BaseError as error:
         raise UnreachableError(f"the object store does not answer as it should: {_first_line(error)}") from error
@@ -47,7 +45,7 @@ def _first_line(error: Exception) -> str:
 
 
 class BucketStore(Store):
-    """A bucket behind obstore; keys have no leading slash."""
+    """A bucket; keys have no leading slash."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket: Any = bucket
@@ -135,12 +133,12 @@ class BucketStore(Store):
 
     @answered()
     def upload(self, path: Path, key: str) -> None:
-        """A file of this disk as an object."""
+        """Upload a local file as an object."""
         self._bucket.put(key, path, use_multipart=path.stat().st_size > PIECE_BYTES, chunk_size=PIECE_BYTES)
 
 
 class _Ranged(io.RawIOBase):
-    """An object as a file. Each read is a request of its own: one for gigabytes would be cut off by its time limit."""
+    """An object as a seekable file. Each read is a request of its own: one for gigabytes would run into its timeout."""
 
     def __init__(self, store: BucketStore, key: str, size: int) -> None:
         super().__init__()
@@ -174,7 +172,7 @@ class _Ranged(io.RawIOBase):
 
 
 class _Upload:
-    """Holds a small object until its end is known, and streams a large one in pieces."""
+    """Buffers a small object until its end is known, and streams a larger one in pieces."""
 
     def __init__(self, bucket: Bucket, key: str) -> None:
         self._bucket: Any = bucket

@@ -1,9 +1,9 @@
 """Sealed directories in a bucket, read through a cache on this machine's disk.
 
-A directory is filled on the disk, its files are uploaded below its name, and the manifest last: it exists when its
-manifest does. What has none is what a dead process left, and is swept by its age. Readers fetch a directory into the
-cache, comparing every file with its digest while it comes, and read it there. Nothing in the cache is needed: another
-machine, or this one with an empty disk, finds everything in the bucket.
+A directory is filled on the disk, its files are uploaded below its name, and the manifest is uploaded last: a directory
+exists once its manifest does. Files without a manifest were left by a dead process and are swept by age. Readers fetch
+a directory into the cache, comparing each file with its digest on the way, and read it there. The cache is disposable:
+everything is in the bucket.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 KNOWN_MANIFESTS = 1024
-"""Manifests that stay in memory; they never change."""
+"""Manifests cached in memory; they never change."""
 
 log = structlog.get_logger()
 
@@ -74,15 +74,15 @@ class BucketDirectories(Directories):
                 hit(f"{self._root.name}.sealed")
                 self._store.put(self._key(name, MANIFEST), (hidden / MANIFEST).read_bytes())
         except BaseException:
-            self.discard(name)  # what is left of it all the same is swept
+            self.discard(name)  # if that fails too, the remains are swept later
             shutil.rmtree(hidden, ignore_errors=True)
             raise
         hit(f"{self._root.name}.placed")
         try:
             hidden.rename(self._root / name)
             self._cache.make_room(0)
-        except OSError as error:  # the disk's trouble, and not that of what is in the bucket
-            log.warning("a directory that was uploaded could not be cached", directory=name, error=str(error))
+        except OSError as error:  # an error of the local disk; the directory in the bucket is complete
+            log.warning("an uploaded directory could not be cached", directory=name, error=str(error))
             shutil.rmtree(hidden, ignore_errors=True)
         return name, size_bytes
 
@@ -90,7 +90,7 @@ class BucketDirectories(Directories):
         seal(directory, durable=False)
 
     def copy(self, name: str) -> tuple[str, int]:
-        """As on a disk; the bucket copies, and nothing passes through here."""
+        """As on a disk, by server-side copies."""
         self.check_sizes(name)
         files, target = self.files(name), uuid.uuid4().hex
         try:
@@ -99,7 +99,7 @@ class BucketDirectories(Directories):
             manifest_bytes = self._store.head(self._key(target, MANIFEST)).size
         except FileNotFoundError as error:
             self.discard(target)
-            raise CorruptFilesError(f"a file of {name} went away while it was copied") from error
+            raise CorruptFilesError(f"a file of {name} disappeared while it was copied") from error
         except BaseException:
             self.discard(target)
             raise
@@ -116,7 +116,7 @@ class BucketDirectories(Directories):
                     yield path
                     return
             if there:
-                log.warning("a cached directory was not as it was fetched; it is fetched again", directory=name)
+                log.warning("a cached directory is damaged; it is fetched again", directory=name)
                 self._cache.remove(path)
             self._fetch(name)
             fetched = True
@@ -129,7 +129,7 @@ class BucketDirectories(Directories):
         return True
 
     def _fetch(self, name: str) -> None:
-        """Into the cache. Raises CorruptFilesError, with the file that is not as it was written."""
+        """Fetch a directory into the cache. Raises CorruptFilesError that names the damaged file."""
         facts = self._manifest(name)
         self._cache.make_room(sum(size_bytes for size_bytes, _ in facts.values()) + len(manifest_text(facts)))
         with self._cache.filling(self._root / name) as hidden:
@@ -145,7 +145,7 @@ class BucketDirectories(Directories):
             write_manifest(hidden, facts)
 
     def _download(self, key: str, path: Path) -> tuple[int, str]:
-        """An object as a file of this disk; its size and digest."""
+        """Download an object; returns its size and SHA-256 digest."""
         digest, size_bytes = hashlib.sha256(), 0
         with self._store.open(key) as source, path.open("xb") as target:
             while piece := source.read(PIECE_BYTES):
@@ -176,7 +176,7 @@ class BucketDirectories(Directories):
         try:
             found = read_manifest(self._store.get(self._key(name, MANIFEST)))
         except FileNotFoundError as error:
-            raise CorruptFilesError(f"{MANIFEST} cannot be read: there is none") from error
+            raise CorruptFilesError(f"{MANIFEST} cannot be read: it does not exist") from error
         self._known[name] = found
         while len(self._known) > KNOWN_MANIFESTS:
             self._known.popitem(last=False)
@@ -198,10 +198,10 @@ class BucketDirectories(Directories):
         self._known.pop(name, None)
         self._cache.remove(self._root / name)
         try:
-            self._store.delete_many([self._key(name, MANIFEST)])  # first: without it, there is no directory
+            self._store.delete_many([self._key(name, MANIFEST)])  # first: without it the directory does not exist
             self._store.delete_below(join(self._prefix, name))
         except UnreachableError as error:
-            log.warning("a directory is left in the bucket; it is swept later", directory=name, error=str(error))
+            log.warning("a directory could not be deleted; it is swept later", directory=name, error=str(error))
 
 
 def _cut_short(file: str, size_bytes: int) -> str:

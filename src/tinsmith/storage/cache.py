@@ -1,12 +1,12 @@
-"""Directories of a bucket on this machine's disk: bounded, the least recently read first to go, shared by processes.
+"""A bounded LRU cache of a bucket's directories on the local disk, shared by the processes of this machine.
 
 Invariants:
-- A directory that has its name here is whole. It appears by a rename, and goes by one.
-- What is being read stays: a reader holds a lock on the directory, which ends with its process. Whoever makes room
-  passes over what is held.
-- Losing any of it loses nothing; what is damaged is found by whoever compares it with its manifest.
+- A directory under its final name is complete: it appears and disappears by a rename.
+- A directory that is being read is not evicted: a reader holds a kernel lock on it, which ends with its process, and
+  eviction skips locked directories.
+- The cache is disposable. Readers find damage by comparing with the manifest.
 
-Below the root there is one directory for each kind, and in it those of the bucket.
+The root has one directory for each kind, with the bucket's directories below it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from tinsmith.storage.stores import make_private
 
 ABANDONED_S = 3600.0
-"""A hidden directory that nobody holds is being made, or was left by a process that died; after so long it was left."""
+"""An unlocked hidden directory of this age was left by a dead process; a younger one may be in the making."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Cache:
 
     @contextlib.contextmanager
     def hold(self, path: Path) -> Iterator[bool]:
-        """Keep a directory from being removed until the end of the block; False if it is not there."""
+        """Protect a directory from eviction until the end of the block; yields False if it is not cached."""
         descriptor = _locked(path, fcntl.LOCK_SH)
         if descriptor is None:
             yield False
@@ -55,7 +55,7 @@ class Cache:
 
     @contextlib.contextmanager
     def filling(self, path: Path) -> Iterator[Path]:
-        """A hidden directory that gets the name `path` at the end of the block, unless another has it by then."""
+        """A hidden directory that is renamed to `path` at the end of the block, unless `path` exists by then."""
         make_private(path.parent)
         hidden = path.parent / f".{path.name}.{uuid.uuid4().hex}"
         hidden.mkdir()
@@ -68,7 +68,7 @@ class Cache:
             shutil.rmtree(hidden, ignore_errors=True)
 
     def make_room(self, needed_bytes: int) -> None:
-        """Remove what was not read for longest, until so much more fits, or nothing else can go."""
+        """Evict the least recently read directories until `needed_bytes` fit, or until all others are in use."""
         kept = sorted(self._kept(), key=lambda one: one.read_at)
         excess = sum(one.size_bytes for one in kept) + needed_bytes - self._max_bytes
         for one in kept:
@@ -79,7 +79,7 @@ class Cache:
                 excess -= one.size_bytes
 
     def remove(self, path: Path) -> bool:
-        """False if somebody reads it."""
+        """Remove a directory; False if it is being read."""
         descriptor = _locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if descriptor is None:
             return not path.exists()
@@ -111,7 +111,7 @@ def _directories(root: Path) -> list[Path]:
 
 
 def _locked(path: Path, how: int) -> int | None:
-    """A descriptor that holds the directory of this name; None if there is none, or another holds it."""
+    """A descriptor that holds the lock of a directory; None if it does not exist or is locked."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -127,7 +127,7 @@ def _locked(path: Path, how: int) -> int | None:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # another has its name by now, or nothing has
+        os.close(descriptor)  # the directory was replaced or removed meanwhile
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -1,10 +1,10 @@
-"""Directories of files that are complete or absent, and claims on files that end with their process.
+"""Sealed directories: sets of files that are complete or absent, and file locks that end with their process.
 
-A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then
-is it renamed to its final, random name. After that its files never change: a copy may share them, and whoever is
-about to believe them can check them against the manifest. Knows nothing of what the files mean.
+A directory is filled under a hidden name, its files are checksummed in `manifest.json` and fsynced, and only then is it
+renamed to its final, random name. After that its files never change, so copies may share them and readers can check
+them against the manifest. Knows nothing of what the files mean.
 
-`Directories` are on a disk; `buckets.BucketDirectories` are the same in a bucket.
+`Directories` are on a disk, `buckets.BucketDirectories` in a bucket.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tinsmith.storage.stores import fsync, make_private
 
 MANIFEST = "manifest.json"
 Facts = dict[str, tuple[int, str]]
-"""The files of a directory, each with its size and SHA-256 digest."""
+"""Files of a directory by name, with size in bytes and SHA-256 digest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A directory that has its files and not yet its name."""
+    """A directory that has its files, but not yet its final name."""
 
     name: str
     hidden: Path
@@ -43,13 +43,13 @@ class Directories:
     """Sealed directories below one root."""
 
     is_far = False
-    """Whether to place a directory is to send it somewhere, which takes its time."""
+    """Whether placing a directory uploads it, which takes long."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def path(self, name: str) -> Path:
-        """Where a directory is on this disk, if it is there."""
+        """The path of a directory on this disk, whether or not it exists."""
         return self._root / name
 
     def write(self, fill: Callable[[Path], None]) -> tuple[str, int]:
@@ -57,7 +57,7 @@ class Directories:
         return self.place(self.stage(fill))
 
     def stage(self, fill: Callable[[Path], None]) -> Staged:
-        """The first half of `write`: the files are made."""
+        """The first half of `write`: `fill` writes the files."""
 
         def fill_and_seal(hidden: Path) -> None:
             fill(hidden)
@@ -79,7 +79,7 @@ class Directories:
         return Staged(name, hidden)
 
     def place(self, staged: Staged) -> tuple[str, int]:
-        """The second half, on any thread: the directory is durable and gets its name. Returns (name, bytes)."""
+        """The second half, on any thread: make the directory durable and rename it. Returns (name, bytes)."""
         name, hidden = staged.name, staged.hidden
         try:
             fsync(hidden)
@@ -98,10 +98,10 @@ class Directories:
         seal(directory, durable=True)
 
     def copy(self, name: str) -> tuple[str, int]:
-        """A second directory with the same files, durable, which outlives the first. Returns (name, bytes).
+        """Make a durable directory with the same files that outlives the first. Returns (name, bytes).
 
-        The files are shared where the file system can (hard links), copied where it cannot. So is the manifest: what
-        is damaged in the first must not become right in the second.
+        Files are hard links where the file system supports them, else copies. The manifest is shared too, so that
+        damage in the source is not certified as correct in the copy.
         """
         source = self._root / name
         self.check_sizes(name)
@@ -110,41 +110,41 @@ class Directories:
             for file in (*self.files(name), MANIFEST):
                 try:
                     os.link(source / file, target / file)
-                except OSError:  # too many links, or a file system that has none
+                except OSError:  # too many links, or a file system without hard links
                     shutil.copyfile(source / file, target / file)
                 fsync(target / file)
 
         try:
             return self.place(self._filled(fill))
         except FileNotFoundError as error:
-            raise CorruptFilesError(f"{Path(error.filename).name} went away while it was copied") from error
+            raise CorruptFilesError(f"{Path(error.filename).name} disappeared while it was copied") from error
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Path]:
-        """Where its files can be read until the end of the block, each as it was written. Raises CorruptFilesError;
-        UnreachableError if it cannot be had just now.
+        """A path at which the files can be read, with verified contents, until the end of the block. Raises
+        CorruptFilesError, or UnreachableError if the bucket does not answer.
         """
         self.check(name)
         yield self.path(name)
 
     def file_path(self, name: str, file: str) -> Path | None:
-        """Where one file is on this disk, if that is where it is kept. `file` is one of `files`."""
+        """The path of a file, or None if it is kept in a bucket. `file` must be one of `files`."""
         return self._root / name / file
 
     def open(self, name: str, file: str) -> IO[bytes]:
-        """One file, for reading and seeking. Raises FileNotFoundError. `file` is one of `files`."""
+        """Open a file for reading and seeking. `file` must be one of `files`. Raises FileNotFoundError."""
         return (self._root / name / file).open("rb")
 
     def files(self, name: str) -> dict[str, int]:
-        """The files that were written, and their sizes. Raises CorruptFilesError if the manifest is not readable."""
+        """The sizes of the files by name, from the manifest. Raises CorruptFilesError if that is not readable."""
         return {file: size_bytes for file, (size_bytes, _) in self._manifest(name).items()}
 
     def digests(self, name: str) -> Mapping[str, tuple[int, str]]:
-        """The files that were written, their sizes and SHA-256 digests. Raises CorruptFilesError."""
+        """The sizes and SHA-256 digests of the files by name, from the manifest. Raises CorruptFilesError."""
         return self._manifest(name)
 
     def check_sizes(self, name: str) -> None:
-        """Cheap: finds what is missing or was cut short. Raises CorruptFilesError."""
+        """A cheap check that finds missing and truncated files. Raises CorruptFilesError."""
         for file, size_bytes in self.files(name).items():
             path = self._root / name / file
             if path.is_symlink() or not path.is_file() or path.stat().st_size != size_bytes:
@@ -165,29 +165,29 @@ class Directories:
             raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
 
     def old(self, age_s: float) -> list[str]:
-        """Directories, finished and unfinished ones, in which nothing was written for `age_s` seconds."""
+        """Directories, finished or not, in which nothing was written for `age_s` seconds."""
         if not self._root.is_dir():
             return []
         before = time.time() - age_s
         return [path.name for path in self._root.iterdir() if path.is_dir() and _newest(path) < before]
 
     def discard_all(self, names: Iterable[str], *, but: Collection[str]) -> list[str]:
-        """Remove those of `names` that are not in `but`; returns them."""
+        """Remove the directories of `names` that are not in `but`; returns their names."""
         gone = [name for name in names if name not in but]
         for name in gone:
             self.discard(name)
         return gone
 
     def discard(self, name: str | None) -> None:
-        """Remove a directory that no row names any more; None is ignored."""
+        """Remove a directory that no row names; None is ignored."""
         if name:
             shutil.rmtree(self._root / name, ignore_errors=True)
 
 
 @contextmanager
 def appearing(target: Path) -> Iterator[Path]:
-    """A hidden directory beside `target`, which gets its name at the end of the block, and is gone if that fails.
-    Raises UserError if something has that name.
+    """A hidden directory beside `target` that is renamed to it at the end of the block, and removed on an error. Raises
+    UserError if `target` exists.
     """
     if target.exists():
         raise UserError(f"{target} exists already; choose another directory, or delete it")
@@ -204,9 +204,9 @@ def appearing(target: Path) -> Iterator[Path]:
 
 
 def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
-    """Hold `path` for this process alone until the result is closed; None if another one holds it.
+    """Lock `path` for this process until the result is closed; None if another process holds the lock.
 
-    The kernel ends a claim with its process, however that dies; with `wait`, this waits for it.
+    The kernel releases the lock when the process dies. With `wait`, this waits until the lock is free.
     """
     make_private(path.parent)
     file = path.open("ab")
@@ -219,7 +219,7 @@ def claim(path: Path, *, wait: bool) -> IO[bytes] | None:
 
 
 def seal(directory: Path, *, durable: bool) -> None:
-    """Write the manifest of the files that are there; make all of it durable, if that is wanted here."""
+    """Write the manifest of the files in `directory`; with `durable`, fsync everything."""
     facts: Facts = {}
     for path in sorted(directory.iterdir()):
         with path.open("rb") as file:
@@ -242,20 +242,20 @@ def manifest_text(facts: Facts) -> str:
 
 
 def read_manifest(text: bytes) -> Facts:
-    """What a manifest says. It is not believed where it leads out of its directory. Raises CorruptFilesError."""
+    """Parse a manifest. Raises CorruptFilesError if it is malformed or names a file outside its directory."""
     try:
         files = json.loads(text)["files"]
         found = {file: (int(facts["bytes"]), str(facts["sha256"])) for file, facts in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFilesError(f"{MANIFEST} cannot be read: {error!r}") from error
     if outside := [file for file in found if file != os.path.basename(file) or file in ("", ".", "..")]:
-        raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is no file of its directory")
+        raise CorruptFilesError(f"{MANIFEST} names {outside[0]!r}, which is outside its directory")
     return found
 
 
 def _newest(directory: Path) -> float:
-    """When something was last written in a directory; a copy shares files that are older than itself."""
+    """When a directory was last written to; the files that a copy shares are older than the copy."""
     try:
         return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
-    except FileNotFoundError:  # it is being removed, or was just renamed
+    except FileNotFoundError:  # being removed, or just renamed
         return time.time()

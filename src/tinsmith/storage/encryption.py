@@ -19,7 +19,7 @@ SUFFIX = ".age"
 
 
 def read_recipients(texts: Sequence[str]) -> list[object]:
-    """Raises UserError that says which one cannot be read."""
+    """Parse the recipients. Raises UserError that names the one that is invalid."""
     recipients: list[object] = []
     for index, text in enumerate(texts):
         kind = pyrage.x25519.Recipient if text.startswith("age1") else pyrage.ssh.Recipient
@@ -34,7 +34,7 @@ def read_recipients(texts: Sequence[str]) -> list[object]:
 
 
 def encrypt_files(directory: Path, texts: Sequence[str]) -> None:
-    """Replace every file in `directory` by one with the suffix .age that only the recipients can read."""
+    """Replace every file in `directory` by an encrypted one with the suffix .age."""
     recipients = read_recipients(texts)
     for path in sorted(directory.iterdir()):
         pyrage.encrypt_file(str(path), str(path) + SUFFIX, recipients)

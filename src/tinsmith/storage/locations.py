@@ -1,7 +1,7 @@
-"""Locations as settings and jobs give them: paths and URLs, the store that each one is in, and patterns of names.
+"""Locations (paths and URLs) of settings and jobs: the store of each, patterns, and what a process may open.
 
 A location is a path or a URL: `dir/file`, `file:///dir/file`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY`, `memory://NAME/KEY`.
-`open_store(location)` gives the store and the key in it. `confine` limits what a process may open from then on.
+`open_store(location)` returns the store and the key in it. `confine` restricts the process to some locations.
 Knows nothing of directories and caches.
 """
 
@@ -19,13 +19,13 @@ _confines: tuple[str, ...] | None = None
 
 
 def confine(roots: Iterable[str]) -> None:
-    """From now on this process opens nothing but what is at or below these locations, wherever links lead."""
+    """From now on, refuse to open locations in this process that are not at or below `roots`, with links resolved."""
     global _confines
     _confines = tuple(roots)
 
 
 def is_below(location: str, roots: Iterable[str]) -> bool:
-    """Whether a location is a root or below one, once `..` and links are followed. What is not there yet may be."""
+    """Whether a location is a root or below one after `..` and links are resolved. It need not exist."""
     given = _resolved(location)
     return any(
         given[:2] == root[:2] and (given[2] == root[2] or not root[2] or given[2].startswith(f"{root[2]}/"))
@@ -37,13 +37,13 @@ def _resolved(location: str) -> tuple[str, str, str]:
     scheme, bucket, key = split(location)
     if scheme == "file":
         return scheme, bucket, os.path.realpath(key).rstrip("/")
-    # A key is no path, so `..` in one would name an object of that name; no two programs agree on what it means.
+    # A key is not a path: programs disagree on what `..` in it means, so such a key counts as the whole bucket.
     return scheme, bucket, "" if ".." in key.split("/") else key.rstrip("/")
 
 
 def open_store(location: str) -> tuple[Store, str]:
-    """The store that a path or URL is in, and its key there. Raises UserError for a scheme that is not supported, and
-    ForbiddenError for a location that this process may not open."""
+    """The store of a path or URL, and the key in it. Raises UserError for an unsupported scheme, and ForbiddenError for
+    a location that this process may not open."""
     scheme, bucket, key = split(location)
     if _confines is not None and not is_below(location, _confines):
         raise ForbiddenError(f"{location!r} is not below what this bulk job may read and write")
@@ -53,13 +53,13 @@ def open_store(location: str) -> tuple[Store, str]:
 
 
 def open_object(location: str) -> IO[bytes]:
-    """What is at a location, for reading and seeking, with little in memory: many may be open at once."""
+    """Open a location for reading and seeking, with a small buffer, since many may be open at once."""
     store, key = open_store(location)
     return store.open(key, CHUNK_BYTES)
 
 
 def locations(pattern: str) -> list[str]:
-    """What a location with `*`, `?`, `[...]` or a final slash names, sorted; else itself alone."""
+    """The sorted locations that match a pattern with `*`, `?`, `[...]` or a final slash; else the location alone."""
     from fnmatch import fnmatchcase
 
     if not any(mark in pattern for mark in "*?[") and not pattern.endswith("/"):
@@ -79,7 +79,7 @@ def locations(pattern: str) -> list[str]:
 
 
 def _hidden(name: str) -> bool:
-    """Whether a name is ours or someone's private file rather than data."""
+    """Whether a name is a hidden or temporary file rather than data."""
     return any(part.startswith((".", "_")) for part in name.split("/"))
 
 
@@ -102,7 +102,7 @@ def _bucket_store(scheme: str, bucket: str) -> Store:
         return BucketStore(obstores.S3Store(bucket, retry_config=retries, **options))
     options = {}
     if endpoint := endpoints.get("gs"):
-        # An emulator asks for no credentials.
+        # An emulator needs no credentials.
         key = f'{{"gcs_base_url": "{endpoint}", "disable_oauth": true, "client_email": "", "private_key": "", '
         options = {
             "service_account_key": key + '"private_key_id": ""}',

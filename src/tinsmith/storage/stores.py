@@ -1,12 +1,12 @@
-"""Bytes by name, wherever they are: the local disk, S3, Google Cloud Storage, memory. One interface.
+"""`Store`: one interface to objects on the local disk, in S3, in Google Cloud Storage and in memory.
 
 Invariants:
-- What is written is whole or absent: a reader never sees half an object, also after a crash.
-- When a write returns, it is durable. On the local disk that takes an fsync of the file and of its directory.
-- `put_create` and an exclusive writer never replace anything. (A multipart upload cannot promise that: there an
-  exclusive writer looks once more before it completes, and the last of two that look at the same moment wins.)
+- An object is complete or absent, also after a crash.
+- A write is durable when it returns; on the local disk the file and its directory are fsynced.
+- `put_create` and an exclusive writer never replace an object. (Except for multipart uploads: there an exclusive writer
+  checks once more before it completes, and of two that check at the same moment the later one wins.)
 
-Rows and formats are not known here.
+Knows nothing of rows and formats.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from urllib.parse import unquote, urlsplit
 from tinsmith.errors import CorruptFilesError, UserError
 
 CHUNK_BYTES = 1024 * 1024
-# Larger objects are uploaded in pieces of this size; so many bytes of one object are in memory at a time.
+# Larger objects are uploaded in pieces of this size, and one piece of an object is in memory at a time.
 PIECE_BYTES = 8 * CHUNK_BYTES
 SCHEMES = ("file", "s3", "gs", "memory")
 RETRIES = {"max_retries": 8, "retry_timeout": timedelta(seconds=60)}
-"""How often a request to a bucket is sent again, with growing pauses: some ten seconds in all."""
+"""Retries of a request to a bucket, with back-off: about ten seconds in all."""
 
 
 class ObjectInfo(NamedTuple):
@@ -41,7 +41,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One object of a listing; `modified_at` in seconds since 1970, by the store's own clock."""
+    """One object of a listing; `modified_at` is in epoch seconds of the store's clock."""
 
     key: str
     size: int
@@ -53,19 +53,19 @@ class Writer(Protocol):
 
 
 class Source(NamedTuple):
-    """One piece of a `concat`: where it is, and what it must be."""
+    """One piece of a `concat`: its key and expected digest."""
 
     store: Store
     key: str
     sha256: str
     skip: int = 0
-    """Bytes at its beginning that are left out of the result."""
+    """Bytes at the beginning of the piece that are left out of the result."""
 
 
 class Store(ABC):
     @abstractmethod
     def put_create(self, key: str, data: bytes) -> str | None:
-        """Stores a new object and returns its etag. Raises FileExistsError unless the object is this one already."""
+        """Store a new object and return its etag. Raises FileExistsError if the key has other contents already."""
 
     @abstractmethod
     def put(self, key: str, data: bytes) -> str | None: ...
@@ -79,7 +79,7 @@ class Store(ABC):
 
     @abstractmethod
     def chunks(self, key: str) -> Iterator[bytes]:
-        """The object from its beginning, a piece at a time."""
+        """The object in pieces, from its beginning."""
 
     @abstractmethod
     def head(self, key: str) -> ObjectInfo:
@@ -87,8 +87,7 @@ class Store(ABC):
 
     @abstractmethod
     def open(self, key: str, buffer_bytes: int = PIECE_BYTES) -> IO[bytes]:
-        """The object, for reading and seeking; at least so much of it is read at a time, and kept. Raises
-        FileNotFoundError."""
+        """Open an object for reading and seeking, with a buffer of `buffer_bytes`. Raises FileNotFoundError."""
 
     @abstractmethod
     def entries(self, prefix: str) -> Iterator[Entry]:
@@ -100,20 +99,21 @@ class Store(ABC):
 
     @abstractmethod
     def delete_many(self, keys: Iterable[str]) -> None:
-        """Deletes what is there; what is not is no error."""
+        """Delete the objects; missing ones are no error."""
 
     @abstractmethod
     def open_writer(
         self, key: str, *, staging: str | None = None, exclusive: bool = False
     ) -> AbstractContextManager[Writer]:
-        """An object written in pieces, visible once the block has ended well. `staging` is a directory of this store
-        where an unfinished one may be left by a crash. With `exclusive`, raises FileExistsError rather than replace."""
+        """Write an object in pieces; it becomes visible when the block ends without an error. `staging` is a directory
+        of this store in which a crash may leave an unfinished object. With `exclusive`, raises FileExistsError instead
+        of replacing an object."""
 
     @abstractmethod
     def copy(self, source: str, target: str) -> None: ...
 
     def share(self, source: str, target: str) -> None:
-        """A copy of an object that neither name will change; it costs nothing where two names can have one object."""
+        """Copy an object that is never changed under either name; a hard link where the store has them."""
         self.copy(source, target)
 
     def get_range(self, key: str, start: int, end: int) -> bytes:
@@ -127,7 +127,7 @@ class Store(ABC):
         return True
 
     def delete_below(self, prefix: str) -> None:
-        """Deletes everything below a directory, a page at a time."""
+        """Delete everything below a directory, page by page."""
         page: list[str] = []
         for key in self.list(prefix):
             page.append(key)
@@ -139,9 +139,9 @@ class Store(ABC):
     def concat(
         self, sources: Iterable[Source], key: str, *, head: bytes = b"", staging: str | None = None, exclusive: bool
     ) -> tuple[int, str]:
-        """Writes `head` and the sources one after the other; returns the bytes and sha256 of the whole.
+        """Write `head` and the sources one after the other; returns the size and SHA-256 of the whole.
 
-        Nothing becomes visible if a source is not what it must be (CorruptFilesError)."""
+        Raises CorruptFilesError, with nothing visible, if a source differs from its digest."""
         digest, size = hashlib.sha256(head), len(head)
         with self.open_writer(key, staging=staging, exclusive=exclusive) as writer:
             writer.write(head)
@@ -154,7 +154,7 @@ class Store(ABC):
 
 
 def verified(source: Source) -> Iterator[memoryview]:
-    """The bytes of a source; raises CorruptFilesError at its end if they are not what they must be."""
+    """The bytes of a source. Raises CorruptFilesError at its end if they differ from its digest."""
     digest, skip = hashlib.sha256(), source.skip
     for chunk in source.store.chunks(source.key):
         digest.update(chunk)
@@ -164,7 +164,7 @@ def verified(source: Source) -> Iterator[memoryview]:
             yield piece
     if digest.hexdigest() != source.sha256:
         raise CorruptFilesError(
-            f"{source.key} is not as it was written: its sha256 is {digest.hexdigest()}, not {source.sha256}"
+            f"{source.key} differs from what was written: its SHA-256 is {digest.hexdigest()}, not {source.sha256}"
         )
 
 
@@ -177,7 +177,7 @@ class LocalStore(Store):
         except FileExistsError:
             if Path(key).read_bytes() != data:
                 raise
-            fsync(os.path.dirname(key))  # whoever stored it may have died before it did that
+            fsync(os.path.dirname(key))  # the process that stored it may have died before its fsync
         return None
 
     def put(self, key: str, data: bytes) -> str | None:
@@ -291,13 +291,13 @@ def join(directory: str, name: str) -> str:
     return f"{directory.rstrip('/')}/{name}"
 
 
-# Random once: a system call for each file of a short batch would be a part of its time that shows.
+# Random once for each process: a system call for each file of a short batch would be measurable.
 _PROCESS = uuid.uuid4().hex
 _numbers = itertools.count()
 
 
 def _make_directory(directory: str) -> None:
-    """A new one is durable itself: it is in its parent."""
+    """Create a directory durably: its entry in the parent is fsynced."""
     if os.path.isdir(directory):
         return
     parent = os.path.dirname(directory)
@@ -308,7 +308,7 @@ def _make_directory(directory: str) -> None:
 
 
 def fsync(path: str | Path) -> None:
-    """Make a file, or a directory's entries, durable."""
+    """fsync a file, or the entries of a directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -317,7 +317,7 @@ def fsync(path: str | Path) -> None:
 
 
 class UnreachableError(OSError):
-    """A bucket does not answer, or refuses; what is in it may be as good as ever."""
+    """The bucket does not answer or refuses; its contents may be intact."""
 
 
 def make_private(directory: Path) -> None:
