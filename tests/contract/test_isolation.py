@@ -1,10 +1,11 @@
 """What is one tenant's is, to every other, not there: on every route that takes an id, and through the real SDK.
 
-The cases are held against the route table, so that a route without one fails.
+The cases are those of the declarations (`access`, `example` and `filters`), so that every route has one.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
@@ -14,18 +15,20 @@ from urllib.parse import unquote
 
 import pytest
 from httpx import Response
-from starlette.routing import Route
 
-from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request
-from tinsmith.api.app import API
-from tinsmith.api.openapi import ELSEWHERE, OPERATIONS
-from tinsmith.api.operation import ANTHROPIC, HUB, OPENAI, PREFIX
-from tinsmith.api.requests import REQUESTS
+from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
+from tinsmith.api.app import OPERATIONS
+from tinsmith.api.openapi import body_schema
+from tinsmith.api.operation import ANTHROPIC, HUB, PREFIX, Access, Operation
 from tinsmith.db.statements import execute
 from tinsmith.exchange.hub import repository_of
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.history import KeptSequence, SampleContent, keeping, new_sample
 from tinsmith.wire.bodies import PROTO_TYPE
+from tinsmith.wire.fields import described
+
+ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
+"""What other services' clients call: paths without the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,9 @@ class Things:
     def fill(self, path: str) -> str:
         return path.replace(":path", "").format(
             model=self.weights,
+            model_id=self.model_id,
+            tinker_path=self.weights,
+            base_model=BASE,
             session_id=self.session_id,
             run_id=self.model_id,
             kind="external_weights" if path.endswith("external_weights_urls") else "weights",
@@ -54,21 +60,13 @@ class Things:
             checkpoint_id="one",
             file_id=self.file_id,
             batch_id=self.batch_id,
-            repo=repository_of(parse_path(self.weights)) if self.weights.startswith("tinker://") else "weights",
+            repo=repository_of(parse_path(self.weights))
+            if "{repo" in path and self.weights.startswith("tinker://")
+            else "weights",
             revision="main",
             file="adapter_config.json",
             directory="",
         )
-
-
-def load(things: Things) -> dict[str, object]:
-    return {"model_id": things.model_id, "seq_id": 5, "path": things.weights, "optimizer": False}
-
-
-def custom_loss(things: Things) -> dict[str, object]:
-    node = {"op": "output", "args": []}
-    graph = {"format": 1, "nodes": [node]}
-    return {"session_id": things.session_id, "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": graph}
 
 
 def bulk_job(name: str, resume_from: object = None) -> dict[str, object]:
@@ -78,152 +76,44 @@ def bulk_job(name: str, resume_from: object = None) -> dict[str, object]:
     return spec | {"name": name, "resume_from": resume_from}
 
 
-def resumed_job(things: Things) -> dict[str, object]:
-    job_id = int(things.job_id) if things.job_id.isdecimal() else things.job_id
-    return bulk_job(things.session_id, job_id)
+def filled(value: object, things: Things) -> object:
+    """An example of a declaration, with the ids of these things."""
+    if isinstance(value, dict):
+        return {name: filled(each, things) for name, each in value.items()}
+    if isinstance(value, list):
+        return [filled(each, things) for each in value]
+    if value == "{job_id}" and things.job_id.isdecimal():
+        return int(things.job_id)
+    return things.fill(value) if isinstance(value, str) else value
 
 
-# The body of each route that takes ids in its body; those with ids in their path need none here.
-BODIES: dict[str, Callable[[Things], dict[str, object] | bytes]] = {
-    "/retrieve_future": lambda things: {"request_id": f"{things.model_id}:0"},
-    "/retrieve_futures": lambda things: {
-        "target": {"type": "sampling_session", "sampling_session_id": things.sampler_id},
-        "timeout": 0,
-    },
-    "/cancel_future": lambda things: {"request_id": f"{things.model_id}:0"},
-    "/asample": lambda things: sample_request(things.sampler_id, 5),
-    "/create_sampling_session": lambda things: {
-        "session_id": things.session_id,
-        "sampling_session_seq_id": 5,
-        "base_model": BASE,
-    },
-    "/join_sampling_session": lambda things: {
-        "session_id": things.session_id,
-        "sampling_session_id": things.sampler_id,
-    },
-    "/forward_backward": lambda things: pass_bytes(things.model_id, 5),
-    "/forward": lambda things: pass_bytes(things.model_id, 5),
-    "/optim_step": lambda things: {"model_id": things.model_id, "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
-    "/save_weights": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
-    "/save_weights_for_sampler": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
-    "/save_weights_external": lambda things: {"model_id": things.model_id, "seq_id": 5, "path": "mine"},
-    "/session_heartbeat": lambda things: {"session_id": things.session_id},
-    "/sessions/{session_id}/finish": lambda _things: {"reason": {"type": "success"}},
-    "/sessions/{session_id}/project": lambda _things: {"project_id": "p"},
-    "/create_model": lambda things: {"session_id": things.session_id, "model_seq_id": 5, "base_model": BASE},
-    "/load_weights": load,
-    "/get_info": lambda things: {"model_id": things.model_id},
-    "/unload_model": lambda things: {"model_id": things.model_id},
-    "/weights_info": lambda things: {"tinker_path": things.weights},
-    "/copy_weights": lambda things: {"source_path": things.weights, "destination_project_id": "p"},
-    "/create_custom_loss": custom_loss,
-    "/delete_model": lambda things: {"model_id": things.model_id},
-    "/create_sampling_client": lambda things: {"model_path": things.weights},
-    "/sample": lambda things: {"sampling_client_id": things.sampler_id, "prompts": [[1, 2]]},
-    "/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": lambda _things: {"ttl_seconds": 3600},
-    "/batch/jobs": resumed_job,
-    "/log_metrics": lambda things: {"model_id": things.model_id, "metrics": {"reward": 1.0}},
-}
+def body_of(operation: Operation) -> Callable[[Things], dict[str, object] | bytes]:
+    def body(things: Things) -> dict[str, object] | bytes:
+        if PROTO_TYPE in operation.takes:
+            return pass_bytes(things.model_id, 5)
+        return filled(operation.example, things)  # type: ignore[return-value]
+
+    return body
 
 
 def openai_batch(file_id: str) -> dict[str, object]:
     return {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
 
 
-BODIES |= {prefix + "/batches": lambda things: openai_batch(things.file_id) for prefix in OPENAI}
-CHAT_MESSAGES = {"messages": [{"role": "user", "content": "hi"}]}
-BODIES |= {
-    path: lambda things, more=more: {"model": things.weights, **more}
-    for path, more in {
-        **{prefix + "/chat/completions": CHAT_MESSAGES for prefix in OPENAI},
-        **{prefix + "/completions": {"prompt": "hi"} for prefix in OPENAI},
-        **{prefix + "/messages": CHAT_MESSAGES | {"max_tokens": 1} for prefix in ANTHROPIC},
-        **{prefix + "/messages/count_tokens": CHAT_MESSAGES for prefix in ANTHROPIC},
-    }.items()
-}
-
-# The same for ids in the query.
-QUERIES = {"/get_tokenizer": "?model_id={run_id}"}
-
-# Routes that take no id: they speak of the server, or of everything of whoever asks.
-WITHOUT_IDS = {
-    HUB + "/api/whoami-v2",
-    "/upload_weights",
-    *(prefix + "/embeddings" for prefix in OPENAI),
-    "/healthz",
-    "/openapi.json",
-    "/metrics",
-    "/health",
-    "/client/config",
-    "/client/dynamic_config",
-    "/get_server_capabilities",
-    "/telemetry",
-    "/auth/token",
-    "/auth/apikey/me",
-    "/create_session",
-    "/batch/pools/{name}",
-}
-# Of these: what lists or counts the tenant's own things.
-LISTINGS = {
-    **{prefix + "/models": "" for prefix in ANTHROPIC},
-    **{prefix + "/files": "" for prefix in OPENAI},
-    **{prefix + "/batches": "" for prefix in OPENAI},
-    "/sessions": "",
-    "/list_sessions": "",
-    "/cleanup_futures": "",
-    "/sessions/search": "",
-    "/training_runs": "",
-    "/checkpoints": "",
-    "/audit": "?event_type=all&event_date=2020-01-01",
-    "/billing/usage/events": "",
-    "/billing/usage/checkpoints/current": "",
-    "/batch/jobs": "",
-    "/batch/pools": "",
-    "/dashboard/overview": "",
-    "/dashboard/runs": "",
-    "/dashboard/queue": "",
-    "/dashboard/tenant": "",
-    "/dashboard/samples": "",
-}
+# What each route that takes ids in its body, or in its query, is sent; those with ids in their path may need neither.
+BODIES = {each.path: body_of(each) for each in OPERATIONS if isinstance(each.example, dict)}
+QUERIES = {each.path: each.example for each in OPERATIONS if isinstance(each.example, str)}
+LISTINGS = [(each.method, each.path) for each in OPERATIONS if each.access is Access.LISTING]
+LISTING_QUERIES = {"/audit": "?event_type=all&event_date=2020-01-01"}
 # Ids that a listing takes as a filter or a cursor: (path, query or body).
-FILTERS: tuple[tuple[str, Callable[[Things], str | dict[str, object]]], ...] = (
-    *((prefix + "/files", lambda things: f"?after={things.file_id}") for prefix in OPENAI),
-    *((prefix + "/batches", lambda things: f"?after={things.batch_id}") for prefix in OPENAI),
-    ("/sessions/search", lambda things: {"session_id": things.session_id}),
-    ("/sessions/search", lambda things: {"cursor": cursor_behind(things.session_id)}),
-    ("/dashboard/runs", lambda things: f"?search={things.model_id}"),
-    ("/dashboard/samples", lambda things: f"?search={things.model_id}:0"),
-)
+FILTERS = [(each.path, given) for each in OPERATIONS for given in each.filters]
 NO_IDS = {"telemetry session_id"}
 """Fields that are named like ids of things, and are not looked at."""
 
 
-def cursor_behind(session_id: str) -> dict[str, object]:
-    return {"last_created_at": "2100-01-01T00:00:00Z", "last_session_id": session_id}
-
-
-# Routes whose link is the permission; test_routes_downloads.py shows what it takes.
-BY_LINK = {"/sessions/{session_id}/trace"}
-
-
-def is_link(path: str) -> bool:
-    return path.startswith("/downloads/") or path in BY_LINK
-
-
-# The same path with another method takes ids.
-ALSO_WITH_IDS = {("POST", "/batch/jobs"), *(("POST", prefix + "/batches") for prefix in OPENAI)}
-
-
 def id_routes() -> list[tuple[str, str]]:
     """(method, path below the prefix) of every route that takes ids and a key."""
-    return [
-        (method, path)
-        for route in API
-        for method in sorted((route.methods or set()) - {"HEAD"})
-        if (path := route.path.removeprefix(PREFIX)) not in WITHOUT_IDS
-        and (path not in LISTINGS or (method, path) in ALSO_WITH_IDS)
-        and not is_link(path)
-    ]
+    return [(each.method, each.route.removeprefix(PREFIX)) for each in OPERATIONS if each.access is Access.IDS]
 
 
 @pytest.fixture
@@ -286,13 +176,11 @@ def ask(harness: Harness, method: str, path: str, things: Things, key: str) -> R
     return harness.client.request(method, url, json=body, headers=headers, follow_redirects=False)  # type: ignore[return-value]
 
 
-def test_every_route_is_sorted_into_those_with_ids_and_those_without() -> None:
-    """A new route must say which it is; one with ids must have them in its path, or a body here."""
-    paths = {route.path.removeprefix(PREFIX) for route in API if isinstance(route, Route)}
-    assert set(BODIES) | set(QUERIES) <= paths
-    assert set(LISTINGS) | WITHOUT_IDS <= paths
-    for _method, path in id_routes():
-        assert "{" in path or path in BODIES or path in QUERIES, f"{path} takes ids somewhere: add them to BODIES"
+def test_every_route_that_takes_ids_has_them_somewhere() -> None:
+    """In its path, or in the example of its declaration."""
+    for operation in OPERATIONS:
+        ids = operation.access is Access.IDS
+        assert not ids or "{" in operation.path or re.search(r"{\w+}", str(operation.example)), operation.name
 
 
 def names_in(schema: object) -> set[str]:
@@ -308,17 +196,15 @@ def names_in(schema: object) -> set[str]:
 
 def test_no_operation_of_the_document_takes_an_id_that_is_not_tried() -> None:
     """What has no case of its own below has neither a path, nor a query, nor a body with an id in it."""
-    tried = {(method, path.replace(":path", "")) for method, path in id_routes()}
     filtered = {path for path, _ in FILTERS}
     for operation in OPERATIONS:
-        path = operation.path
-        if (operation.method, path) in tried or is_link(path) or path in filtered:
+        if operation.access in (Access.IDS, Access.LINK) or operation.path in filtered:
             continue
-        assert path in WITHOUT_IDS or path in LISTINGS, f"{operation.name} is not sorted"
-        names = names_in(REQUESTS.get(path)) if operation.method != "GET" else set()
-        ids = {name for name in {*names, *(operation.query or {})} if name.endswith(("_id", "_ids", "_path", "after"))}
+        schemas = described(operation.body) if isinstance(operation.body, type) else body_schema(operation)
+        names = set().union(*map(names_in, schemas.values())) | names_in(schemas)
+        ids = {name for name in {*names, *operation.query} if name.endswith(("_id", "_ids", "_path", "after"))}
         ids -= {"project_id"}  # the tenant's own word
-        assert {f"{path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
+        assert {f"{operation.path.rpartition('/')[2]} {name}" for name in ids} <= NO_IDS, f"{operation.name} takes ids"
 
 
 @pytest.mark.parametrize("number", range(len(FILTERS)), ids=lambda number: FILTERS[number][0])
@@ -328,12 +214,12 @@ def test_a_filter_finds_nothing_of_another_tenant(harness: Harness, number: int)
     theirs = things_of(harness)
     seen = []
     for things in (theirs, nothing_like(theirs)):
-        asked = given(things)
+        asked = filled(given, things)
         url, headers = url_of(path), {"X-API-Key": BOB}
         if isinstance(asked, dict):
             answer = harness.client.post(url, json=asked, headers=headers)
         else:
-            answer = harness.client.get(url + asked, headers=headers)
+            answer = harness.client.get(url + str(asked), headers=headers)
         assert answer.status_code in (200, 404), answer.text
         seen.append((answer.status_code, without_ids(answer.text, things)))
     assert seen[0] == seen[1]
@@ -352,15 +238,12 @@ def test_an_id_of_another_tenant_is_404_and_ones_own_is_not(harness: Harness, me
     assert own.status_code != 404 and (own.status_code < 500 or own.status_code in (501, 503)), own.text
 
 
-@pytest.mark.parametrize("path", LISTINGS)
-def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, path: str) -> None:
+@pytest.mark.parametrize(("method", "path"), LISTINGS)
+def test_a_listing_shows_nothing_of_another_tenant(harness: Harness, method: str, path: str) -> None:
     things = things_of(harness)
-    routes = [route for route in API if route.path == url_of(path)]
-    methods = {method for route in routes for method in route.methods or ()} - {"HEAD"}
-    methods = {method for method in methods if (method, path) not in ALSO_WITH_IDS}
-    method = "GET" if path.startswith(ELSEWHERE) else max(methods)
     body = {} if method == "POST" else None
-    answer = harness.client.request(method, url_of(path) + LISTINGS[path], json=body, headers={"X-API-Key": BOB})
+    url = url_of(path) + LISTING_QUERIES.get(path, "")
+    answer = harness.client.request(method, url, json=body, headers={"X-API-Key": BOB})
     assert answer.status_code == 200 or not path.startswith(ELSEWHERE)
     assert not [name for name in (things.session_id, things.file_id, things.batch_id, "alice") if name in answer.text]
 

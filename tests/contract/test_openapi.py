@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pydantic
 import pytest
+from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from tinker import types
 from tinker.types._pydantic_types.datum import Datum
@@ -22,10 +23,16 @@ from tinker.types.session_search_request import SessionSearchRequest
 from tinker.types.session_status_query import ClientFinishedSessionStatusQuery
 
 from support.http_harness import Harness
-from tinsmith.api.app import API
-from tinsmith.api.openapi import OPERATIONS, document, takes_body
-from tinsmith.api.operation import PREFIX
-from tinsmith.api.requests import REQUESTS, SHARED, Schema
+from tinsmith.api.app import API, OPERATIONS
+from tinsmith.api.openapi import body_schema, document
+from tinsmith.api.operation import PREFIX, Access
+from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import Schema, described
+from tinsmith.wire.sampling import EncodedTextChunkBody
+
+DOCUMENT = cast("dict[str, Any]", document(OPERATIONS))
+REQUESTS: Mapping[str, Schema] = {each.path: body_schema(each) for each in OPERATIONS if each.takes}
+SHARED: Mapping[str, Schema] = DOCUMENT["components"]["schemas"] | described(EncodedTextChunkBody)
 
 # What the SDK sends, and where.
 SENT: Mapping[str, type[pydantic.BaseModel]] = {
@@ -84,7 +91,7 @@ def test_the_document_is_valid_and_needs_no_key(harness: Harness) -> None:
         found = harness.client.get(path)
         assert found.status_code == 200
         OpenAPIV31SpecValidator(found.json()).validate()
-    assert found.json() == document()
+    assert found.json() == DOCUMENT
 
 
 def test_it_names_the_routes_and_nothing_else() -> None:
@@ -97,8 +104,28 @@ def test_it_names_the_routes_and_nothing_else() -> None:
     assert len(OPERATIONS) == len(served)
 
 
-def test_every_path_that_takes_a_body_has_one_and_no_other() -> None:
-    assert {operation.path for operation in OPERATIONS if takes_body(operation)} == set(REQUESTS)
+def test_every_operation_says_what_it_does_and_what_it_shows() -> None:
+    """One that takes ids says which, or has them in its path; one that is opened by a link needs no key."""
+    handlers = {id(route.endpoint) for route in API}
+    assert handlers == {id(operation.endpoint) for operation in OPERATIONS}, "a route without a declaration"
+    for operation in OPERATIONS:
+        assert operation.summary and operation.answer, operation.name
+        assert isinstance(operation.access, Access), operation.name
+        in_path = operation.access is Access.IDS and "{" in operation.path
+        assert in_path or operation.example is not None or operation.access is not Access.IDS, operation.name
+        assert operation.keyed or operation.access in (Access.LINK, Access.NOTHING), operation.name
+        if operation.access in (Access.IDS, Access.LINK):
+            assert 404 in operation.errors, f"{operation.name}: what is not there is an error"
+        assert bool(operation.takes) == (operation.body is not None)
+
+
+def test_an_operation_with_a_typed_body_has_an_example_that_it_takes() -> None:
+    for operation in OPERATIONS:
+        if operation.takes == (JSON_TYPE,) and isinstance(operation.example, dict):
+            schema = {"components": DOCUMENT["components"], **body_schema(operation)}
+            values = cast("dict[str, Any]", operation.example)
+            numbers = {name: 1 for name, value in values.items() if value == "{job_id}"}
+            Draft202012Validator(schema).validate(values | numbers)
 
 
 def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never_asks(harness: Harness) -> None:
@@ -106,7 +133,7 @@ def test_a_path_that_takes_json_refuses_other_types_and_one_without_a_body_never
     for operation in OPERATIONS:
         if operation.method in ("POST", "PUT") and operation.keyed:
             answer = harness.client.request(operation.method, operation.url, content=b"{}", headers=headers)
-            assert (answer.status_code == 415) == takes_body(operation), operation.name
+            assert (answer.status_code == 415) == bool(operation.takes), operation.name
 
 
 def test_a_path_asks_for_a_key_where_the_document_says_so(harness: Harness) -> None:
@@ -135,9 +162,7 @@ def test_a_part_has_the_fields_that_the_sdk_sends(name: str) -> None:
 
 
 def test_parts_that_are_written_in_place_have_the_sdk_s_fields_too() -> None:
-    assert set(known(known(REQUESTS["/retrieve_futures"])["target"])) == set(SamplingSessionFuturesTarget.model_fields)
-    search = known(REQUESTS["/sessions/search"])
-    cursor, statuses = (search[name]["anyOf"][0] for name in ("cursor", "statuses"))
-    assert set(known(cursor)) == set(SessionSearchCursor.model_fields)
-    assert set(known(statuses["items"])) == set(ClientFinishedSessionStatusQuery.model_fields)
+    assert set(known(SHARED["SamplingSessionTarget"])) == set(SamplingSessionFuturesTarget.model_fields)
+    assert set(known(SHARED["SearchCursor"])) == set(SessionSearchCursor.model_fields)
+    assert set(known(SHARED["StatusQuery"])) == set(ClientFinishedSessionStatusQuery.model_fields)
     assert set(known(SHARED["CustomLossNode"])) | {"args", "kwargs"} == set(CustomLossNode.model_fields)

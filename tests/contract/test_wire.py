@@ -454,7 +454,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.sampled_from(sorted(sampling.REQUEST_FIELDS)), json_values)
+@given(st.sampled_from(sorted(sampling.SampleRequest.model_fields)), json_values)
 @examples(300)
 def test_any_json_gives_a_sample_or_a_user_error(name: str, value: object) -> None:
     try:
@@ -529,13 +529,11 @@ def test_a_wrong_optim_step_is_refused_by_name(body: dict[str, object], words: s
 def test_a_save_reads_back_as_it_was_asked_for() -> None:
     body = {"model_id": "m", "path": "x", "seq_id": 1, "ttl_seconds": 3600, "overwrite": True}
     read = weights.read_save(orjson.dumps(body | {"user_metadata": {"a": "b"}}))
-    assert read == weights.SaveWeights("m", "x", 3600, True, {"a": "b"})
-    ephemeral = weights.read_save(b'{"model_id": "m", "sampling_session_seq_id": 4, "kind": "inflight"}')
-    assert (ephemeral.name, ephemeral.sampling_session_seq_id, ephemeral.sampler_kind) == (
-        None,
-        4,
-        "inflight",
+    assert read == weights.SaveRequest(
+        model_id="m", path="x", seq_id=1, ttl_seconds=3600, overwrite=True, user_metadata={"a": "b"}
     )
+    ephemeral = weights.read_save(b'{"model_id": "m", "sampling_session_seq_id": 4, "kind": "inflight"}')
+    assert (ephemeral.path, ephemeral.sampling_session_seq_id, ephemeral.kind) == (None, 4, "inflight")
 
 
 @pytest.mark.parametrize(

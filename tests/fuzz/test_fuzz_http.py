@@ -29,9 +29,9 @@ from schemathesis.specs.openapi.checks import (
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, pass_bytes
 from support.properties import examples
-from tinsmith.api.openapi import document
+from tinsmith.api.app import OPERATIONS as DECLARED
+from tinsmith.api.openapi import ANSWERS, body_schema, document
 from tinsmith.api.operation import PREFIX
-from tinsmith.api.requests import REQUESTS, SHARED
 from tinsmith.wire.bodies import PROTO_TYPE
 
 AT_MOST_S = 5.0
@@ -50,8 +50,9 @@ def strict(schema: object) -> object:
 
 
 def operations() -> dict[str, Any]:
-    described = deepcopy(document())
-    described["components"]["schemas"] |= {name: strict(SHARED[name]) for name in SHARED}  # type: ignore[index]
+    described = deepcopy(document(DECLARED))
+    shared: dict[str, object] = described["components"]["schemas"]  # type: ignore[index, assignment]
+    shared |= {name: strict(shared[name]) for name in shared if name not in ANSWERS}
     for path in described["paths"].values():  # type: ignore[attr-defined]
         for operation in path.values():
             if "requestBody" in operation:
@@ -124,7 +125,7 @@ def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
 
 
 def test_every_operation_of_the_document_is_tried() -> None:
-    paths = document()["paths"]
+    paths = document(DECLARED)["paths"]
     assert set(OPERATIONS) == {f"{method.upper()} {path}" for path in paths for method in paths[path]}  # type: ignore[union-attr, index]
 
 
@@ -167,7 +168,8 @@ def test_no_pass_breaks_its_route(harness: Harness, at: int, change: bytes, enco
 
 def ids_of(label: str) -> list[str]:
     """The fields of a body that hold ids or numbers of them."""
-    schema = REQUESTS.get(label.partition(" ")[2].removeprefix(PREFIX), {}).get("properties", {})
+    declared = next(each for each in DECLARED if f"{each.method} {each.url}" == label)
+    schema = body_schema(declared).get("properties", {})
     assert isinstance(schema, dict)
     return [name for name in schema if name.endswith(("_id", "_path", "base_model"))]
 

@@ -178,19 +178,20 @@ PARAMS = {"max_tokens": 3, "seed": 1, "stop": ["a"], "temperature": 1.0, "top_k"
 
 
 def read_sample(found: fields.Fields) -> None:
-    check_sample(sampling.sample_of(found, "r", None), SHAPE)
+    check_sample(sampling.sample_of(fields.validate(sampling.SampleRequest, found.values), "r", None), SHAPE)
 
 
 def read_model(found: fields.Fields) -> None:
-    check_lora(weights.create_model_of(found).lora)
+    check_lora(fields.validate(weights.CreateModel, found.values).lora)
 
 
 def read_step(found: fields.Fields) -> None:
-    check_optimizer("adamw", training.optim_step_of(found, "r").params)
+    request = fields.validate(training.OptimStepRequest, found.values)
+    check_optimizer("adamw", training.optim_step_of(request, "r").params)
 
 
 def read_loss(found: fields.Fields) -> None:
-    check_graph(custom_loss.create_custom_loss_of(found).loss)
+    check_graph(custom_loss.create_custom_loss_of(found.values).loss)
 
 
 def read_json_pass(found: fields.Fields) -> None:
@@ -198,7 +199,16 @@ def read_json_pass(found: fields.Fields) -> None:
 
 
 def read_prompts(found: fields.Fields) -> None:
-    legacy.sample_body(found, found.values.get("prompt"), "prompts[0]")
+    request = fields.validate(legacy.SamplesRequest, {"prompts": [], **found.values})
+    legacy.sample_body(request, found.values.get("prompt"), "prompts[0]")
+
+
+def read_save(found: fields.Fields) -> None:
+    fields.validate(weights.SaveRequest, found.values)
+
+
+def read_load(found: fields.Fields) -> None:
+    fields.validate(weights.LoadWeights, found.values)
 
 
 READERS: dict[Callable[[fields.Fields], object], dict[str, Any]] = {
@@ -223,7 +233,7 @@ READERS: dict[Callable[[fields.Fields], object], dict[str, Any]] = {
     },
     read_json_pass: {"model_id": "m", "loss_fn": "ppo", "loss_fn_config": {"clip_low_threshold": 0.8}, "data": [DATUM]},
     read_prompts: {"prompt": [1, 2], "sampling_params": PARAMS | {"stop": None, "stop_token_ids": [1]}},
-    weights.save_of: {
+    read_save: {
         "model_id": "m",
         "seq_id": 1,
         "path": "p",
@@ -232,7 +242,7 @@ READERS: dict[Callable[[fields.Fields], object], dict[str, Any]] = {
         "user_metadata": {"a": "b"},
         "age_encryption_recipients": ["age1x"],
     },
-    weights.load_of: {
+    read_load: {
         "model_id": "m",
         "path": "tinker://a/weights/b",
         "optimizer": True,

@@ -28,7 +28,7 @@ from tinsmith.errors import UserError
 from tinsmith.losses import graphs
 from tinsmith.types import CustomLoss, Datum, LoraSpec, Pass, PassResult
 from tinsmith.wire.custom_loss import create_custom_loss_of
-from tinsmith.wire.fields import Fields, read_object
+from tinsmith.wire.fields import read_object
 
 
 def arrays(datum: tinker.Datum) -> Datum:
@@ -37,7 +37,7 @@ def arrays(datum: tinker.Datum) -> Datum:
 
 
 def read(body: object) -> CustomLoss:
-    loss = create_custom_loss_of(read_object(orjson.dumps(body))).loss
+    loss = create_custom_loss_of(read_object(orjson.dumps(body)).values).loss
     graphs.check_graph(loss)
     return loss
 
@@ -330,7 +330,7 @@ def test_whatever_a_graph_calls_nothing_but_a_user_error_comes_of_it(calls: list
         "graph": {"nodes": nodes},
     }
     try:
-        loss = create_custom_loss_of(Fields(body)).loss
+        loss = create_custom_loss_of(body).loss
         graphs.check_graph(loss)
     except UserError:
         return

@@ -27,8 +27,8 @@ from tinsmith.chat.texts import Text, Thinking, thinking_of
 from tinsmith.chat.tools import Tool, ToolUse
 from tinsmith.errors import NotSupportedError
 from tinsmith.types import ModelShape, SamplingParams
-from tinsmith.wire.fields import Fields, json_bytes
-from tinsmith.wire.sampling import read_sample, sample_body, sample_of
+from tinsmith.wire.fields import Fields, json_bytes, validate
+from tinsmith.wire.sampling import SampleRequest, read_sample, sample_body, sample_of
 
 SHAPE = read_shape(nano.MODEL_NAME, nano.path())
 TEXT = Text(SHAPE)
@@ -442,7 +442,7 @@ def test_a_plan_survives_its_way_to_the_engine() -> None:
     assert sample.params == plan.params and sample.params.top_k == -1
     assert sample.prompt_T.tolist() == list(plan.prompts[0]) and sample.num_samples == 3 and sample.stream
     with pytest.raises(Exception, match="beyond is not supported"):
-        sample_of(Fields(body), "r", None)  # as an asample
+        sample_of(validate(SampleRequest, body), "r", None)  # as an asample
 
 
 @pytest.mark.parametrize(

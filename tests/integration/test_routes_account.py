@@ -204,11 +204,14 @@ def test_a_search_result_says_what_the_session_stores(harness: Harness) -> None:
     [
         ({"limit": 0}, "limit is 0; it must lie between 1 and 200"),
         ({"limit": 201}, "limit is 201"),
-        ({"display_name": ""}, "display_name is empty"),
+        ({"display_name": ""}, "display_name is ''; it must be a string of 1 to"),
         ({"statuses": []}, "statuses is []"),
-        ({"statuses": [{"type": "asleep"}]}, "statuses[0].status.type is 'asleep'"),
-        ({"statuses": [3]}, "statuses[0].status is 3"),
-        ({"statuses": [{"type": "client_finished", "reasons": []}]}, "list some of success"),
+        ({"statuses": [{"type": "asleep"}]}, "statuses[0].type is 'asleep'"),
+        ({"statuses": [3]}, "statuses[0] is 3"),
+        (
+            {"statuses": [{"type": "client_finished", "reasons": []}]},
+            "statuses[0].reasons is []; it must be",
+        ),
         ({"statuses": [{"type": "client_finished", "reasons": ["bored"]}]}, "'bored'"),
         ({"owner": {"type": "king"}}, "owner.type is 'king'"),
         ({"owner": {"type": "user", "owner_urns": []}}, "owner.owner_urns is empty"),

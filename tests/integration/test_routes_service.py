@@ -21,10 +21,10 @@ from tinker.types import (
 
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, make_harness
 from tinsmith.api.app import API
-from tinsmith.api.openapi import ELSEWHERE
-from tinsmith.api.operation import PREFIX
+from tinsmith.api.operation import ANTHROPIC, HUB, PREFIX
 from tinsmith.api.routes.downloads import DOWNLOAD
 
+ELSEWHERE = tuple(f"{prefix}/" for prefix in (*ANTHROPIC, HUB))
 OPEN = {PREFIX + path for path in ("/healthz", "/health", "/openapi.json")} | {"/health", "/openapi.json"}
 SIGNED = {  # the link is the key
     PREFIX + "/sessions/{session_id}/trace",
@@ -238,7 +238,7 @@ def test_a_wrong_page_is_a_400_that_says_so(harness: Harness, query: str, words:
     ("body", "words"),
     [
         ({"tags": "a"}, "tags is 'a'"),
-        ({"tags": [1]}, "tags is 1"),
+        ({"tags": [1]}, "tags[0] is 1"),
         ({"tags": ["x"] * 101}, "at most 100"),
         ({"tags": [], "user_metadata": []}, "user_metadata is []"),
         ({"tags": [], "display_name": 3}, "display_name is 3"),

@@ -22,15 +22,12 @@ from tinsmith.types import (
     SamplingParams,
     SparseRows,
 )
+from tinsmith.wire.sampling import MAX_NUM_SAMPLES, MAX_STOP_LENGTH, MAX_STOPS
+from tinsmith.wire.weights import MAX_RANK, MAX_TTL_S, MIN_RANK, MIN_TTL_S
 
-MAX_NUM_SAMPLES = 1024
-MAX_STOPS = 64
-MAX_STOP_LENGTH = 256
 MAX_TOP_LOGPROBS = 1024
 MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
 MAX_TEMPERATURE = 1e30  # the sampler computes in float32
-MIN_RANK, MAX_RANK = 1, 256
-MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
 
 def check_sample(sample: Sample, shape: ModelShape) -> None:

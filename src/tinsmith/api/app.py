@@ -26,7 +26,7 @@ from tinsmith.api.dashboard import curves, overview, pages, samples
 from tinsmith.api.openai import anthropic, batches, chat, files
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
-from tinsmith.api.operation import PREFIX, Services, answer, run
+from tinsmith.api.operation import Endpoint, Operation, Services, answer, declared_in, run
 from tinsmith.api.routes import (
     auth,
     batch,
@@ -43,7 +43,7 @@ from tinsmith.api.routes import (
     usage,
     weights,
 )
-from tinsmith.api.routes.service import healthz
+from tinsmith.api.routes.service import healthz, metrics
 from tinsmith.batch.operations.openai_request import VERB
 from tinsmith.wire.fields import show
 
@@ -51,11 +51,9 @@ __all__ = ["Services", "create_app", "create_probe_app"]
 
 HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]+)(?::[0-9]{1,5})?")
 
-# Routes are matched in order, so those that a client calls all the time come first. A flat list, since a Mount would
-# have every request matched twice.
-API = [
-    Route(PREFIX + route.path, route.endpoint, methods=route.methods)
-    for noun in (
+# Routes are matched in order, so those that a client calls all the time come first.
+OPERATIONS = tuple(
+    declared_in(
         futures,
         sampling,
         training,
@@ -74,16 +72,32 @@ API = [
         service,
         openapi,
         legacy,
+        chat,
+        anthropic,
+        files,
+        batches,
+        openai_models,
+        hub,
     )
-    for route in noun.ROUTES
-] + [*legacy.ROOT_ROUTES, *openapi.ROOT_ROUTES, *service.ROOT_ROUTES]
-API += [*chat.ROOT_ROUTES, *anthropic.ROOT_ROUTES, *files.ROOT_ROUTES, *batches.ROOT_ROUTES]
-API += [*openai_models.ROOT_ROUTES, *hub.ROOT_ROUTES]
+)
+
+
+def _routes(operations: Sequence[Operation]) -> list[Route]:
+    """A flat list, since a Mount would have every request matched twice."""
+    methods: dict[tuple[str, Endpoint], list[str]] = {}
+    for each in operations:
+        methods.setdefault((each.route, each.endpoint), []).append(each.method)
+        if each.at_root:
+            methods.setdefault((each.path, each.endpoint), []).append(each.method)
+    return [Route(path, endpoint, methods=found) for (path, endpoint), found in methods.items()]
+
+
+API = _routes(OPERATIONS)
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
-class _OwnPages:
+class LocalOriginGuard:
     """Any key opens a server without keys, and bulk jobs run code there: so no web page may reach it, neither from its
     own address nor by pointing its own name at this machine. A browser says where a page is from, and no page can
     change that; other programs say nothing.
@@ -105,7 +119,7 @@ class _OwnPages:
                 anyone = await run(self._tenants.accepts_anyone, on=self._threads.quick)
             detail = self._refused(Headers(scope=scope)) if anyone else ""
         except Exception as error:
-            if (response := _told(Request(scope), error)) is None:
+            if (response := _error_response(Request(scope), error)) is None:
                 raise
             await response(scope, receive, send)
             return
@@ -154,12 +168,12 @@ class _Straight:
         try:
             response = await endpoint(request)
         except Exception as error:
-            if (response := _told(request, error)) is None:
+            if (response := _error_response(request, error)) is None:
                 raise
         await response(scope, receive, send)
 
 
-def _told(request: Request, error: Exception) -> Response | None:
+def _error_response(request: Request, error: Exception) -> Response | None:
     """As the router answers it; None for what nobody expected, which is answered and logged further out."""
     for kind in type(error).__mro__:
         if kind is not Exception and (handler := errors.HANDLERS.get(kind)):
@@ -186,7 +200,7 @@ class _Answered:
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [
         Middleware(_Answered, services=services),
-        Middleware(_OwnPages, services=services),
+        Middleware(LocalOriginGuard, services=services),
         Middleware(_Straight, routes=API),
     ]
     app = Starlette(
@@ -195,6 +209,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
     # A path with a slash too many is not found. The router would send its client to whatever host it had named.
     app.router.redirect_slashes = False
     app.state.services = services
+    app.state.operations = OPERATIONS
     services.answers.register(VERB, partial(answer_request, services))
     return app
 
@@ -202,7 +217,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
 def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     """What a process that answers no clients shows to probes and to Prometheus."""
     probes = [Route(path, healthz, methods=["GET"]) for path in ("/healthz", "/api/v1/healthz")]
-    routes = [*probes, *service.ROOT_ROUTES]
+    routes = [*probes, Route("/metrics", metrics, methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services
     services.answers.register(VERB, partial(answer_request, services))

@@ -33,7 +33,7 @@ CLIENT_CLOSED_REQUEST = 499
 MAX_HEADER = 1000
 
 
-def told(
+def error_response(
     request: Request,
     text: str,
     status: int,
@@ -110,7 +110,7 @@ def on_tinsmith_error(request: Request, error: Exception) -> Response:
         headers = {"retry-after-ms": str(round(wait_s * 1000)), "retry-after": str(math.ceil(wait_s))}
     elif isinstance(error, InvalidTokenError):
         headers = {"WWW-Authenticate": 'Bearer error="invalid_token"'}  # so the SDK exchanges its key and tries again
-    return told(request, str(error), error.status, headers, error)
+    return error_response(request, str(error), error.status, headers, error)
 
 
 def on_http_exception(request: Request, error: Exception) -> Response:
@@ -121,35 +121,43 @@ def on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"{request.method} {request.url.path[:200]!a} is no path of this API (all begin with /api/v1/ or /v1/)"
     elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         detail = f"{request.url.path[:200]!a} does not take {request.method}"
-    return told(request, detail, error.status_code, error.headers)
+    return error_response(request, detail, error.status_code, error.headers)
 
 
 def on_disconnect(request: Request, _error: Exception) -> Response:
-    return told(request, "the client went away before its body was complete", CLIENT_CLOSED_REQUEST)
+    return error_response(request, "the client went away before its body was complete", CLIENT_CLOSED_REQUEST)
 
 
 def on_unexpected(request: Request, error: Exception) -> Response:
     error_id = uuid.uuid4().hex
     log.error("unexpected error", error_id=error_id, method=request.method, path=request.url.path, exc_info=error)
-    return told(request, f"the server failed on this request; its log has more under error_id={error_id}", 500)
+    return error_response(
+        request, f"the server failed on this request; its log has more under error_id={error_id}", 500
+    )
 
 
 def on_silent_database(request: Request, error: Exception) -> Response:
     log.error("the database does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's database does not answer; try again in a moment"
-    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+    return error_response(
+        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
+    )
 
 
 def on_moved_database(request: Request, error: Exception) -> Response:
     log.critical("the database is gone", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's database was moved or deleted; nothing was stored, and the server stops: tell its operator"
-    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+    return error_response(
+        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
+    )
 
 
 def on_silent_store(request: Request, error: Exception) -> Response:
     log.error("the object store does not answer", method=request.method, path=request.url.path, error=str(error))
     detail = "the server's object store does not answer; try again in a moment"
-    return told(request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"})
+    return error_response(
+        request, detail, HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after-ms": "1000", "retry-after": "1"}
+    )
 
 
 def on_database_error(request: Request, error: Exception) -> Response:

@@ -18,22 +18,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import pairwise
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+from pydantic import Field, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from tinsmith.api.openapi import (
+    ANYTHING,
+    COUNT,
+    NUMBER,
+    PAGE,
+    PROJECT,
+    SCOPE,
+    SUBMITTED,
+    TEXT,
+    TEXTS,
+    fields,
+    integer,
+    one_of,
+    shown,
+)
 from tinsmith.api.operation import (
+    Access,
     Call,
+    Draft,
     JsonObject,
     Services,
     answer,
     authenticate,
     call_of,
-    endpoint,
+    operation,
     read_json,
     run,
     stored,
@@ -46,9 +64,8 @@ from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Outcome
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, iso, show
-from tinsmith.wire.sampling import token_ids
+from tinsmith.wire.fields import Body, Fields, SequenceNumber, Text, bounds, iso, show
+from tinsmith.wire.sampling import MAX_NUM_SAMPLES, ModelInputBody, TensorDataBody, token_ids
 from tinsmith.wire.training import refuse_chunk
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
@@ -63,6 +80,34 @@ LIST_DTYPES = {
     "sequence_ratio_mask": "float32",
 }
 STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
+
+
+class DatumBody(Body):
+    """For the OpenAPI document: a datum is read with its tensors, in the forms that this dialect knows."""
+
+    model_input: ModelInputBody
+    loss_fn_inputs: dict[str, TensorDataBody]
+
+
+class PassBody(Body):
+    data: list[DatumBody]
+    loss_fn: Text
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class JsonPassBody(Body):
+    """A pass, flat or below one of two names."""
+
+    model_id: Text
+    seq_id: SequenceNumber | None = None
+    data: list[DatumBody] | None = None
+    loss_fn: Text | None = None
+    loss_fn_config: dict[str, float | str] | None = None
+    forward_backward_input: PassBody | None = None
+    forward_input: PassBody | None = None
+
+
+JSON_PASS = shown(JsonPassBody)
 
 
 def pass_message(fields: Fields, *, forward_only: bool) -> pb.ForwardBackwardRequest:
@@ -205,21 +250,20 @@ def sample_result(body: bytes) -> dict[str, object]:
     return {"type": "sample", "sequences": sequences, "prompt_logprobs": prompt_logprobs}
 
 
-def sample_body(fields: Fields, prompt: object, where: str) -> dict[str, object]:
+def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str, object]:
     """One of the prompts of a `sample` as the body of an asample, but for its session and number."""
     chunks = [{"type": "encoded_text", "tokens": tokens.tolist()} for tokens in prompt_chunks(prompt, where)]
     kept = {
-        name: fields.values[name]
+        name: value
         for name in ("num_samples", "prompt_logprobs", "topk_prompt_logprobs")
-        if fields.has(name)
+        if (value := getattr(request, name)) is not None
     }
-    params = fields.fields_or("sampling_params", Fields({}))
-    return kept | {"prompt": {"chunks": chunks}, "sampling_params": _sampling_params(params)}
+    return kept | {"prompt": {"chunks": chunks}, "sampling_params": _sampling_params(request.sampling_params)}
 
 
-def _sampling_params(params: Fields) -> Mapping[str, object]:
+def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
     """`stop_token_ids` stand beside `stop` in this dialect; here a stop is either."""
-    values = dict(params.values)
+    values = dict(params)
     stop_token_ids = values.pop("stop_token_ids", None)
     if stop_token_ids:
         if values.get("stop"):
@@ -233,10 +277,28 @@ HOLD_S = 2.0
 
 MAX_PROMPTS = 1024
 HOUR_S = 3600
+MAX_AGE_HOURS = 24 * 3650
 VERSION = version("tinsmith")  # read from a file
 _FROM_PROTO = {"sample": sample_result, "forward": pass_result, "forward_backward": pass_result}
 
 
+HEALTH = fields({"status": one_of("healthy", "failing"), "version": TEXT, "timestamp": TEXT}, {"reason": TEXT})
+BY_PATH = fields(
+    {"request_id": TEXT, "status": one_of("pending", "completed", "failed")},
+    {"result": ANYTHING, "error": TEXT, "category": TEXT},
+)
+
+
+@operation(
+    "GET",
+    "/health",
+    "The same with its version",
+    answer=HEALTH,
+    errors=(503,),
+    access=Access.NOTHING,
+    keyed=False,
+    at_root=True,
+)
 async def health(request: Request) -> Response:
     """Nothing of any tenant: no key is asked for."""
     services: Services = request.app.state.services
@@ -246,6 +308,14 @@ async def health(request: Request) -> Response:
     return answer({"status": "healthy", **facts})
 
 
+@operation(
+    "GET POST",
+    "/list_sessions",
+    "As GET /sessions",
+    answer=sessions.SESSION_IDS,
+    access=Access.LISTING,
+    query={**PAGE, **SCOPE, **PROJECT},
+)
 def list_sessions(call: Call) -> JsonObject:
     return sessions.list_sessions(call)
 
@@ -253,13 +323,23 @@ def list_sessions(call: Call) -> JsonObject:
 # Models.
 
 
+@operation(
+    "POST",
+    "/delete_model",
+    "Unload, and wait",
+    body=models.UnloadModelRequest,
+    answer=fields({"model_id": TEXT, "status": TEXT}),
+    errors=(404, 410, 429, 501),
+    access=Access.IDS,
+    example={"model_id": "{model_id}"},
+)
 async def delete_model(request: Request) -> Response:
     """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
     services, tenant_id = await authenticate(request)
-    fields = await read_json(request)
-    model_id = fields.text("model_id")
-    call = call_of(request, services, tenant_id, orjson.dumps(fields.values))
-    request_id = str((await run(models.unload_model, call))["request_id"])
+    asked = await read_json(request, models.UnloadModelRequest)
+    model_id = asked.model_id
+    call = call_of(request, services, tenant_id, asked.model_dump_json().encode())
+    request_id = str((await run(models.unload_model, call, asked))["request_id"])
     outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
     if outcome is not None and outcome.error is not None:
         raise UserError(outcome.error)
@@ -268,6 +348,16 @@ async def delete_model(request: Request) -> Response:
     return answer(deleted | {"message": kept, "resources_freed": ["adapter", "optimizer"] if outcome else []})
 
 
+@operation(
+    "GET",
+    "/get_tokenizer",
+    "Facts of a tokenizer",
+    answer=fields({"vocab_size": COUNT}),
+    errors=(404,),
+    access=Access.IDS,
+    query={"model_id": TEXT},
+    example="?model_id={model_id}",
+)
 def get_tokenizer(call: Call) -> JsonObject:
     if "model_id" not in call.query:
         raise UserError("the query's model_id is missing")
@@ -280,51 +370,94 @@ def get_tokenizer(call: Call) -> JsonObject:
 # Sampling.
 
 
-def create_sampling_client(call: Call) -> JsonObject:
+class CreateSamplingClientRequest(Body):
+    """One of the two is needed."""
+
+    model_path: Text | None = None
+    base_model: Text | None = None
+
+
+@operation(
+    "POST",
+    "/create_sampling_client",
+    "A sampling session",
+    body=CreateSamplingClientRequest,
+    answer=fields({"session_id": TEXT}),
+    errors=(404, 410, 501),
+    access=Access.IDS,
+    example={"model_path": "{tinker_path}"},
+)
+def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> JsonObject:
     """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
-    fields = call.fields()
-    if fields.has("model_path"):
-        call.services.checkpoints.get(call.tenant_id, parse_path(fields.text("model_path"), "model_path"))
-    elif fields.has("base_model"):
-        call.services.bases.get(fields.text("base_model"))
+    model_path, base_model = request.model_path, request.base_model
+    if model_path is not None:
+        call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
+    elif base_model is not None:
+        call.services.bases.get(base_model)
     else:
         raise UserError("base_model and model_path are both missing; one of them is needed")
-    opened = sessions.create_session(replace(call, body=orjson.dumps({"display_name": "create_sampling_client"})))
-    named = {name: fields.text(name) for name in ("model_path", "base_model") if fields.has(name)}
-    wanted = named | {"session_id": opened["session_id"], "sampling_session_seq_id": 0}
-    made = sampling.create_sampling_session(replace(call, body=orjson.dumps(wanted)))
+    opened = sessions.create_session(call, sessions.CreateSessionRequest(display_name="create_sampling_client"))
+    wanted = sampling.CreateSamplingSessionRequest(
+        session_id=str(opened["session_id"]),
+        sampling_session_seq_id=0,
+        base_model=base_model,
+        model_path=model_path,
+    )
+    made = sampling.create_sampling_session(call, wanted)
     return {
         "sampling_client_id": made["sampling_session_id"],
         "session_id": opened["session_id"],
-        "model_path": named.get("model_path"),
-        "base_model": named.get("base_model"),
+        "model_path": model_path,
+        "base_model": base_model,
         "status": "ready",
     }
 
 
-def sample(call: Call) -> JsonObject:
+class SamplesRequest(CreateSamplingClientRequest):
+    """Samples for several prompts: of a sampling session, or of a new one."""
+
+    prompts: Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS})]
+    sampling_client_id: Text | None = None
+    sampling_session_id: Text | None = None
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    num_samples: Annotated[Any, WithJsonSchema(integer(1, MAX_NUM_SAMPLES))] = None
+    prompt_logprobs: Annotated[Any, WithJsonSchema({"type": "boolean"})] = None
+    topk_prompt_logprobs: Annotated[Any, WithJsonSchema(integer(0))] = None
+
+
+@operation(
+    "POST",
+    "/sample",
+    "Sample for several prompts",
+    body=SamplesRequest,
+    answer=fields({"request_id": TEXT, "request_ids": TEXTS, "sampling_client_id": TEXT}),
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"sampling_client_id": "{sampling_session_id}", "prompts": [[1, 2]]},
+)
+def sample(call: Call, request: SamplesRequest) -> JsonObject:
     """One asample per prompt; their one request_id names all of them."""
-    fields = call.fields()
-    prompts = fields.values.get("prompts")
+    prompts = request.prompts
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
-    bodies = [sample_body(fields, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
-    sampling_session_id = _sampling_session(call, fields)
+    bodies = [sample_body(request, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
+    sampling_session_id = _sampling_session(call, request)
     # Samples have no order, so any number will do that nobody else takes.
     first = secrets.randbelow(2**61)
     request_ids: list[object] = []
     for seq_id, body in enumerate(bodies, first):
-        whose = {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
-        future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body | whose))))
+        body |= {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
+        draft = Draft(sampling.AsampleRequest, body)
+        future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body)), draft))
         request_ids.append(future["request_id"])
     named = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"
     return {"request_id": named, "request_ids": request_ids, "sampling_client_id": sampling_session_id}
 
 
-def _sampling_session(call: Call, fields: Fields) -> str:
-    sampling_session_id = fields.text_or("sampling_client_id", None) or fields.text_or("sampling_session_id", None)
+def _sampling_session(call: Call, request: SamplesRequest) -> str:
+    sampling_session_id = request.sampling_client_id or request.sampling_session_id
     if sampling_session_id is None:
-        return str(create_sampling_client(call)["sampling_client_id"])
+        return str(create_sampling_client(call, request)["sampling_client_id"])
     found = call.services.sampling_sessions.get(call.tenant_id, sampling_session_id)
     call.services.sessions.heartbeat(call.tenant_id, found.session_id)
     return sampling_session_id
@@ -333,6 +466,14 @@ def _sampling_session(call: Call, fields: Fields) -> str:
 # Futures.
 
 
+@operation(
+    "GET POST",
+    "/retrieve_future/{request_id}",
+    "A result as JSON",
+    answer=BY_PATH,
+    errors=(404, 410),
+    access=Access.IDS,
+)
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     request_id = request.path_params["request_id"]
@@ -385,30 +526,27 @@ async def _outcome(
     return await held(request, services.waiters.watch(request_id), look, hold_s)
 
 
-def cleanup_futures(call: Call) -> JsonObject:
+class CleanupRequest(Body):
+    max_age_hours: Annotated[float, bounds(0, MAX_AGE_HOURS)] = 24.0
+
+
+@operation(
+    "POST",
+    "/cleanup_futures",
+    "Forget old results",
+    body=CleanupRequest,
+    answer=fields({"futures_cleaned": NUMBER}),
+    access=Access.LISTING,
+)
+def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
     """Forget the results of sessions that were closed for that long. Those of open sessions, and what is pending,
     are what their models would be rebuilt from, and stay.
     """
-    age_hours = call.fields().number_or("max_age_hours", 24.0)
-    if not 0 <= age_hours <= 24 * 3650:
-        raise UserError(f"max_age_hours is {age_hours}; it must lie between 0 and {24 * 3650}")
+    age_hours = request.max_age_hours
+    if not 0 <= age_hours <= MAX_AGE_HOURS:
+        raise UserError(f"max_age_hours is {age_hours}; it must lie between 0 and {MAX_AGE_HOURS}")
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
     while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
         deleted += services.futures.delete_of_sessions(closed, usage.folded)
     message = f"forgot {deleted} settled requests of sessions that were closed {age_hours:g} or more hours ago"
     return {"futures_cleaned": deleted, "cleaned_count": deleted, "message": message}
-
-
-ROOT_ROUTES = [Route("/health", health, methods=["GET"])]  # load balancers ask there, without the prefix
-
-
-ROUTES = [
-    Route("/health", health, methods=["GET"]),
-    Route("/list_sessions", endpoint(list_sessions), methods=["GET", "POST"]),
-    Route("/delete_model", delete_model, methods=["POST"]),
-    Route("/get_tokenizer", endpoint(get_tokenizer), methods=["GET"]),
-    Route("/create_sampling_client", endpoint(create_sampling_client, JSON_TYPE), methods=["POST"]),
-    Route("/sample", endpoint(sample, JSON_TYPE), methods=["POST"]),
-    Route("/retrieve_future/{request_id}", retrieve_future, methods=["GET", "POST"]),
-    Route("/cleanup_futures", endpoint(cleanup_futures, JSON_TYPE), methods=["POST"]),
-]

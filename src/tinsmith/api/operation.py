@@ -1,24 +1,26 @@
-"""One authenticated request, what it may touch, and how a plain function becomes a route.
+"""One declaration an endpoint: `@operation` on its handler.
 
-A route is a synchronous function from a `Call` to a JSON object; `endpoint` does the rest in the same order
-for all: key, size of the body, content type, then decoding and the function itself on a worker thread (they
-may touch the database, whose writers wait for one another), then the answer. Errors leave as exceptions;
-`problems` maps them. Plain Starlette and orjson: no models are built and validated on the way.
+The declaration gives the route, the validation of the body, the OpenAPI document, the page of routes in the reference
+and the case of the isolation test. `app.py` collects the declarations of its modules.
 
-How a request becomes a future, whatever it asks for.
+A handler has one of three forms:
 
-What cannot be attributed (no such model, an ended session, no sequence number) is an HTTP error. Everything
-else is stored, valid or not: an invalid request is a future that is refused at birth, so that its number
-counts as used and the client reads the reason where it waits for the result. The request_id is made of the
-model and the number: a request that is sent twice finds the future that it made before. Another request under the
-same number is an HTTP error: what is not stored is not acknowledged.
+- A function of a `Call`, and of the typed body where one is declared, to a JSON object. It runs on a worker thread:
+  it may touch the database, whose writers wait for one another. The order is the same for all: key, size of the body,
+  content type, decoding, validation, the function, the answer. Errors leave as exceptions, which `errors` maps.
+- The same to a `Submission`, which is stored before it is answered (`submits`). A short body is validated, and stored
+  if no other writer is active, on the event loop: a thread switch would take longer.
+- A coroutine function of a Starlette request to a response, which authenticates and reads by itself.
+
+How a request becomes a future: what cannot be attributed (no such model, an ended session, no sequence number) is an
+HTTP error. Everything else is stored, valid or not: an invalid request is a future that is refused at birth, so that
+its number counts as used and the client reads the reason where it waits for the result. Such a handler gets a `Draft`
+of its body (`late`). The request_id is made of the model and the number: a request that is sent twice finds the future
+that it made before. Another request under the same number is an HTTP error: what is not stored is not acknowledged.
 
 JSON operations of older clients come without a number and take the model's next one as they arrive. Such a request
 that is sent twice is two requests, and their client must not send one before it has the last one's answer. If clients
 of both kinds share a model, a number may be taken when the client that counts comes to it: that is the same error.
-
-A function that judges a request answers a `Submission`; `submission` makes a route of it. A short body is judged, and
-stored if nobody else is writing, on the event loop: the way to a worker thread and back would take longer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from enum import Enum
+from inspect import iscoroutinefunction
+from types import ModuleType
+from typing import Generic, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -71,10 +76,12 @@ from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.wire import bodies
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import Body, Fields, Integer, Schema, Text, read_object, show, validate
 from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
+B = TypeVar("B", bound=Body)
+Part = TypeVar("Part", bound=Body)
 
 PREFIX = "/api/v1"  # of every path but those of OPENAI
 OPENAI = ("/v1", "/oai/api/v1")
@@ -182,23 +189,160 @@ class Call:
         return int(text)
 
 
-Handler = Callable[[Call], JsonObject | list[JsonObject]]
+Handler = Callable[..., object]
+H = TypeVar("H", bound=Handler)
 Endpoint = Callable[[Request], Awaitable[Response]]
+FORM_TYPE = "multipart/form-data"
 
 
-def endpoint(handler: Handler, takes: str | None = None, *, quick: bool = False) -> Endpoint:
-    """The route of a function; `takes` is the content type of its body, None if it has none. `quick` is for what every
-    client needs in time, however busy the other threads are.
+class Access(Enum):
+    """What an endpoint shows of tenants: the case that it has in the isolation test."""
+
+    IDS = "takes ids of a tenant's things; those of another tenant are 404"
+    LISTING = "lists or counts the caller's own things"
+    LINK = "is opened by a signed link, without a key"
+    NOTHING = "shows nothing of a tenant's things"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """One method of one path, as declared.
+
+    `body` is a typed body, or the schema of one that the handler reads by itself. `answer` is a schema, or the content
+    type of bytes that are not JSON. `errors` are the statuses beside those that follow from the declaration. `example`
+    is a body, and `filters` are queries or bodies of a listing, with ids in braces.
     """
+
+    method: str
+    route: str
+    summary: str
+    endpoint: Endpoint
+    answer: Schema | str
+    access: Access
+    body: type[Body] | Schema | None
+    takes: tuple[str, ...]
+    errors: tuple[int, ...]
+    query: Mapping[str, Schema]
+    example: object
+    filters: tuple[object, ...]
+    keyed: bool
+    at_root: bool
+
+    @property
+    def url(self) -> str:
+        """Without the converters of the router."""
+        return self.route.replace(":path", "")
+
+    @property
+    def path(self) -> str:
+        """Below PREFIX, or whole where other services' clients expect it."""
+        return self.url.removeprefix(PREFIX)
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.path}"
+
+
+def operation(  # noqa: PLR0913
+    methods: str,
+    path: str,
+    summary: str,
+    *,
+    answer: Schema | str,
+    access: Access,
+    body: type[Body] | Schema | None = None,
+    takes: tuple[str, ...] = (bodies.JSON_TYPE,),
+    errors: tuple[int, ...] = (),
+    query: Mapping[str, Schema] | None = None,
+    example: object = None,
+    filters: tuple[object, ...] = (),
+    keyed: bool = True,
+    prefixes: tuple[str, ...] = (PREFIX,),
+    at_root: bool = False,
+    submits: bool = False,
+    late: bool = False,
+    quick: bool = False,
+) -> Callable[[H], H]:
+    """Declare the handler of a path, below each of the prefixes. Several declarations may stand above one handler.
+
+    `methods` are separated by spaces. `at_root` serves the path without a prefix, too, where probes look for it.
+    `submits` and `late` say what the handler answers and takes, as the module says; a handler that submits is late.
+    `quick` is for what every client needs in time, however busy the other threads are.
+    """
+
+    def declare(handler: H) -> H:
+        if iscoroutinefunction(handler):
+            endpoint: Endpoint = handler
+        elif submits:
+            assert isinstance(body, type)
+            endpoint = submission(handler, takes[0], body)
+        else:
+            endpoint = answering(handler, body, late=late, quick=quick)
+        declared = [
+            Operation(
+                method=method,
+                route=prefix + path,
+                summary=summary,
+                endpoint=endpoint,
+                answer=answer,
+                access=access,
+                body=body,
+                takes=takes if body is not None else (),
+                errors=errors,
+                query=query or {},
+                example=example,
+                filters=filters,
+                keyed=keyed,
+                at_root=at_root,
+            )
+            for prefix in prefixes
+            for method in methods.split()
+        ]
+        handler.__dict__["operations"] = [*declared, *handler.__dict__.get("operations", ())]
+        return handler
+
+    return declare
+
+
+def declared_in(*modules: ModuleType) -> list[Operation]:
+    """The operations of these modules, in their order."""
+    handlers = [each for module in modules for each in vars(module).values() if callable(each)]
+    found = [each for handler in handlers for each in getattr(handler, "operations", ())]
+    return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True, slots=True)
+class Draft(Generic[B]):
+    """A JSON body that is not validated yet: what is wrong with it refuses the future instead of the request."""
+
+    model: type[B]
+    values: Mapping[str, object]
+
+    def part(self, model: type[Part]) -> Part:
+        """The fields that a request cannot do without."""
+        return validate(model, self.values)
+
+    def read(self) -> B:
+        return validate(self.model, self.values)
+
+
+def answering(
+    handler: Handler, body: type[Body] | Schema | None = None, *, late: bool = False, quick: bool = False
+) -> Endpoint:
+    """The endpoint of a function that answers a JSON object."""
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
-        body = b"" if takes is None else await read_body(request, takes)
+        sent = b"" if body is None else await read_body(request, bodies.JSON_TYPE)
         encoding = request.headers.get("content-encoding")
 
         def work() -> bytes:
-            decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
-            return orjson.dumps(handler(call_of(request, services, tenant_id, decoded)))
+            decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
+            call = call_of(request, services, tenant_id, decoded)
+            if isinstance(body, type):
+                values = read_object(decoded).values
+                return orjson.dumps(handler(call, Draft(body, values) if late else validate(body, values)))
+            return orjson.dumps(handler(call))
 
         lane = services.threads.quick if quick else None
         if not services.tracing.on:
@@ -272,23 +416,23 @@ async def read_body(request: Request, takes: str, limit_bytes: int | None = None
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def read_json(request: Request) -> Fields:
+async def read_json(request: Request, model: type[B]) -> B:
     """The body of a poll, which is short but for what it acknowledges: on the event loop, unless it is long."""
     services: Services = request.app.state.services
     limit_bytes = min(MAX_POLL_BYTES, services.settings.max_body_bytes)
     body = await read_body(request, bodies.JSON_TYPE, limit_bytes)
     encoding = request.headers.get("content-encoding")
 
-    def work() -> Fields:
-        return read_object(bodies.decode(body, encoding, limit_bytes))
+    def work() -> B:
+        return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)).values)
 
     return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
 
 def traced(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
     """A span around the answer to a request, below its client's."""
-    told = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
-    return services.tracing.span(name, request.headers.get("traceparent"), told)
+    attributes = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
+    return services.tracing.span(name, request.headers.get("traceparent"), attributes)
 
 
 async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
@@ -306,14 +450,21 @@ def answer(content: JsonObject, status: int = 200, headers: Mapping[str, str] | 
 MAX_ID_LENGTH = 128
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")  # with a path, to a checkpoint
 
-Judge = Callable[[Model, str], int]
-"""Checks a request for (model, request_id); answers its tokens, or raises UserError."""
+Check = Callable[[Model, str], int]
+"""Validates a request for (model, request_id); answers its tokens, or raises UserError."""
+
+
+class ModelRequest(Body):
+    """What every JSON operation on a model needs."""
+
+    model_id: Text
+    seq_id: Integer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request that was judged, to be stored before it is answered. An operation without a seq_id takes its model's
-    next; `more` is what the answer says beside the request_id.
+    """A request that was validated, to be stored before it is answered. An operation without a seq_id takes its
+    model's next; `more` is what the answer says beside the request_id.
     """
 
     new: NewFuture
@@ -321,59 +472,59 @@ class Submission:
     more: JsonObject = field(default_factory=dict)
 
 
-Submit = Callable[[Call], Submission]
-
-
-def submission(submit: Submit, takes: str) -> Endpoint:
-    """The route of a function that judges a request; `takes` is the content type of its body."""
+def submission(handler: Handler, takes: str, model: type[Body] | None = None) -> Endpoint:
+    """The endpoint of a function that answers a Submission; `takes` is the content type of its body."""
 
     async def respond(request: Request) -> Response:
         services, tenant_id = await authenticate(request)
         body = await read_body(request, takes)
         encoding = request.headers.get("content-encoding")
 
-        def judge(*, may_wait: bool) -> Submission:
+        def submit(*, may_wait: bool) -> Submission:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
-            return submit(replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait))
+            call = replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait)
+            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded).values))
+            assert isinstance(submitted, Submission)
+            return submitted
 
         def work() -> JsonObject:
-            return stored(services, judge(may_wait=True))
+            return stored(services, submit(may_wait=True))
 
-        with traced(request, services, tenant_id, submit.__name__) if services.tracing.on else nullcontext():
+        with traced(request, services, tenant_id, handler.__name__) if services.tracing.on else nullcontext():
             if services.reads_wait or not bodies.is_within(body, encoding, SHORT_BYTES):
                 content = await run(work)
             else:
                 try:
-                    judged = judge(may_wait=False)
+                    submitted = submit(may_wait=False)
                 except WouldWaitError:
                     content = await run(work)
                 else:
-                    content = _stored_at_once(services, judged) or await run(stored, services, judged)
+                    content = _stored_at_once(services, submitted) or await run(stored, services, submitted)
         return Response(orjson.dumps(content), media_type=bodies.JSON_TYPE)
 
     return respond
 
 
-def stored(services: Services, judged: Submission) -> JsonObject:
-    """Store a request that was judged, for its answer. May wait for others who write."""
-    if judged.new.seq_id is None:
-        return _answer(services, judged, _submit_next(services, judged))
-    return _answer(services, judged, services.futures.submit(judged.new, judged.refusal))
+def stored(services: Services, submitted: Submission) -> JsonObject:
+    """Store a request, for its answer. May wait for other writers."""
+    if submitted.new.seq_id is None:
+        return _answer(services, submitted, _submit_next(services, submitted))
+    return _answer(services, submitted, services.futures.submit(submitted.new, submitted.refusal))
 
 
-def _stored_at_once(services: Services, judged: Submission) -> JsonObject | None:
-    if judged.new.seq_id is None or not services.futures.submit_at_once(judged.new, judged.refusal):
+def _stored_at_once(services: Services, submitted: Submission) -> JsonObject | None:
+    if submitted.new.seq_id is None or not services.futures.submit_at_once(submitted.new, submitted.refusal):
         return None
-    return _answer(services, judged, judged.new.request_id)
+    return _answer(services, submitted, submitted.new.request_id)
 
 
-def _answer(services: Services, judged: Submission, request_id: str) -> JsonObject:
-    if judged.refusal is not None:  # whoever follows a whole session may wait for it already
+def _answer(services: Services, submitted: Submission, request_id: str) -> JsonObject:
+    if submitted.refusal is not None:  # a poll of the whole session may wait for it already
         services.waiters.settled_from_thread([request_id])
-    return {"request_id": request_id, **judged.more}
+    return {"request_id": request_id, **submitted.more}
 
 
-def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, judge: Judge) -> Submission:
+def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, check: Check) -> Submission:
     """One operation on a model, to be stored; without a seq_id it takes the next."""
     if seq_id is not None:
         check_seq_id(seq_id, first=1)
@@ -383,7 +534,7 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
     num_tokens, refusal = 0, None
     try:
         model.require_usable()
-        num_tokens = judge(model, request_id)
+        num_tokens = check(model, request_id)
     except TooManyRequestsError:
         raise  # nothing is stored, and the client sends it again
     except UserError as error:
@@ -405,28 +556,32 @@ def submit_operation(call: Call, kind: str, model_id: str, seq_id: int | None, j
     return Submission(new, refusal, {"model_id": model.model_id})
 
 
-def _submit_next(services: Services, judged: Submission) -> str:
+def _submit_next(services: Services, submitted: Submission) -> str:
     """Store a request under the next number of its model. The id is its own, so that it shows whose the number is."""
-    new, futures = judged.new, services.futures
+    new, futures = submitted.new, services.futures
     assert new.model_id is not None
     while True:
         seq_id = futures.next_seq_id(new.model_id)
         request_id = f"{new.model_id}:{seq_id}:{secrets.token_hex(4)}"
         with suppress(SeqIdTakenError):  # by a request that came in between
-            return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), judged.refusal)
+            return futures.submit(replace(new, request_id=request_id, seq_id=seq_id), submitted.refusal)
 
 
-def submit_json_operation(call: Call, kind: str, check: Callable[[Model, Fields], object]) -> Submission:
-    """The same for a JSON body, which names its model and number itself."""
-    fields = call.fields()
+def submit_json_operation(
+    call: Call, kind: str, draft: Draft[B], check: Callable[[Model, B], object], refusal: UserError | None = None
+) -> Submission:
+    """The same for a JSON body, which names its model and number itself. `refusal` is what is wrong with it already."""
+    named = draft.part(ModelRequest)
 
-    def judge(model: Model, request_id: str) -> int:
-        check(model, fields)
-        if kind in SAVES and fields.has("path"):
+    def checked(model: Model, request_id: str) -> int:
+        if refusal is not None:
+            raise refusal
+        check(model, draft.read())
+        if kind in SAVES and draft.values.get("path") is not None:
             call.services.quotas.admit_checkpoint(call.tenant_id, request_id)
         return 0
 
-    return submit_operation(call, kind, fields.text("model_id"), fields.integer_or("seq_id", None), judge)
+    return submit_operation(call, kind, named.model_id, named.seq_id, checked)
 
 
 def owned_model(call: Call, model_id: str) -> Model:

@@ -35,7 +35,7 @@ from tinsmith.store.futures import Settlement
 from tinsmith.store.models import Model, set_state
 from tinsmith.store.sampling_sessions import NewSamplingSession, inflight_version
 from tinsmith.types import Pending
-from tinsmith.wire.weights import LoadWeights, SaveWeights, read_load, read_save
+from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_save
 
 THREADS = 4
 
@@ -122,7 +122,7 @@ class Operations:
             return []
         if request.kind in ("create_model", "load_model"):
             return [set_state(request.model_id, "failed", str(error))]
-        if request.kind in CHECKPOINT_KINDS and (name := read_save(body).name):
+        if request.kind in CHECKPOINT_KINDS and (name := read_save(body).path):
             return [failure(CheckpointRef(request.model_id, CHECKPOINT_KINDS[request.kind], name), str(error))]
         return []
 
@@ -175,25 +175,25 @@ class Operations:
 
     def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
         save = read_save(body)
-        if save.name is None:
+        if save.path is None:
             return self._publish(request, model, save)
         kind = CHECKPOINT_KINDS[request.kind]
         new = NewCheckpoint(
-            ref=CheckpointRef(model.model_id, kind, save.name),
+            ref=CheckpointRef(model.model_id, kind, save.path),
             tenant_id=model.tenant_id,
             base_model=model.base_model,
             lora=model.lora,
             optimizer_type=model.optimizer_type,
             user_metadata=save.user_metadata,
-            ttl_s=save.ttl_s,
+            ttl_s=save.ttl_seconds,
         )
         replaced = self._checkpoints.begin(new, overwrite=save.overwrite)
 
         def fill(directory: Path) -> None:
             export = kind == "external_weights"
             self._backend.save(model.model_id, directory, optimizer=kind == "weights", stacked=export)
-            if save.recipients:
-                encryption.encrypt_files(directory, save.recipients)
+            if save.age_encryption_recipients:
+                encryption.encrypt_files(directory, save.age_encryption_recipients)
 
         files = self._checkpoints.files
         staged = files.stage(fill)
@@ -220,7 +220,7 @@ class Operations:
             return Sending(partial(files.place, staged), settled)
         return settled(*files.place(staged))
 
-    def _publish(self, request: Pending, model: Model, save: SaveWeights) -> Settlement:
+    def _publish(self, request: Pending, model: Model, save: SaveRequest) -> Settlement:
         if save.sampling_session_seq_id is None:
             raise UserError("sampling_session_seq_id is missing; a save without a path needs one")
         sampling_session_id, version_id = _published(model, save)
@@ -251,10 +251,10 @@ class Operations:
         self._versions.republish(model.model_id, version_id, sampling_session_id)
 
 
-def _published(model: Model, save: SaveWeights) -> tuple[str, str]:
+def _published(model: Model, save: SaveRequest) -> tuple[str, str]:
     """The sampling session and the version of an ephemeral publish."""
     sampling_session_id = f"{model.session_id}:sample:{save.sampling_session_seq_id}"
-    inflight = save.sampler_kind == "inflight"
+    inflight = save.kind == "inflight"
     return sampling_session_id, inflight_version(model.model_id) if inflight else sampling_session_id
 
 

@@ -10,17 +10,21 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated, Any
 
 import orjson
+from pydantic import Field, WithJsonSchema
+from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import CustomLoss, LossArgument, LossInput, LossNode, NodeRef, SliceArgument, TorchConstant
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, bounds, read_object, show, validate
 
 GRAPH_FORMAT = 1
 MAX_DEPTH = 8
 """Nesting of an argument: a slice in a tuple in a tuple is 3."""
 
+OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 CONSTANT_KINDS = ("dtype", "device", "layout", "memory_format")
 NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -33,52 +37,72 @@ class CreateCustomLoss:
     definition: bytes
 
 
-def create_custom_loss_of(fields: Fields) -> CreateCustomLoss:
-    definition = {name: fields.values.get(name) for name in ("name", "inputs", "graph")}
-    return CreateCustomLoss(_custom_loss(fields), orjson.dumps(definition))
+class CustomLossInputBody(Body):
+    name: Text
+    rank: Annotated[Integer, bounds(0, 2)]
+
+
+class CustomLossNodeBody(Body):
+    op: Annotated[Text, WithJsonSchema({"enum": [*OPS]})]
+    name: Text
+    target: Text
+    args: SkipJsonSchema[list[Any]] = Field(default_factory=list)
+    kwargs: SkipJsonSchema[dict[str, Any]] = Field(default_factory=dict)
+
+
+class CustomLossGraphBody(Body):
+    nodes: Annotated[
+        list[CustomLossNodeBody],
+        Field(
+            fail_fast=True,
+            description="args (a list) and kwargs (an object) hold encoded values; docs/losses.md says which",
+        ),
+    ]
+    format: Annotated[int, OneOf((GRAPH_FORMAT,))] = GRAPH_FORMAT
+
+
+class CustomLossRequest(Body):
+    """What is stored of a request to create a custom loss."""
+
+    inputs: Annotated[list[CustomLossInputBody], Field(fail_fast=True)]
+    graph: CustomLossGraphBody
+    name: Annotated[str, Field(max_length=128, pattern=NO_NUL)] = ""
+
+
+class NewCustomLossRequest(Body):
+    session_id: Text
+    custom_loss_seq_id: Position
+
+
+class CreateCustomLossRequest(NewCustomLossRequest, CustomLossRequest):
+    pass
+
+
+def create_custom_loss_of(values: Mapping[str, object]) -> CreateCustomLoss:
+    loss = _custom_loss(validate(CustomLossRequest, values))
+    return CreateCustomLoss(loss, orjson.dumps({name: values.get(name) for name in ("name", "inputs", "graph")}))
 
 
 @lru_cache(maxsize=256)
 def read_definition(definition: bytes) -> CustomLoss:
-    return _custom_loss(read_object(definition))
+    return _custom_loss(validate(CustomLossRequest, read_object(definition).values))
 
 
-def _custom_loss(fields: Fields) -> CustomLoss:
-    graph = fields.fields("graph")
-    if graph.integer_or("format", GRAPH_FORMAT) != GRAPH_FORMAT:
-        raise UserError(f"graph.format is {show(graph.values['format'])}; this server reads format {GRAPH_FORMAT}")
+def _custom_loss(request: CustomLossRequest) -> CustomLoss:
     return CustomLoss(
-        name=fields.text_or("name", "", max_length=128),
-        inputs=tuple(LossInput(each.text("name"), each.integer("rank")) for each in _objects(fields, "inputs")),
-        nodes=tuple(_node(each) for each in _objects(graph, "nodes")),
+        name=request.name,
+        inputs=tuple(LossInput(each.name, each.rank) for each in request.inputs),
+        nodes=tuple(_node(node, f"graph.nodes[{index}]") for index, node in enumerate(request.graph.nodes)),
     )
 
 
-def _objects(fields: Fields, name: str) -> list[Fields]:
-    values = fields.values.get(name)
-    if not isinstance(values, list):
-        raise UserError(f"{fields.path(name)} is {show(values)}; it must be a list of objects")
-    found = []
-    for index, value in enumerate(values):
-        where = f"{fields.path(name)}[{index}]"
-        if not isinstance(value, dict):
-            raise UserError(f"{where} is {show(value)}; it must be an object")
-        found.append(Fields(value, f"{where}."))
-    return found
-
-
-def _node(fields: Fields) -> LossNode:
-    where = fields.where.removesuffix(".")
-    args = fields.values.get("args", [])
-    kwargs = fields.values.get("kwargs", {})
-    if not isinstance(args, list) or not isinstance(kwargs, dict):
-        raise UserError(f"{where}: args must be a list, and kwargs an object")
+def _node(node: CustomLossNodeBody, where: str) -> LossNode:
     return LossNode(
-        op=fields.text("op"),
-        name=fields.text("name"),
-        target=fields.text("target"),
-        args=tuple(_list(args, where, 0)),
-        kwargs=_dict(kwargs, where, 0),
+        op=node.op,
+        name=node.name,
+        target=node.target,
+        args=tuple(_list(node.args, where, 0)),
+        kwargs=_dict(node.kwargs, where, 0),
     )
 
 

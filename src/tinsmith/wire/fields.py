@@ -1,8 +1,10 @@
-"""Typed reading of JSON objects, with errors that name the field by its full path.
+"""JSON bodies: parsing, typed declarations of their fields, and errors that name a field by its full path.
 
-`Fields` wraps one object and remembers where it was found, so that a message reads
-"sampling_params.top_p is 'high'; it must be a number". null and an absent field mean the same (the SDK leaves
-out what is None). JSON's true is never taken for a 1.
+A body is declared as a `Body`, a pydantic model in strict mode. `validate` makes one of a parsed object, `described`
+gives its JSON schema for the OpenAPI document. A message reads "sampling_params.top_p is 'high'; it must be a number".
+null and an absent field mean the same, since the SDK leaves out what is None. JSON's true is never taken for a 1.
+
+`Fields` reads an object field by field. It serves bodies whose fields depend on each other: chats, and JSON passes.
 
 Moments: seconds since the epoch here, RFC 3339 with a zone on the wire.
 """
@@ -10,16 +12,22 @@ Moments: seconds since the epoch here, RFC 3339 with a zone on the wire.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TypeVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 import orjson
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError, ValidationInfo
+from pydantic.json_schema import SkipJsonSchema
+from pydantic_core import CoreSchema, core_schema
 
 from tinsmith.errors import UserError
 
 T = TypeVar("T")
+B = TypeVar("B", bound="Body")
+Schema = dict[str, object]
 
 INT64_MAX = 2**63 - 1
 MAX_TEXT = 4096
@@ -152,6 +160,210 @@ class Fields:
 
     def _wrong(self, name: str, wanted: str) -> UserError:
         return UserError(f"{self.path(name)} is {show(self.values[name])}; it must be {wanted}")
+
+
+class Body(BaseModel):
+    """One JSON object of a request. Fields that are not declared are ignored, or refused where `closed` is true."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", hide_input_in_errors=True)
+    closed: ClassVar[bool] = False
+
+
+class ClosedBody(Body):
+    """An object whose other fields are refused, except at an empty value (null, 0, "", []), which asks for nothing."""
+
+    closed = True
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Marks a field that takes one of a few values."""
+
+    values: Sequence[str | int]
+
+    def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.literal_schema(list(self.values))
+
+
+def _check_size(value: dict[str, T], info: ValidationInfo) -> dict[str, T]:
+    size = len(orjson.dumps(value))
+    if size > MAX_METADATA_BYTES:
+        raise UserError(f"{info.field_name} is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
+    return value
+
+
+def _check_texts(value: dict[str, Any], info: ValidationInfo) -> dict[str, str]:
+    """Raises UserError unless all values are strings; null becomes the empty string."""
+    inner = Fields(_check_size(value, info), f"{info.field_name}.")
+    return {key: inner.text_or(key, "", max_length=MAX_METADATA_BYTES) for key in value}
+
+
+def bounds(low: float, high: float) -> object:
+    """The bounds of a number, for its schema: `admission` checks them, with what they depend on."""
+    return Field(json_schema_extra={"minimum": low, "maximum": high})
+
+
+NO_NUL = r"^[^\x00]*$"
+Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=NO_NUL)]
+Integer = Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)]
+Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
+"""A number that becomes part of an id."""
+SequenceNumber = Annotated[int, Field(ge=1, le=2**62)]
+"""Of a training request: 0 is the creation of its model."""
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_size), Field(description="at most 64 KiB of JSON")]
+"""An object of the user's own."""
+TextMetadata = Annotated[
+    dict[str, Any],
+    AfterValidator(_check_texts),
+    Field(
+        description="at most 64 KiB of JSON",
+        json_schema_extra={"additionalProperties": cast("Any", {"type": "string"})},
+    ),
+]
+"""The same with string values only, which is what the SDK can read back from a checkpoint."""
+Unread = SkipJsonSchema[Any]
+"""A field that is known and has no meaning, like the SDK's `type`. The OpenAPI document leaves it out."""
+
+
+def validate(model: type[B], values: Mapping[str, object], where: str = "", *, closed: bool | None = None) -> B:
+    """The object as a typed body; `where` is its path, with a dot at the end. `closed` replaces the model's own.
+
+    Raises UserError that names the field, its value and what it must be.
+    """
+    _refuse_unknown(values, model, where, closed=model.closed if closed is None else closed)
+    try:
+        return model.__pydantic_validator__.validate_python(values)
+    except ValidationError as error:
+        nulls = [each["loc"] for each in _errors(error) if each["input"] is None and each["type"] != "missing"]
+        if not nulls:
+            raise _refusal(model, error, where) from None
+    try:
+        return model.__pydantic_validator__.validate_python(_without(values, nulls))
+    except ValidationError as error:
+        raise _refusal(model, error, where) from None
+
+
+def _refuse_unknown(values: Mapping[str, object], model: type[Body], where: str, *, closed: bool) -> None:
+    """Raises UserError for a field that the model, or a closed object inside it, does not have."""
+    if closed:
+        Fields(values, where).refuse_unknown(frozenset(model.__pydantic_fields__))
+    for name, inner in _closed_objects(model):
+        if isinstance(found := values.get(name), dict):
+            _refuse_unknown(found, inner, f"{where}{name}.", closed=True)
+
+
+@cache
+def _closed_objects(model: type[Body]) -> list[tuple[str, type[Body]]]:
+    """The fields whose objects are closed, too."""
+    found: list[tuple[str, type[Body]]] = []
+    for name, field in model.__pydantic_fields__.items():
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        found += [(name, kind) for kind in kinds if isinstance(kind, type) and issubclass(kind, ClosedBody)]
+    return found
+
+
+def _errors(error: ValidationError) -> list[Any]:
+    return error.errors(include_url=False, include_context=False)
+
+
+def _without(values: Mapping[str, object], nulls: Sequence[tuple[int | str, ...]]) -> dict[str, object]:
+    """The object without fields that are null, by their paths."""
+    changed = dict(values)
+    for path in nulls:
+        at: Any = changed
+        for part in path[:-1]:
+            at[part] = at[part].copy()
+            at = at[part]
+        at.pop(path[-1], None) if isinstance(at, dict) else None
+    return changed
+
+
+def _refusal(model: type[Body], error: ValidationError, where: str) -> UserError:
+    first = _errors(error)[0]
+    path = where
+    for part in first["loc"]:
+        name = f"[{part}]" if isinstance(part, int) else part if len(part) <= SHOWN else show(part)
+        path += name if isinstance(part, int) or not path or path.endswith(".") else f".{name}"
+    if first["type"] == "missing":
+        return UserError(f"{path} is missing")
+    schema = _at(model, first["loc"])
+    wanted = _wanted(schema, first["type"]) if schema else first["msg"].removeprefix("Input should ")
+    return UserError(f"{path} is {show(first['input'])}; it must {wanted}")
+
+
+def _wanted(schema: Schema, kind: str) -> str:
+    """What the value of a field must be, in words; `kind` is pydantic's name of the error."""
+    if "enum" in schema or "const" in schema:
+        values = cast("list[object]", schema.get("enum", [schema.get("const")]))
+        return f"be {values[0]!r}" if len(values) == 1 else f"be one of {', '.join(map(str, values))}"
+    if kind in ("greater_than_equal", "less_than_equal") and schema.get("type") == "integer":
+        if schema["minimum"] == -INT64_MAX:
+            return "be an integer of at most 64 bits"
+        return f"lie between {schema['minimum']} and {schema['maximum']}"
+    if kind in ("greater_than_equal", "less_than_equal"):
+        return f"be at least {schema['minimum']}" if kind.startswith("greater") else f"be at most {schema['maximum']}"
+    if kind.startswith("string_") and kind != "string_type" and "maxLength" in schema:
+        least = f"{schema['minLength']} to" if "minLength" in schema else "at most"
+        return f"be a string of {least} {schema['maxLength']} characters without NUL"
+    if schema.get("type") == "array":
+        items = cast("Schema", schema.get("items", {}))
+        of = {"string": "strings", "integer": "integers", "number": "numbers"}.get(str(items.get("type")), "objects")
+        least = "at least one and " if schema.get("minItems") else ""
+        return (
+            f"be a list of {least}at most {schema['maxItems']} {of}" if "maxItems" in schema else f"be a list of {of}"
+        )
+    words = {"integer": "an integer", "number": "a number", "boolean": "true or false", "string": "a string"}
+    return "be " + words.get(str(schema.get("type")), "an object")
+
+
+def _at(model: type[Body], path: Sequence[int | str]) -> Schema:
+    """The schema of a field of a body."""
+    shared = described(model)
+    found = shared[model.__name__]
+    for part in (None, *path):
+        if part is not None:
+            inside = found.get("items") if isinstance(part, int) else _properties(found).get(part)
+            found = cast("Schema", inside or found.get("additionalProperties") or {})
+        options = cast("list[Schema]", found.get("anyOf", []))
+        found = next((each for each in options if each.get("type") != "null"), found)
+        if isinstance(name := found.get("$ref"), str):
+            found = shared[name.rpartition("/")[2]]
+    return found
+
+
+@cache
+def described(model: type[Body]) -> dict[str, Schema]:
+    """JSON schemas by name, of a body and of the objects inside it."""
+    made = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    found: dict[str, Schema] = {**made.pop("$defs", {}), model.__name__: made}
+    return {name.removesuffix("Body"): cast("Schema", _cleaned(schema)) for name, schema in found.items()}
+
+
+def _cleaned(schema: object) -> object:
+    """A schema without what pydantic adds; an optional field may also be null."""
+    if isinstance(schema, list):
+        return [_cleaned(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema.removesuffix("Body") if isinstance(schema, str) else schema
+    cleaned = {name: _cleaned(each) for name, each in schema.items() if name not in ("title", "pattern", "default")}
+    if isinstance(properties := schema.get("properties"), dict):
+        required = schema.get("required", [])
+        inner = {name: cast("Schema", _cleaned(each)) for name, each in properties.items()}
+        cleaned["properties"] = {
+            name: each if name in required or {"type": "null"} in each.get("anyOf", []) else _nullable(each)
+            for name, each in inner.items()
+        }
+        cleaned["required"] = required
+        cleaned.pop("description", None)
+    return cleaned
+
+
+def _nullable(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _properties(schema: Schema) -> Mapping[str, Schema]:
+    return cast("Mapping[str, Schema]", schema.get("properties", {}))
 
 
 def json_bytes(value: object) -> bytes:

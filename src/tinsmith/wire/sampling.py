@@ -15,8 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, SkipValidation, WithJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -33,10 +35,25 @@ from tinsmith.types import (
     TopK,
 )
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import (
+    Body,
+    ClosedBody,
+    Fields,
+    Integer,
+    OneOf,
+    Position,
+    Schema,
+    Text,
+    Unread,
+    bounds,
+    read_object,
+    show,
+    validate,
+)
 from tinsmith.wire.training import check_sizes, refuse_chunk
 
 FIELD = "beyond"
+INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
 _NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -93,25 +110,73 @@ def with_extras(sample: Sample, fields: Fields) -> Sample:
     return replace(sample, params=params, stream=fields.flag_or("stream", False))
 
 
-REQUEST_FIELDS = frozenset(
-    (
-        "num_samples",
-        "prompt",
-        "sampling_params",
-        "sampling_session_id",
-        "seq_id",
-        "prompt_logprobs",
-        "topk_prompt_logprobs",
-        "topk_sample_logprobs",
-        "target_prompt_logprobs",
-        "prompt_alt_tokens_k",
-        "prompt_logprobs_last_n",
-        "record_stability_info",
-        "type",
-    )
-)
-PARAM_FIELDS = frozenset(("max_tokens", "seed", "stop", "temperature", "top_k", "top_p", "type"))
-TENSOR_FIELDS = frozenset(("data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices"))
+MAX_NUM_SAMPLES = 1024
+MAX_STOPS = 64
+MAX_STOP_LENGTH = 256
+
+
+class EncodedTextChunkBody(Body):
+    tokens: list[Position]
+    type: Annotated[str, OneOf(("encoded_text",))] = "encoded_text"
+
+
+class ModelInputBody(Body):
+    chunks: list[SkipValidation[EncodedTextChunkBody]]
+
+
+_STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STOP: Schema = {
+    "anyOf": [
+        _STOP_TEXT,
+        {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
+        {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+            "maxItems": MAX_STOPS,
+        },
+    ]
+}
+
+
+class SamplingParamsBody(ClosedBody):
+    max_tokens: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
+    seed: Integer | None = None
+    stop: Annotated[Any, WithJsonSchema(_STOP)] = None
+    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0})] = 1.0
+    top_k: Annotated[Integer, bounds(-1, 2**31 - 1)] = -1
+    top_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})] = 1.0
+    type: Unread = None
+
+
+class TensorDataBody(ClosedBody):
+    """Ids or numbers, dense or in CSR form. The lists are read as arrays, and not item by item."""
+
+    data: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "number"}})]
+    dtype: Annotated[Text, WithJsonSchema({"enum": ["int64", "float32"]})]
+    shape: Annotated[Any, WithJsonSchema(INTEGERS)] = None
+    sparse_crow_indices: Annotated[Any, WithJsonSchema(INTEGERS)] = None
+    sparse_col_indices: Annotated[Any, WithJsonSchema(INTEGERS)] = None
+
+
+Count = Annotated[Integer, bounds(0, 2**31 - 1)]
+
+
+class SampleRequest(ClosedBody):
+    prompt: ModelInputBody
+    sampling_session_id: Unread = None
+    seq_id: Unread = None
+    sampling_params: SamplingParamsBody = SamplingParamsBody()
+    num_samples: Annotated[Integer, bounds(1, MAX_NUM_SAMPLES)] = 1
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: Count = 0
+    topk_sample_logprobs: Count = 0
+    target_prompt_logprobs: TensorDataBody | None = None
+    prompt_alt_tokens_k: Count = 0
+    prompt_logprobs_last_n: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
+    record_stability_info: bool = False
+    type: Unread = None
+
+
 INT32_MAX = 2**31 - 1
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -121,34 +186,29 @@ def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
     """The whole request at once, as the engine reads it from its row, which may hold more than an asample."""
     fields = read_object(body)
     extras = fields.fields_or(FIELD, None)
-    if extras is None:
-        return sample_of(fields, request_id, version_id)
-    own = Fields({name: value for name, value in fields.values.items() if name != FIELD})
-    return with_extras(sample_of(own, request_id, version_id), extras)
+    own = {name: value for name, value in fields.values.items() if name != FIELD}
+    sample = sample_of(validate(SampleRequest, own), request_id, version_id)
+    return sample if extras is None else with_extras(sample, extras)
 
 
-def sample_of(fields: Fields, request_id: str, version_id: str | None) -> Sample:
-    fields.refuse_unknown(REQUEST_FIELDS)
+def sample_of(request: SampleRequest, request_id: str, version_id: str | None) -> Sample:
     return Sample(
         request_id=request_id,
         version_id=version_id,
-        prompt_T=_prompt(fields.fields("prompt")),
-        num_samples=fields.integer_or("num_samples", 1),
-        params=_params(fields.fields_or("sampling_params", Fields({}))),
-        record_stability_info=fields.flag_or("record_stability_info", False),
-        prompt_logprobs=fields.flag_or("prompt_logprobs", False),
-        topk_prompt_logprobs=fields.integer_or("topk_prompt_logprobs", 0),
-        topk_sample_logprobs=fields.integer_or("topk_sample_logprobs", 0),
-        prompt_logprobs_last_n=fields.integer_or("prompt_logprobs_last_n", None),
-        target_prompt_logprobs=_targets(fields.fields_or("target_prompt_logprobs", None)),
-        prompt_alt_tokens_k=fields.integer_or("prompt_alt_tokens_k", 0),
+        prompt_T=_prompt(request.prompt.chunks),
+        num_samples=request.num_samples,
+        params=_params(request.sampling_params),
+        record_stability_info=request.record_stability_info,
+        prompt_logprobs=request.prompt_logprobs,
+        topk_prompt_logprobs=request.topk_prompt_logprobs,
+        topk_sample_logprobs=request.topk_sample_logprobs,
+        prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+        target_prompt_logprobs=_targets(request.target_prompt_logprobs),
+        prompt_alt_tokens_k=request.prompt_alt_tokens_k,
     )
 
 
-def _prompt(prompt: Fields) -> I32:
-    chunks = prompt.values.get("chunks")
-    if not isinstance(chunks, list):
-        raise UserError(f"prompt.chunks is {show(chunks)}; it must be a list of chunks")
+def _prompt(chunks: Sequence[object]) -> I32:
     parts = [_chunk(chunk, f"prompt.chunks[{index}]") for index, chunk in enumerate(chunks)]
     if len(parts) == 1:
         return parts[0]
@@ -187,43 +247,39 @@ def _integers(value: object, where: str) -> I64:
     return found
 
 
-def _targets(fields: Fields | None) -> I64 | SparseRows | None:
+def _targets(given: TensorDataBody | None) -> I64 | SparseRows | None:
     """Ids [T - 1, K], dense or in CSR form; whether they fit the prompt is for admission to say."""
-    if fields is None:
+    if given is None:
         return None
-    fields.refuse_unknown(TENSOR_FIELDS)
-    dtype, shape = fields.text("dtype"), fields.values.get("shape")
-    if dtype != "int64":
-        raise UserError(f"{fields.path('dtype')} is {show(dtype)}; token ids are 'int64'")
-    sizes = _integers(shape, fields.path("shape"))
+    where = "target_prompt_logprobs"
+    if given.dtype != "int64":
+        raise UserError(f"{where}.dtype is {show(given.dtype)}; token ids are 'int64'")
+    sizes = _integers(given.shape, f"{where}.shape")
     if len(sizes) != 2 or sizes.min() < 0:
-        raise UserError(f"{fields.path('shape')} is {show(shape)}; it must be [len(prompt) - 1, K]")
+        raise UserError(f"{where}.shape is {show(given.shape)}; it must be [len(prompt) - 1, K]")
     num_rows, width = int(sizes[0]), int(sizes[1])
-    check_sizes("target_prompt_logprobs", (num_rows, width))
-    values = _integers(fields.values.get("data"), fields.path("data"))
-    if not (fields.has("sparse_crow_indices") or fields.has("sparse_col_indices")):
+    check_sizes(where, (num_rows, width))
+    values = _integers(given.data, f"{where}.data")
+    if given.sparse_crow_indices is None and given.sparse_col_indices is None:
         if len(values) != num_rows * width:
-            raise UserError(f"{fields.path('data')} holds {len(values)} ids, which do not fill the shape {show(shape)}")
+            raise UserError(f"{where}.data holds {len(values)} ids, which do not fill the shape {show(given.shape)}")
         return values.reshape(num_rows, width)
-    crow, col = (
-        _integers(fields.values.get(name), fields.path(name)) for name in ("sparse_crow_indices", "sparse_col_indices")
-    )
+    crow = _integers(given.sparse_crow_indices, f"{where}.sparse_crow_indices")
+    col = _integers(given.sparse_col_indices, f"{where}.sparse_col_indices")
     return SparseRows(values, crow, col, (num_rows, width))
 
 
-def _params(fields: Fields) -> SamplingParams:
-    fields.refuse_unknown(PARAM_FIELDS)
-    stop = fields.values.get("stop")
-    strings, tokens = _stops(stop)
+def _params(given: SamplingParamsBody) -> SamplingParams:
+    strings, tokens = _stops(given.stop)
     return SamplingParams(
-        max_tokens=fields.integer_or("max_tokens", None),
-        seed=fields.integer_or("seed", None),
+        max_tokens=given.max_tokens,
+        seed=given.seed,
         stop_strings=strings,
         stop_tokens=tokens,
-        stop_eos=stop != [],
-        temperature=fields.number_or("temperature", 1.0),
-        top_k=fields.integer_or("top_k", -1),
-        top_p=fields.number_or("top_p", 1.0),
+        stop_eos=given.stop != [],
+        temperature=given.temperature,
+        top_k=given.top_k,
+        top_p=given.top_p,
     )
 
 

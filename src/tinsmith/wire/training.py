@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -33,7 +34,7 @@ from tinsmith.types import (
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import check_messages
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, SequenceNumber, Text, Unread, read_object, show, validate
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384
@@ -215,49 +216,69 @@ def _write_field(record: pb.ArrayRecord, name: str, arrays: Sequence[F32], trail
     tensor.trailing_shape.extend(trailing)
 
 
+_ADAM = AdamParams()
+
+
+class AdamParamsBody(ClosedBody):
+    learning_rate: float = _ADAM.learning_rate
+    beta1: float = _ADAM.beta1
+    beta2: float = _ADAM.beta2
+    eps: float = _ADAM.eps
+    weight_decay: float = _ADAM.weight_decay
+    grad_clip_norm: float = _ADAM.grad_clip_norm
+    type: Unread = None
+
+
+class OptimParamsBody(ClosedBody):
+    """The parameters of any family; what a family has no use for is refused with its name."""
+
+    type: Annotated[str, OneOf(("adamw", "dimuon"))]
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
+
+
+class OptimStepRequest(Body):
+    model_id: Text
+    adam_params: AdamParamsBody | None = None
+    optimizer_params: OptimParamsBody | None = None
+    seq_id: SequenceNumber | None = None
+
+
 def read_optim_step(body: bytes, request_id: str) -> OptimStep:
-    return optim_step_of(read_object(body), request_id)
+    return optim_step_of(validate(OptimStepRequest, read_object(body).values), request_id)
 
 
-def optim_step_of(fields: Fields, request_id: str) -> OptimStep:
-    return OptimStep(request_id=request_id, model_id=fields.text("model_id"), params=_optim_params(fields))
+def optim_step_of(request: OptimStepRequest, request_id: str) -> OptimStep:
+    return OptimStep(request_id=request_id, model_id=request.model_id, params=_optim_params(request))
 
 
-def _optim_params(fields: Fields) -> OptimParams:
-    adam, other = fields.fields_or("adam_params", None), fields.fields_or("optimizer_params", None)
+def _optim_params(request: OptimStepRequest) -> OptimParams:
+    adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
         raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
-    family = "adamw" if other is None else other.text("type")
-    if family == "dimuon" and other is not None:
-        other.refuse_unknown(DIMUON_FIELDS | {"type"})
+    if other is not None and other.type == "dimuon":
         return _dimuon_params(other)
-    if family != "adamw":
-        raise UserError(f"optimizer_params.type is {show(family)}; it must be 'adamw' or 'dimuon'")
-    adam = adam or other
-    if adam is None:
+    if adam is None and other is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
-    adam.refuse_unknown(ADAM_FIELDS | {"type"})
-    return _adam_params(adam)
+    given = adam or other
+    return AdamParams(**{name: value for name in ADAM_FIELDS if (value := getattr(given, name)) is not None})
 
 
-def _dimuon_params(fields: Fields) -> DimuonParams:
-    learning_rate = fields.number_or("learning_rate", None)
-    if learning_rate is None:
-        raise UserError(f"{fields.path('learning_rate')} is missing")
+def _dimuon_params(given: OptimParamsBody) -> DimuonParams:
+    for name in sorted(ADAM_FIELDS - DIMUON_FIELDS):
+        if getattr(given, name):
+            raise UserError(
+                f"optimizer_params.{name} is not supported by this server; leave it out (known here: "
+                f"{', '.join(sorted(DIMUON_FIELDS | {'type'}))})"
+            )
+    if given.learning_rate is None:
+        raise UserError("optimizer_params.learning_rate is missing")
     return DimuonParams(
-        learning_rate=learning_rate,
-        beta1=fields.number_or("beta1", 0.9),
-        grad_clip_norm=fields.number_or("grad_clip_norm", 0.0),
-    )
-
-
-def _adam_params(fields: Fields) -> AdamParams:
-    default = AdamParams()
-    return AdamParams(
-        learning_rate=fields.number_or("learning_rate", default.learning_rate),
-        beta1=fields.number_or("beta1", default.beta1),
-        beta2=fields.number_or("beta2", default.beta2),
-        eps=fields.number_or("eps", default.eps),
-        weight_decay=fields.number_or("weight_decay", default.weight_decay),
-        grad_clip_norm=fields.number_or("grad_clip_norm", default.grad_clip_norm),
+        learning_rate=given.learning_rate,
+        beta1=0.9 if given.beta1 is None else given.beta1,
+        grad_clip_norm=given.grad_clip_norm or 0.0,
     )

@@ -1,17 +1,34 @@
-"""The JSON requests that make, save, load and unload models, as frozen values.
+"""The JSON requests that make, save, load and unload models, as typed bodies.
 
-The server reads them to check and to answer; the engine reads the same stored bytes to act. A save whose
-`name` is None is ephemeral: it makes a sampling session and no checkpoint.
+The server validates them to answer; the engine reads the same stored bytes to act. Unknown fields are refused where a
+request is admitted, and not where a stored one is read again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, WithJsonSchema, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.types import LoraSpec
-from tinsmith.wire.fields import Fields, read_object, show
+from tinsmith.wire.fields import (
+    MAX_TEXT,
+    ClosedBody,
+    Integer,
+    Metadata,
+    OneOf,
+    Position,
+    SequenceNumber,
+    Text,
+    TextMetadata,
+    Unread,
+    bounds,
+    read_object,
+    validate,
+)
 
 DEFAULT_RANK = 32  # the SDK's
 MAX_RECIPIENTS = 10  # the SDK's
@@ -19,150 +36,131 @@ TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
 """What the server writes into a stored body in place of TOKEN; from a client it is worth nothing."""
 
+MIN_RANK, MAX_RANK = 1, 256
+MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
+
 OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
 """The optimizer families, each with the one version of it that there is."""
 
-LORA_FIELDS = frozenset(("rank", "seed", "train_unembed", "train_mlp", "train_attn"))
-
-_NEW_MODEL_FIELDS = ("session_id", "model_seq_id", "base_model", "user_metadata", "optimizer_config", "type")
-CREATE_FIELDS = frozenset((*_NEW_MODEL_FIELDS, "lora_config"))
-LOAD_FIELDS = frozenset((*_NEW_MODEL_FIELDS, "model_id", "seq_id", "path", "optimizer", GRANTED_BY))
-SAVE_FIELDS = frozenset(
-    (
-        "model_id",
-        "seq_id",
-        "path",
-        "ttl_seconds",
-        "overwrite",
-        "user_metadata",
-        "sampling_session_seq_id",
-        "kind",
-        "age_encryption_recipients",
-        "type",
-    )
-)
-"""Of whole requests. Held to where a request is admitted, and not where a stored one is read again."""
+Ttl = Annotated[Integer, bounds(MIN_TTL_S, MAX_TTL_S)]
+"""Seconds that a checkpoint is kept."""
+Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class CreateModel:
-    session_id: str
-    model_seq_id: int
-    base_model: str
-    lora: LoraSpec
-    optimizer_type: str
-    user_metadata: Mapping[str, object] | None
+class OptimizerConfigBody(ClosedBody):
+    type: Annotated[str, OneOf(tuple(OPTIMIZERS))] = "adamw"
+    version: Annotated[Integer, bounds(1, 1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_version(self) -> OptimizerConfigBody:
+        only = OPTIMIZERS[self.type].get("version")
+        if only is None and self.version:
+            raise UserError("optimizer_config.version is not supported by this server; leave it out (known here: type)")
+        if only is not None and self.version not in (None, only):
+            raise NotSupportedError(f"optimizer_config.version is {self.version}; this server knows {self.type} {only}")
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class SaveWeights:
-    """save_weights, save_weights_for_sampler, save_weights_external. `sampler_kind` is 'snapshot' or 'inflight'."""
-
-    model_id: str
-    name: str | None
-    ttl_s: int | None = None
-    overwrite: bool = False
-    user_metadata: Mapping[str, str] | None = None
-    sampling_session_seq_id: int | None = None
-    sampler_kind: str = "snapshot"
-    recipients: tuple[str, ...] = ()
+class LoraConfigBody(ClosedBody):
+    rank: Annotated[Integer, bounds(MIN_RANK, MAX_RANK)] = DEFAULT_RANK
+    seed: Integer | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class LoadWeights:
+class CreateModel(ClosedBody):
+    session_id: Text
+    model_seq_id: Position
+    base_model: Text
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfigBody = LoraConfigBody()
+    optimizer_config: OptimizerConfigBody = OptimizerConfigBody()
+    type: Unread = None
+
+    @property
+    def lora(self) -> LoraSpec:
+        asked = self.lora_config
+        return LoraSpec(
+            rank=asked.rank,
+            seed=asked.seed,
+            train_attn=asked.train_attn,
+            train_mlp=asked.train_mlp,
+            train_unembed=asked.train_unembed,
+        )
+
+
+class LoadWeights(ClosedBody):
     """Create-via-load has `session_id` and `model_seq_id`; a load into an existing model has `model_id`.
 
-    `optimizer_type` None leaves the choice to the checkpoint or, without its state, to the default.
-
+    Without `optimizer_config` the checkpoint chooses the optimizer or, without its state, the default.
     `granted_by` is the tenant whose access token came with the request; the token itself is never stored.
     """
 
-    path: str
-    optimizer: bool
-    model_id: str | None
-    session_id: str | None
-    model_seq_id: int | None
-    base_model: str | None
-    optimizer_type: str | None
-    user_metadata: Mapping[str, object] | None
-    granted_by: str | None
+    path: Text
+    model_id: Text | None = None
+    seq_id: SequenceNumber | None = None
+    session_id: Text | None = None
+    model_seq_id: Position | None = None
+    base_model: Text | None = None
+    user_metadata: Metadata | None = None
+    optimizer: bool = False
+    optimizer_config: OptimizerConfigBody | None = None
+    weights_access_token: Annotated[Any, WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})] = None
+    granted_by: SkipJsonSchema[Text | None] = None
+    type: Unread = None
+
+    @property
+    def optimizer_type(self) -> str | None:
+        return None if self.optimizer_config is None else self.optimizer_config.type
 
 
-def create_model_of(fields: Fields) -> CreateModel:
-    lora = fields.fields_or("lora_config", Fields({}))
-    lora.refuse_unknown(LORA_FIELDS)
-    return CreateModel(
-        session_id=fields.text("session_id"),
-        model_seq_id=fields.integer("model_seq_id"),
-        base_model=fields.text("base_model"),
-        lora=LoraSpec(
-            rank=lora.integer_or("rank", DEFAULT_RANK),
-            seed=lora.integer_or("seed", None),
-            train_attn=lora.flag_or("train_attn", True),
-            train_mlp=lora.flag_or("train_mlp", True),
-            train_unembed=lora.flag_or("train_unembed", True),
-        ),
-        optimizer_type=_optimizer_type(fields) or "adamw",
-        user_metadata=fields.metadata_or_none("user_metadata"),
-    )
+class SaveRequest(ClosedBody):
+    """A save in any of its three forms. One without a `path` makes a sampling session and no checkpoint."""
+
+    model_id: Text
+    path: Text | None = None
+    seq_id: SequenceNumber | None = None
+    ttl_seconds: Ttl | None = None
+    overwrite: SkipJsonSchema[bool] = False
+    user_metadata: SkipJsonSchema[TextMetadata | None] = None
+    sampling_session_seq_id: SkipJsonSchema[Position | None] = None
+    kind: SkipJsonSchema[Annotated[str, OneOf(("snapshot", "inflight"))]] = "snapshot"
+    age_encryption_recipients: SkipJsonSchema[Recipients] = Field(default_factory=list)
+    type: Unread = None
+
+    @model_validator(mode="after")
+    def _check_path(self) -> SaveRequest:
+        if self.path is not None and (self.sampling_session_seq_id is not None or self.kind == "inflight"):
+            raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' go without it")
+        return self
 
 
-def read_save(body: bytes) -> SaveWeights:
-    return save_of(read_object(body))
+# The fields that a client sends in each form. The others are read and refused where they mean something.
+class SaveWeights(SaveRequest):
+    overwrite: bool = False
+    user_metadata: TextMetadata | None = None
 
 
-def save_of(fields: Fields) -> SaveWeights:
-    kind = fields.text_or("kind", "snapshot")
-    if kind not in ("snapshot", "inflight"):
-        raise UserError(f"kind is {show(kind)}; it must be 'snapshot' or 'inflight'")
-    name = fields.text_or("path", None)
-    session_seq_id = fields.integer_or("sampling_session_seq_id", None)
-    if name is not None and (session_seq_id is not None or kind == "inflight"):
-        raise UserError("path names a checkpoint; sampling_session_seq_id and kind 'inflight' go without it")
-    return SaveWeights(
-        model_id=fields.text("model_id"),
-        name=name,
-        ttl_s=fields.integer_or("ttl_seconds", None),
-        overwrite=fields.flag_or("overwrite", False),
-        user_metadata=fields.text_metadata_or_none("user_metadata"),
-        sampling_session_seq_id=session_seq_id,
-        sampler_kind=kind,
-        recipients=tuple(fields.texts_or_empty("age_encryption_recipients", max_items=MAX_RECIPIENTS)),
-    )
+class SaveWeightsForSampler(SaveRequest):
+    user_metadata: TextMetadata | None = None
+    sampling_session_seq_id: Position | None = None
+    kind: Annotated[str, OneOf(("snapshot", "inflight"))] = "snapshot"
+
+
+class SaveWeightsExternal(SaveRequest):
+    path: Annotated[Text | None, WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})]
+    age_encryption_recipients: Recipients = Field(default_factory=list)
+
+
+def read_save(body: bytes) -> SaveRequest:
+    return validate(SaveRequest, read_object(body).values, closed=False)
 
 
 def read_load(body: bytes) -> LoadWeights:
-    return load_of(read_object(body))
-
-
-def load_of(fields: Fields) -> LoadWeights:
-    return LoadWeights(
-        path=fields.text("path"),
-        optimizer=fields.flag_or("optimizer", False),
-        model_id=fields.text_or("model_id", None),
-        session_id=fields.text_or("session_id", None),
-        model_seq_id=fields.integer_or("model_seq_id", None),
-        base_model=fields.text_or("base_model", None),
-        optimizer_type=_optimizer_type(fields),
-        user_metadata=fields.metadata_or_none("user_metadata"),
-        granted_by=fields.text_or(GRANTED_BY, None),
-    )
+    return validate(LoadWeights, read_object(body).values, closed=False)
 
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
     """As answers name it."""
     return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}
-
-
-def _optimizer_type(fields: Fields) -> str | None:
-    config = fields.fields_or("optimizer_config", None)
-    if config is None:
-        return None
-    kind = config.text_or("type", "adamw")
-    if kind not in OPTIMIZERS:
-        raise UserError(f"{config.path('type')} is {show(kind)}; it must be one of {', '.join(OPTIMIZERS)}")
-    config.refuse_unknown(frozenset(("type", *OPTIMIZERS[kind])))
-    for name, only in OPTIMIZERS[kind].items():
-        if config.integer_or(name, only) != only:
-            raise NotSupportedError(f"{config.path(name)} is {config.integer(name)}; this server knows {kind} {only}")
-    return kind

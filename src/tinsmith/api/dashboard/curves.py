@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated, Any
 
-from starlette.routing import Route
+from pydantic import Field, WithJsonSchema
 
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.errors import UserError
 from tinsmith.store.history import MOST_NAMES
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire.fields import ClosedBody, Fields, Text, show
 
-FIELDS = frozenset(("model_id", "step", "metrics"))
 MOST_NAME_LETTERS = 64
 MAX_STEP = 2**53 - 1
 """The largest that whoever draws it can tell from its neighbours."""
 
 
-def log_metrics(call: Call) -> JsonObject:
-    fields = call.fields()
-    fields.refuse_unknown(FIELDS)
-    model = call.services.models.get(call.tenant_id, fields.text("model_id"))
-    step = fields.integer_or("step", None)
-    if step is not None and not 0 <= step <= MAX_STEP:
-        raise UserError(f"step is {step}; it must lie between 0 and {MAX_STEP}")
-    metrics = _metrics(fields.fields("metrics"))
-    return {"model_id": model.model_id, "step": call.services.curves.log(model.model_id, step, metrics)}
+class LogMetricsRequest(ClosedBody):
+    model_id: Text
+    metrics: Annotated[
+        dict[str, Any],
+        WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1}),
+    ]
+    step: Annotated[int, Field(ge=0, le=MAX_STEP)] | None = None
+
+
+@operation(
+    "POST",
+    "/log_metrics",
+    "Log a run's metrics",
+    body=LogMetricsRequest,
+    answer=fields({"model_id": TEXT, "step": COUNT}),
+    errors=(404,),
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "metrics": {"reward": 1.0}},
+)
+def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, request.model_id)
+    metrics = _metrics(Fields(request.metrics, "metrics."))
+    return {"model_id": model.model_id, "step": call.services.curves.log(model.model_id, request.step, metrics)}
 
 
 def _metrics(fields: Fields) -> dict[str, float]:
@@ -39,6 +53,15 @@ def _metrics(fields: Fields) -> dict[str, float]:
     return {name: fields.number(name) for name in names}
 
 
+@operation(
+    "GET",
+    "/training_runs/{run_id}/metrics",
+    "A run's metrics, step by step",
+    answer=fields({"points": LIST, "cursor": NUMBER}),
+    errors=(404,),
+    access=Access.IDS,
+    query={"after": {"type": "number", "minimum": 0}},
+)
 def metrics(call: Call) -> JsonObject:
     """The points, all of them or those that are new since a cursor; some may come twice."""
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
@@ -60,9 +83,3 @@ def _cursor(text: str) -> float:
     if not 0 <= moment < 1e12:
         raise UserError(f"the query's after is {show(text)}; it must be the cursor of an earlier answer, or left out")
     return moment
-
-
-ROUTES = [
-    Route("/log_metrics", endpoint(log_metrics, JSON_TYPE), methods=["POST"]),
-    Route("/training_runs/{run_id}/metrics", endpoint(metrics), methods=["GET"]),
-]

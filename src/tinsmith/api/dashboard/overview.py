@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 
-from starlette.routing import Route
-
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import ANYTHING, LIST, PAGE, TEXT, fields, one_of, ref
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import UserError
 from tinsmith.store.history import Point, RecentStep
@@ -29,6 +28,13 @@ COUNTED = {
 """What of the counts a quota limits; the tokens of a minute are counted in memory."""
 
 
+@operation(
+    "GET",
+    "/dashboard/overview",
+    "How much there is",
+    answer=fields({"counts": ANYTHING, "engines": LIST, "seats": LIST}),
+    access=Access.LISTING,
+)
 def overview(call: Call) -> JsonObject:
     memory = call.services.meters.memory()
     return {
@@ -67,6 +73,15 @@ def _engines(call: Call) -> list[JsonObject]:
     return found
 
 
+@operation(
+    "GET",
+    "/dashboard/runs",
+    "Runs by search",
+    answer=fields({"runs": LIST, "cursor": ref("Cursor")}),
+    access=Access.LISTING,
+    query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}, "sort": one_of(*SORTS), "order": one_of("asc", "desc")},
+    filters=("?search={model_id}",),
+)
 def runs(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=50)
     search, sort = call.query.get("search", ""), call.query.get("sort", "created_at")
@@ -85,6 +100,14 @@ def runs(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    "/dashboard/runs/{run_id}",
+    "One run",
+    answer=fields({"model_id": TEXT, "metrics": ANYTHING}),
+    errors=(404,),
+    access=Access.IDS,
+)
 def run(call: Call) -> JsonObject:
     found = call.services.overview.run(call.tenant_id, call.path["run_id"])
     return _run(found, call.services.curves.newest([found.model_id]).get(found.model_id))
@@ -111,6 +134,13 @@ def _run(found: Run, newest: Point | None) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    "/dashboard/queue",
+    "What waits, and the last steps",
+    answer=fields({"waiting": LIST, "engines": LIST}),
+    access=Access.LISTING,
+)
 def queue(call: Call) -> JsonObject:
     waiting = call.services.overview.waiting(call.tenant_id)
     return {
@@ -152,6 +182,13 @@ def _step(tenant_id: str, position: int, step: RecentStep) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    "/dashboard/tenant",
+    "Keys and quotas",
+    answer=fields({"tenant_id": TEXT, "keys": LIST, "quotas": LIST}),
+    access=Access.LISTING,
+)
 def tenant(call: Call) -> JsonObject:
     """Whose key this is, the keys that open the same things, and what of its quotas is used."""
     services = call.services
@@ -175,12 +212,3 @@ def tenant(call: Call) -> JsonObject:
             for name in QUOTAS
         ],
     }
-
-
-ROUTES = [
-    Route("/dashboard/overview", endpoint(overview), methods=["GET"]),
-    Route("/dashboard/runs", endpoint(runs), methods=["GET"]),
-    Route("/dashboard/runs/{run_id}", endpoint(run), methods=["GET"]),
-    Route("/dashboard/queue", endpoint(queue), methods=["GET"]),
-    Route("/dashboard/tenant", endpoint(tenant), methods=["GET"]),
-]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from starlette.routing import Route
-
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import ANYTHING, LIST, PAGE, TEXT, fields, ref
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.chat.texts import Text
 from tinsmith.errors import NotFoundError, NotSupportedError, UserError
 from tinsmith.store.history import KeptSample, SampleContent
@@ -16,6 +15,15 @@ MAX_SEARCH = 200
 PREVIEW_TOKENS = 24
 
 
+@operation(
+    "GET",
+    "/dashboard/samples",
+    "Kept samples, newest first",
+    answer=fields({"samples": LIST, "cursor": ref("Cursor")}),
+    access=Access.LISTING,
+    query={**PAGE, "search": TEXT | {"maxLength": MAX_SEARCH}},
+    filters=("?search={model_id}:0",),
+)
 def samples(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=50)
     search = call.query.get("search", "")
@@ -29,6 +37,14 @@ def samples(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    "/dashboard/samples/{request_id}",
+    "A kept sample, token by token",
+    answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
+    errors=(404,),
+    access=Access.IDS,
+)
 def sample(call: Call) -> JsonObject:
     found, content = call.services.kept_samples.get(call.tenant_id, call.path["request_id"])
     text = _text(call, found.base_model)
@@ -85,9 +101,3 @@ def _tokens(text: Text | None, tokens: Sequence[int]) -> JsonObject:
         return {"tokens": tokens, "pieces": None, "text": None}
     pieces = [text.token_bytes(token).decode(errors="replace") for token in tokens]
     return {"tokens": tokens, "pieces": pieces, "text": text.tokenizer.decode(list(tokens), skip_special_tokens=False)}
-
-
-ROUTES = [
-    Route("/dashboard/samples", endpoint(samples), methods=["GET"]),
-    Route("/dashboard/samples/{request_id}", endpoint(sample), methods=["GET"]),
-]

@@ -3,29 +3,63 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinsmith.api.errors import anthropic_error
-from tinsmith.api.openai.chat import read_fields
+from tinsmith.api.openai.chat import GENERATION, MESSAGES, read_fields
 from tinsmith.api.openai.generation import Prepared, give_up, prepare, sampled, seated
 from tinsmith.api.openai.streaming import Events, event, follow, unless_gone
-from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, authenticate, read_body, run
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, SHORT_TEXT, TEXT, TEXTS, fields, integer
+from tinsmith.api.operation import (
+    ANTHROPIC,
+    Access,
+    JsonObject,
+    Services,
+    answer,
+    authenticate,
+    operation,
+    read_body,
+    run,
+)
 from tinsmith.chat.messages import Blocks, message, read_counted, read_message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
 from tinsmith.store.implicit_sessions import Seat
 from tinsmith.types import SampleResult
 from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import Schema
+
+COUNTED: Mapping[str, Schema] = {
+    "system": {"type": ["string", "array"]},
+    "tools": {"type": "array", "items": ANYTHING},
+    "tool_choice": ANYTHING,
+}
+MESSAGE_BODY = fields(
+    {"model": SHORT_TEXT, "messages": MESSAGES, "max_tokens": integer(1)},
+    {**COUNTED, **GENERATION, "stop_sequences": TEXTS},
+)
+COUNT_BODY = fields({"model": SHORT_TEXT, "messages": MESSAGES}, COUNTED)
+MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
 
 
+@operation(
+    "POST",
+    "/messages",
+    "An answer to a chat, or its pieces",
+    body=MESSAGE_BODY,
+    answer=MESSAGE,
+    errors=(404, 429, 503),
+    access=Access.IDS,
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
+    prefixes=ANTHROPIC,
+)
 async def messages(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    fields = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
-    prepared = await run(prepare, services, tenant_id, fields, read_message)
+    asked = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
+    prepared = await run(prepare, services, tenant_id, asked, read_message)
     message_id = "msg_" + secrets.token_hex(12)
     if prepared.plan.stream:
         stack = AsyncExitStack()
@@ -35,10 +69,21 @@ async def messages(request: Request) -> Response:
     return answer(await run(whole_message, message_id, prepared.plan, prepared.text, results[0]))
 
 
+@operation(
+    "POST",
+    "/messages/count_tokens",
+    "Its prompt's tokens",
+    body=COUNT_BODY,
+    answer=fields({"input_tokens": COUNT}),
+    errors=(404,),
+    access=Access.IDS,
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
+    prefixes=ANTHROPIC,
+)
 async def count_tokens(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    fields = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
-    prepared = await run(prepare, services, tenant_id, fields, read_counted)
+    asked = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
+    prepared = await run(prepare, services, tenant_id, asked, read_counted)
     return answer({"input_tokens": len(prepared.plan.prompts[0])})
 
 
@@ -69,10 +114,3 @@ async def _events(
     except TinsmithError as error:
         await run(give_up, services, seats)
         yield event(anthropic_error(str(error), error.status), "error")
-
-
-ROOT_ROUTES = [
-    Route(prefix + path, respond, methods=["POST"])
-    for prefix in ANTHROPIC
-    for path, respond in (("/messages", messages), ("/messages/count_tokens", count_tokens))
-]

@@ -9,18 +9,16 @@ import asyncio
 import hashlib
 from http import HTTPStatus
 
-from starlette.routing import Route
-
-from tinsmith.api.openai.files import MAX_KEPT_S, MIN_KEPT_S, page, page_limit
+from tinsmith.api.openai.files import EXPIRY, MAX_KEPT_S, MIN_KEPT_S, page, page_limit
 from tinsmith.api.openai.generation import answer
-from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, endpoint
+from tinsmith.api.openapi import FLAG, SHORT_TEXT, TEXT, fields, integer, one_of, ref
+from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, operation
 from tinsmith.batch.coordinator.model_gateway import Question
 from tinsmith.batch.openai import ENDPOINTS, WINDOW
 from tinsmith.batch.openai.rows import Batch, NewBatch
 from tinsmith.chat.refusals import RequestError, not_supported
 from tinsmith.errors import UserError
 from tinsmith.store.files import BATCH
-from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Fields, show
 
 FIELDS = frozenset(("input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after"))
@@ -28,9 +26,28 @@ MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 MAX_LISTED, LISTED = 100, 20
 WAIT = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 RETRY_S = 1.0
+BATCH_BODY = fields(
+    {"input_file_id": SHORT_TEXT, "endpoint": one_of(*ENDPOINTS), "completion_window": one_of(WINDOW)},
+    {
+        "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": MAX_VALUE}},
+        "output_expires_after": fields({"anchor": one_of("created_at"), "seconds": EXPIRY}),
+    },
+)
+BATCHES = fields({"data": {"type": "array", "items": ref("Batch")}, "has_more": FLAG})
 MAX_RETRIES = 3
 
 
+@operation(
+    "POST",
+    "/batches",
+    "Have the requests of a file answered",
+    body=BATCH_BODY,
+    answer=ref("Batch"),
+    errors=(404,),
+    access=Access.IDS,
+    example={"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"},
+    prefixes=OPENAI,
+)
 def create(call: Call) -> JsonObject:
     fields = call.fields()
     for name in sorted(fields.values.keys() - FIELDS):
@@ -130,16 +147,45 @@ async def answer_request(services: Services, question: Question) -> dict[str, ob
             return {"status_code": status, "request_id": request_id, "body": answered}
 
 
+@operation(
+    "GET",
+    "/batches/{batch_id}",
+    "A batch",
+    answer=ref("Batch"),
+    errors=(404,),
+    access=Access.IDS,
+    prefixes=OPENAI,
+)
 def batch(call: Call) -> JsonObject:
     return shown(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
 
+@operation(
+    "GET",
+    "/batches",
+    "Batches, newest first",
+    answer=BATCHES,
+    errors=(404,),
+    access=Access.LISTING,
+    query={"limit": integer(1, MAX_LISTED), "after": TEXT},
+    filters=("?after={batch_id}",),
+    prefixes=OPENAI,
+)
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, LISTED)
     found, more = call.services.openai_batches.listing(call.tenant_id, limit, call.query.get("after"))
     return page([shown(each) for each in found], more)
 
 
+@operation(
+    "POST",
+    "/batches/{batch_id}/cancel",
+    "End it",
+    answer=ref("Batch"),
+    errors=(404,),
+    access=Access.IDS,
+    prefixes=OPENAI,
+)
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
     call.services.batch_keeper.wake()
@@ -175,12 +221,3 @@ def shown(batch: Batch) -> JsonObject:
 
 
 _ENDED = ("completed", "failed", "expired", "cancelled")
-ROUTES = [
-    Route("/batches", endpoint(create, takes=JSON_TYPE), methods=["POST"]),
-    Route("/batches", endpoint(listing), methods=["GET"]),
-    Route("/batches/{batch_id}", endpoint(batch), methods=["GET"]),
-    Route("/batches/{batch_id}/cancel", endpoint(cancel), methods=["POST"]),
-]
-ROOT_ROUTES = [
-    Route(prefix + route.path, route.endpoint, methods=route.methods) for prefix in OPENAI for route in ROUTES
-]

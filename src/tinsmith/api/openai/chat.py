@@ -6,18 +6,18 @@ the request's connection, however long it takes; when that ends, so do the sampl
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinsmith.api.errors import openai_error
 from tinsmith.api.openai.generation import Prepared, give_up, new_head, prepare, reader_of, sampled, seated
 from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, event, follow, unless_gone
-from tinsmith.api.operation import OPENAI, Call, Endpoint, JsonObject, Services, authenticate, endpoint, read_body, run
+from tinsmith.api.openapi import ANYTHING, FLAG, LIST, NUMBER, SHORT_TEXT, TEXT, TEXTS, fields, integer
+from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, authenticate, operation, read_body, run
 from tinsmith.chat.choices import Piece
 from tinsmith.chat.refusals import not_supported
 from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
@@ -26,21 +26,88 @@ from tinsmith.store.implicit_sessions import Seat
 from tinsmith.types import SampleResult
 from tinsmith.wire import bodies
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, read_object
+from tinsmith.wire.fields import Fields, Schema, read_object
+
+# What these clients send and this server honours; docs/openai.md says what it makes of it.
+GENERATION: Mapping[str, Schema] = {
+    "max_tokens": integer(0),
+    "temperature": {"type": "number", "minimum": 0},
+    "top_p": NUMBER,
+    "top_k": integer(-1),
+    "stream": FLAG,
+}
+OPENAI_GENERATION: Mapping[str, Schema] = {
+    **GENERATION,
+    "n": integer(1, 128),
+    "seed": {"type": "integer"},
+    "stop": {"anyOf": [{"type": "string"}, TEXTS]},
+    "frequency_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "min_p": NUMBER,
+    "logit_bias": {"type": "object", "additionalProperties": NUMBER},
+    "response_format": ANYTHING,
+    "stream_options": ANYTHING,
+}
+MESSAGES: Schema = {"type": "array", "items": ANYTHING, "minItems": 1}
+CHAT = fields(
+    {"model": SHORT_TEXT, "messages": MESSAGES},
+    {
+        **OPENAI_GENERATION,
+        "max_completion_tokens": integer(1),
+        "logprobs": FLAG,
+        "top_logprobs": integer(0, 20),
+        "tools": {"type": "array", "items": ANYTHING},
+        "tool_choice": {"type": ["string", "object"]},
+        "parallel_tool_calls": FLAG,
+    },
+)
+COMPLETION = fields(
+    {"model": SHORT_TEXT, "prompt": {"type": ["string", "array"]}},
+    {**OPENAI_GENERATION, "logprobs": integer(0, 20), "echo": FLAG},
+)
+ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "usage": ANYTHING})
 
 
-def generate(chat: bool) -> Endpoint:
-    async def respond(request: Request) -> Response:
-        services, tenant_id = await authenticate(request)
-        fields = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
-        prepared = await run(prepare, services, tenant_id, fields, reader_of(chat))
-        head = new_head(prepared.plan, chat=chat)
-        if prepared.plan.stream:
-            return await _stream(services, tenant_id, prepared, head)
-        results = await unless_gone(request.receive, sampled(services, tenant_id, prepared))
-        return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
+@operation(
+    "POST",
+    "/chat/completions",
+    "An answer to a chat, or its pieces",
+    body=CHAT,
+    answer=ANSWER,
+    errors=(404, 429, 503),
+    access=Access.IDS,
+    example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
+    prefixes=OPENAI,
+)
+async def chat_completions(request: Request) -> Response:
+    return await _generated(request, chat=True)
 
-    return respond
+
+@operation(
+    "POST",
+    "/completions",
+    "A text continued, or its pieces",
+    body=COMPLETION,
+    answer=ANSWER,
+    errors=(404, 429, 503),
+    access=Access.IDS,
+    example={"model": "{model}", "prompt": "hi"},
+    prefixes=OPENAI,
+)
+async def completions(request: Request) -> Response:
+    return await _generated(request, chat=False)
+
+
+async def _generated(request: Request, *, chat: bool) -> Response:
+    services, tenant_id = await authenticate(request)
+    asked = await run(read_fields, services, request, await read_body(request, JSON_TYPE))
+    prepared = await run(prepare, services, tenant_id, asked, reader_of(chat))
+    head = new_head(prepared.plan, chat=chat)
+    if prepared.plan.stream:
+        return await _stream(services, tenant_id, prepared, head)
+    results = await unless_gone(request.receive, sampled(services, tenant_id, prepared))
+    return Response(await run(_whole, prepared, head, results), media_type=JSON_TYPE)
 
 
 def read_fields(services: Services, request: Request, body: bytes) -> Fields:
@@ -82,15 +149,14 @@ async def _events(services: Services, prepared: Prepared, head: Head, seats: lis
         yield event({"error": openai_error(str(error), error.status, error)})
 
 
+@operation(
+    "POST",
+    "/embeddings",
+    "Refused: there are none",
+    body=ANYTHING,
+    answer=ANYTHING,
+    access=Access.NOTHING,
+    prefixes=OPENAI,
+)
 def embeddings(_call: Call) -> JsonObject:
     raise not_supported("/embeddings", "models here write text and embed none")
-
-
-ROUTES = [
-    Route("/chat/completions", generate(chat=True), methods=["POST"]),
-    Route("/completions", generate(chat=False), methods=["POST"]),
-    Route("/embeddings", endpoint(embeddings, JSON_TYPE), methods=["POST"]),
-]
-ROOT_ROUTES = [
-    Route(prefix + route.path, route.endpoint, methods=route.methods) for prefix in OPENAI for route in ROUTES
-]

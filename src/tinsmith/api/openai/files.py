@@ -6,22 +6,33 @@ is whole and known to be allowed; nothing but a piece of it is in memory. `opena
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import orjson
 from starlette.datastructures import FormData, UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from tinsmith.api.operation import OPENAI, Call, JsonObject, Services, authenticate, call_of, endpoint, run
+from tinsmith.api.openapi import FLAG, TEXT, fields, integer, one_of, ref
+from tinsmith.api.operation import (
+    FORM_TYPE,
+    OPENAI,
+    Access,
+    Call,
+    JsonObject,
+    Services,
+    authenticate,
+    call_of,
+    operation,
+    run,
+)
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.api.routes.uploads import read_form
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import NotFoundError, TooLargeError
 from tinsmith.store.files import BATCH, BATCH_OUTPUT, File, new_id
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import show
+from tinsmith.wire.fields import Schema, show
 
 JSONL_TYPE = "application/jsonl"
 CHUNK_BYTES = 1 << 20
@@ -31,8 +42,31 @@ DAY_S = 86400
 KEPT_S = 30 * DAY_S
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * DAY_S
 ENDINGS = (".jsonl",)
+EXPIRY: Schema = integer(MIN_KEPT_S, MAX_KEPT_S)
+UPLOAD = fields(
+    {"file": {"type": "string", "format": "binary"}, "purpose": one_of(BATCH)},
+    {"expires_after[anchor]": one_of("created_at"), "expires_after[seconds]": EXPIRY},
+)
+FILES = fields({"data": {"type": "array", "items": ref("File")}, "has_more": FLAG})
+FILES_QUERY: Mapping[str, Schema] = {
+    "limit": integer(1, MAX_LISTED),
+    "after": TEXT,
+    "order": one_of("asc", "desc"),
+    "purpose": one_of(BATCH, BATCH_OUTPUT),
+}
 
 
+@operation(
+    "POST",
+    "/files",
+    "Upload a file",
+    body=UPLOAD,
+    answer=ref("File"),
+    errors=(429,),
+    access=Access.NOTHING,
+    takes=(FORM_TYPE,),
+    prefixes=OPENAI,
+)
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     form = await read_form(request, services.settings.max_file_bytes, _too_large)
@@ -97,6 +131,17 @@ def _too_large(limit_bytes: int) -> TooLargeError:
     )
 
 
+@operation(
+    "GET",
+    "/files",
+    "Files, newest first",
+    answer=FILES,
+    errors=(404,),
+    access=Access.LISTING,
+    query=FILES_QUERY,
+    filters=("?after={file_id}",),
+    prefixes=OPENAI,
+)
 def listing(call: Call) -> JsonObject:
     limit = page_limit(call, 1, MAX_LISTED, MAX_LISTED)
     order, purpose = call.query.get("order", "desc"), call.query.get("purpose")
@@ -122,16 +167,43 @@ def page(data: list[JsonObject], more: bool) -> JsonObject:
     return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
 
 
+@operation(
+    "GET",
+    "/files/{file_id}",
+    "A file",
+    answer=ref("File"),
+    errors=(404,),
+    access=Access.IDS,
+    prefixes=OPENAI,
+)
 def file(call: Call) -> JsonObject:
     return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
 
 
+@operation(
+    "DELETE",
+    "/files/{file_id}",
+    "Delete it",
+    answer=fields({"id": TEXT, "deleted": FLAG}),
+    errors=(404,),
+    access=Access.IDS,
+    prefixes=OPENAI,
+)
 def delete(call: Call) -> JsonObject:
     file_id = call.path["file_id"]
     call.services.files.delete(call.tenant_id, file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
+@operation(
+    "GET",
+    "/files/{file_id}/content",
+    "Its bytes",
+    answer=JSONL_TYPE,
+    errors=(206, 404, 416),
+    access=Access.IDS,
+    prefixes=OPENAI,
+)
 async def content(request: Request) -> Response:
     """The bytes, whole or in ranges."""
     services, tenant_id = await authenticate(request)
@@ -161,15 +233,3 @@ def shown(file: File) -> JsonObject:
         "purpose": file.purpose,
         "status": "processed",
     }
-
-
-ROUTES = [
-    Route("/files", upload, methods=["POST"]),
-    Route("/files", endpoint(listing), methods=["GET"]),
-    Route("/files/{file_id}", endpoint(file), methods=["GET"]),
-    Route("/files/{file_id}", endpoint(delete), methods=["DELETE"]),
-    Route("/files/{file_id}/content", content, methods=["GET"]),
-]
-ROOT_ROUTES = [
-    Route(prefix + route.path, route.endpoint, methods=route.methods) for prefix in OPENAI for route in ROUTES
-]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinsmith.api.openai.generation import weights_of
-from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Call, Endpoint, Handler, JsonObject, endpoint, is_anthropic
+from tinsmith.api.openapi import LIST, TEXT, fields
+from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, answering, is_anthropic, operation
 from tinsmith.chat.generation_request import Target
 from tinsmith.chat.refusals import RequestError
 from tinsmith.wire.fields import iso, show
@@ -56,11 +56,11 @@ def _one(call: Call) -> Served:
     return Served(name, owner, SINCE, shape.max_context_length)
 
 
-def models(call: Call) -> JsonObject:
+def _openai_models(call: Call) -> JsonObject:
     return {"object": "list", "data": [_openai(each) for each in _all(call)]}
 
 
-def model(call: Call) -> JsonObject:
+def _openai_model(call: Call) -> JsonObject:
     return _openai(_one(call))
 
 
@@ -68,7 +68,7 @@ def _openai(served: Served) -> JsonObject:
     return {"id": served.name, "object": "model", "created": served.created_at, "owned_by": served.owner}
 
 
-def anthropic_models(call: Call) -> JsonObject:
+def _anthropic_models(call: Call) -> JsonObject:
     """A page of at most `limit`: from `after_id` on, or up to `before_id`."""
     found = _all(call)
     limit = call.page(USUAL_PAGE)[0]
@@ -94,7 +94,7 @@ def _place(found: Sequence[Served], call: Call, name: str) -> int:
     return place
 
 
-def anthropic_model(call: Call) -> JsonObject:
+def _anthropic_model(call: Call) -> JsonObject:
     return _anthropic(_one(call))
 
 
@@ -110,20 +110,30 @@ def _anthropic(served: Served) -> JsonObject:
     }
 
 
-def _either(openais: Handler, anthropics: Handler) -> Endpoint:
-    of_openai, of_anthropic = endpoint(openais), endpoint(anthropics)
+@operation(
+    "GET",
+    "/models",
+    "What can be sampled",
+    answer=fields({"data": LIST}),
+    access=Access.LISTING,
+    prefixes=ANTHROPIC,
+)
+async def models(request: Request) -> Response:
+    return await (_ANTHROPICS_MODELS if is_anthropic(request) else _OPENAIS_MODELS)(request)
 
-    async def respond(request: Request) -> Response:
-        return await (of_anthropic if is_anthropic(request) else of_openai)(request)
 
-    return respond
+@operation(
+    "GET",
+    "/models/{model:path}",
+    "Whether it can",
+    answer=fields({"id": TEXT}),
+    errors=(404, 410),
+    access=Access.IDS,
+    prefixes=ANTHROPIC,
+)
+async def model(request: Request) -> Response:
+    return await (_ANTHROPICS_MODEL if is_anthropic(request) else _OPENAIS_MODEL)(request)
 
 
-ROOT_ROUTES = [
-    Route(prefix + path, respond, methods=["GET"])
-    for prefix in ANTHROPIC
-    for path, respond in (
-        ("/models", _either(models, anthropic_models)),
-        ("/models/{model:path}", _either(model, anthropic_model)),
-    )
-]
+_OPENAIS_MODELS, _ANTHROPICS_MODELS = answering(_openai_models), answering(_anthropic_models)
+_OPENAIS_MODEL, _ANTHROPICS_MODEL = answering(_openai_model), answering(_anthropic_model)

@@ -2,34 +2,47 @@
 
 from __future__ import annotations
 
-from starlette.routing import Route
-
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import ANYTHING, COUNT, TEXT, fields
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth import Caller, user_email
-from tinsmith.wire.bodies import JSON_TYPE
 
 
+@operation(
+    "GET",
+    "/auth/apikey/me",
+    "Whose the key is",
+    answer=fields({"key_id": COUNT, "name": TEXT}),
+    access=Access.NOTHING,
+)
 def apikey_me(call: Call) -> JsonObject:
     caller = _caller(call)
     details = {"org_details": {"name": caller.tenant_id}, "user_details": {"email": user_email(caller.tenant_id)}}
     return {"key_id": caller.key_id, "name": caller.name or caller.tenant_id, "note": caller.name, "details": details}
 
 
+@operation(
+    "DELETE",
+    "/auth/apikey/me",
+    "Revoke the key",
+    answer=ANYTHING,
+    access=Access.NOTHING,
+)
 def delete_apikey_me(call: Call) -> JsonObject:
     call.services.tenants.revoke(_caller(call))
     return {}
 
 
+@operation(
+    "POST",
+    "/auth/token",
+    "A token in exchange for the key",
+    body=ANYTHING,
+    answer=fields({"jwt": TEXT}),
+    access=Access.NOTHING,
+)
 def auth_token(call: Call) -> JsonObject:
     return {"jwt": call.services.tenants.issue_token(_caller(call))}
 
 
 def _caller(call: Call) -> Caller:
     return call.services.tenants.authenticate(call.headers.get("x-api-key"))
-
-
-ROUTES = [
-    Route("/auth/token", endpoint(auth_token, JSON_TYPE), methods=["POST"]),
-    Route("/auth/apikey/me", endpoint(apikey_me), methods=["GET"]),
-    Route("/auth/apikey/me", endpoint(delete_apikey_me), methods=["DELETE"]),
-]

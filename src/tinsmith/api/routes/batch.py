@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Annotated, Any
 
 import orjson
+from pydantic import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
-from tinsmith.api.operation import MAX_PAGE, Call, JsonObject, Services, authenticate, endpoint, run
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, SHORT_TEXT, TEXT, fields, integer, one_of
+from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.coordinator import DEFAULT_POOL
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, Job
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
-from tinsmith.wire.bodies import JSON_TYPE
+from tinsmith.wire.fields import ClosedBody, Integer, Schema, bounds
 
 EVENTS_PAUSE_S = 0.25
 """Between two looks at a job that changes all the time."""
@@ -32,8 +34,52 @@ SAFETY_POLL_S = 5.0
 """A wake-up that was lost costs a follower this long."""
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
+AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
+OUTPUTS: Schema = {"type": "array", "items": ANYTHING, "minItems": 1}
+# `JobSpec` reads it.
+JOB = fields(
+    {
+        "batch_serialized_fn": SHORT_TEXT,
+        "batch_input_format": ANYTHING,
+        "batch_output_formats": OUTPUTS,
+        "batch_size": integer(1),
+    },
+    {
+        "name": SHORT_TEXT,
+        "batch_pool_name": SHORT_TEXT,
+        "batch_error_format": ANYTHING,
+        "batch_tokens": integer(1),
+        "batch_activate_env": SHORT_TEXT,
+        "python": SHORT_TEXT,
+        "max_failed_rows": NUMBER,
+        "rows": one_of("one", "any"),
+        "if_exists": one_of("error", "overwrite"),
+        "weight": NUMBER,
+        "priority": integer(-(2**31)),
+        "resume_from": integer(0),
+        "directory": SHORT_TEXT,
+        "limits": ANYTHING,
+    },
+)
 
 
+@operation(
+    "POST",
+    "/batch/jobs",
+    "Submit a bulk job",
+    body=JOB,
+    answer=fields({"job_id": COUNT}),
+    errors=(403, 404),
+    access=Access.IDS,
+    example={
+        "batch_serialized_fn": "",
+        "batch_input_format": {"format": "json", "path": "/nowhere/in.jsonl"},
+        "batch_output_formats": [{"format": "json", "path": "/nowhere/{session_id}.jsonl"}],
+        "batch_size": 1,
+        "name": "{session_id}",
+        "resume_from": "{job_id}",
+    },
+)
 def submit(call: Call) -> JsonObject:
     return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
 
@@ -51,53 +97,125 @@ def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     return job_id
 
 
+@operation(
+    "GET",
+    "/batch/jobs",
+    "Bulk jobs, newest first",
+    answer=fields({"jobs": LIST, "total_count": COUNT}),
+    access=Access.LISTING,
+    query=PAGE,
+)
 def jobs(call: Call) -> JsonObject:
     limit, offset = call.page(100)
     found, count = call.services.batch_jobs.listing(call.tenant_id, limit, offset)
     return {"jobs": [_shown(job) for job in found], "total_count": count}
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}",
+    "One bulk job",
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+)
 def job(call: Call) -> JsonObject:
     return _whole(call.services, _job(call))
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/batches",
+    "Its batches",
+    answer=fields({"batches": LIST}),
+    errors=(404,),
+    access=Access.IDS,
+    query=PAGE,
+)
 def batches(call: Call) -> JsonObject:
     found = _job(call)
     limit, offset = call.page(MAX_PAGE)
     return {"batches": call.services.batch_jobs.get_batch_states(found.job_id, limit, offset)}
 
 
+@operation(
+    "POST",
+    "/batch/jobs/{job_id}/cancel",
+    "End it",
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+)
 def cancel(call: Call) -> JsonObject:
     found = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
     call.services.coordinator.wake(found.job_id)
     return _whole(call.services, found)
 
 
+@operation(
+    "POST",
+    "/batch/jobs/{job_id}/purge",
+    "Delete the parts of a job that failed",
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+)
 def purge(call: Call) -> JsonObject:
     found = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
     call.services.coordinator.sweep_soon()
     return _whole(call.services, found)
 
 
-def resume(call: Call) -> JsonObject:
+class ResumeRequest(ClosedBody):
+    batch_output_formats: Annotated[Any, WithJsonSchema(OUTPUTS)] = None
+
+
+@operation(
+    "POST",
+    "/batch/jobs/{job_id}/resume",
+    "A job that does the rest",
+    body=ResumeRequest,
+    late=True,
+    answer=fields({"job_id": COUNT}),
+    errors=(403, 404),
+    access=Access.IDS,
+)
+def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     """A new job as the old one was, or with other outputs, into which the old one's parts are then made; one with
     another function is submitted with `resume_from`."""
     old = _job(call)
-    fields = call.fields()
-    fields.refuse_unknown(frozenset({"batch_output_formats"}))
+    outputs = draft.read().batch_output_formats
     spec = replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id, roots=None)
-    if (outputs := fields.values.get("batch_output_formats")) is not None:
+    if outputs is not None:
         spec = replace(spec, batch_output_formats=outputs)
         spec.check()
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/errors",
+    "Its failed rows",
+    answer=fields({"errors": LIST}),
+    errors=(404,),
+    access=Access.IDS,
+    query=AFTER,
+)
 def errors(call: Call) -> JsonObject:
     found = _job(call)
     after, limit = _after(call)
     return {"errors": [error_row(error) for error in call.services.batch_jobs.row_errors(found.job_id, limit, after)]}
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/partial",
+    "The parts that are committed",
+    answer=fields({"outputs": LIST, "batches": LIST}),
+    errors=(404,),
+    access=Access.IDS,
+    query=AFTER,
+)
 def partial(call: Call) -> JsonObject:
     """The parts of what is committed, in the order of rows; whoever may read the outputs can read them."""
     found = _job(call)
@@ -116,6 +234,15 @@ def partial(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/logs",
+    "What its workers printed",
+    answer=fields({"workers": LIST, "lines": LIST, "after": COUNT}),
+    errors=(404,),
+    access=Access.IDS,
+    query={"worker": TEXT, "after": integer(-1)},
+)
 def logs(call: Call) -> JsonObject:
     """Which workers wrote, and the lines of one of them; what they print is on the server that started them."""
     found = _job(call)
@@ -128,6 +255,14 @@ def logs(call: Call) -> JsonObject:
     return {"workers": workers, "lines": lines, "after": max(after, 0)}
 
 
+@operation(
+    "GET",
+    "/batch/jobs/{job_id}/events",
+    "Its status whenever it changes",
+    answer=EVENT_STREAM,
+    errors=(404,),
+    access=Access.IDS,
+)
 async def events(request: Request) -> Response:
     """The job's status now, whenever it changes, and at its end."""
     services, tenant_id = await authenticate(request)
@@ -158,11 +293,32 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
                     await asyncio.sleep(EVENTS_PAUSE_S)
 
 
+@operation(
+    "GET",
+    "/batch/pools",
+    "Where bulk jobs can run",
+    answer=fields({"pools": LIST}),
+    access=Access.LISTING,
+)
 def pools(call: Call) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
-def resize_pool(call: Call) -> JsonObject:
+class ResizePoolRequest(ClosedBody):
+    workers: Annotated[Integer, bounds(0, 1024)]
+
+
+@operation(
+    "PUT",
+    "/batch/pools/{name}",
+    "How many workers a pool has",
+    body=ResizePoolRequest,
+    late=True,
+    answer=fields({"pools": LIST}),
+    errors=(403, 404),
+    access=Access.NOTHING,
+)
+def resize_pool(call: Call, draft: Draft[ResizePoolRequest]) -> JsonObject:
     """Until the server ends; settings and YAML say what it begins with."""
     services = call.services
     if not permissions.is_trusted(services.settings, call.tenant_id, services.tenants.accepts_anyone()):
@@ -170,9 +326,7 @@ def resize_pool(call: Call) -> JsonObject:
             f"tenant {call.tenant_id!r} may not resize pools, which all tenants share; whoever runs the server can "
             "allow it with TINSMITH_BATCH_TENANTS"
         )
-    fields = call.fields()
-    fields.refuse_unknown(frozenset({"workers"}))
-    call.services.coordinator.resize(call.path["name"], fields.integer("workers"))
+    call.services.coordinator.resize(call.path["name"], draft.read().workers)
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
 
@@ -218,20 +372,3 @@ def _whole(services: Services, job: Job) -> JsonObject:
         "first_error": error_row(failed[0]) if failed else None,
         "workers": [{name: worker[name] for name in ("worker_id", "kind", "state")} for worker in workers],
     }
-
-
-ROUTES = [
-    Route("/batch/jobs", endpoint(submit, takes=JSON_TYPE), methods=["POST"]),
-    Route("/batch/jobs", endpoint(jobs), methods=["GET"]),
-    Route("/batch/jobs/{job_id}", endpoint(job), methods=["GET"]),
-    Route("/batch/jobs/{job_id}/batches", endpoint(batches), methods=["GET"]),
-    Route("/batch/jobs/{job_id}/cancel", endpoint(cancel), methods=["POST"]),
-    Route("/batch/jobs/{job_id}/purge", endpoint(purge), methods=["POST"]),
-    Route("/batch/jobs/{job_id}/resume", endpoint(resume, takes=JSON_TYPE), methods=["POST"]),
-    Route("/batch/jobs/{job_id}/errors", endpoint(errors), methods=["GET"]),
-    Route("/batch/jobs/{job_id}/partial", endpoint(partial), methods=["GET"]),
-    Route("/batch/jobs/{job_id}/logs", endpoint(logs), methods=["GET"]),
-    Route("/batch/jobs/{job_id}/events", events, methods=["GET"]),
-    Route("/batch/pools", endpoint(pools), methods=["GET"]),
-    Route("/batch/pools/{name}", endpoint(resize_pool, takes=JSON_TYPE), methods=["PUT"]),
-]

@@ -12,11 +12,13 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Annotated
 
-from starlette.routing import Route
+from pydantic import Field
 
-from tinsmith.api.admission import check_position, check_ttl
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.admission import check_ttl
+from tinsmith.api.openapi import ANYTHING, FLAG, PAGE, PROJECT, SCOPE, TEXT, fields, ref
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.api.routes.sessions import check_scope
 from tinsmith.api.routes.weights import granting_tenant
 from tinsmith.auth import user_urn
@@ -25,9 +27,8 @@ from tinsmith.store.audit import entry
 from tinsmith.store.checkpoints import KINDS, Checkpoint, CheckpointRef, NewCheckpoint, parse_path
 from tinsmith.store.models import Model, NewModel, copied_run
 from tinsmith.store.usage import added
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, show
-from tinsmith.wire.weights import optimizer_config
+from tinsmith.wire.fields import NO_NUL, Body, Position, Text, show
+from tinsmith.wire.weights import Ttl, optimizer_config
 
 # A path's middle segment -> the type that the SDK shows.
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -35,8 +36,17 @@ CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler", "extern
 RUN = "/training_runs/{run_id}"
 CHECKPOINT = RUN + "/checkpoints/{kind}/{name}"
 BARE_CHECKPOINT = RUN + "/checkpoints/{checkpoint_id}"
+CHECKPOINTS = {"type": "array", "items": ref("Checkpoint")}
 
 
+@operation(
+    "GET",
+    "/training_runs",
+    "Training runs, newest first",
+    answer=fields({"training_runs": {"type": "array", "items": ref("TrainingRun")}, "cursor": ref("Cursor")}),
+    access=Access.LISTING,
+    query={**PAGE, **SCOPE, **PROJECT},
+)
 def list_training_runs(call: Call) -> JsonObject:
     check_scope(call)
     limit, offset = call.page(default_limit=20)
@@ -47,17 +57,42 @@ def list_training_runs(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    RUN,
+    "A training run",
+    answer=ref("TrainingRun"),
+    errors=(404,),
+    access=Access.IDS,
+    query=SCOPE,
+)
 def get_training_run(call: Call) -> JsonObject:
     check_scope(call)
     return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
 
 
+@operation(
+    "GET",
+    RUN + "/checkpoints",
+    "Its checkpoints",
+    answer=fields({"checkpoints": CHECKPOINTS}),
+    errors=(404,),
+    access=Access.IDS,
+)
 def list_run_checkpoints(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     found = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
     return {"checkpoints": [_checkpoint(checkpoint) for checkpoint in found]}
 
 
+@operation(
+    "GET",
+    "/checkpoints",
+    "Checkpoints, newest first",
+    answer=fields({"checkpoints": CHECKPOINTS, "cursor": ref("Cursor")}),
+    access=Access.LISTING,
+    query={**PAGE, **PROJECT},
+)
 def list_checkpoints(call: Call) -> JsonObject:
     limit, offset = call.page(default_limit=100)
     found, total = call.services.checkpoints.page(call.tenant_id, limit, offset, call.query.get("project_id"))
@@ -67,8 +102,22 @@ def list_checkpoints(call: Call) -> JsonObject:
     }
 
 
-def weights_info(call: Call) -> JsonObject:
-    found = call.services.checkpoints.get(call.tenant_id, parse_path(call.fields().text("tinker_path"), "tinker_path"))
+class WeightsInfoRequest(Body):
+    tinker_path: Text
+
+
+@operation(
+    "POST",
+    "/weights_info",
+    "What an adapter is",
+    body=WeightsInfoRequest,
+    answer=fields({"base_model": TEXT, "is_lora": FLAG}),
+    errors=(404, 410),
+    access=Access.IDS,
+    example={"tinker_path": "{tinker_path}"},
+)
+def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
+    found = call.services.checkpoints.get(call.tenant_id, parse_path(request.tinker_path, "tinker_path"))
     return {
         "base_model": found.base_model,
         "is_lora": found.lora_rank > 0,
@@ -80,12 +129,36 @@ def weights_info(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "DELETE",
+    CHECKPOINT,
+    "Delete a checkpoint",
+    answer=ANYTHING,
+    errors=(404, 410),
+    access=Access.IDS,
+)
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
     record(call, "checkpoint_deleted", ref_of(call))
     return {}
 
 
+@operation(
+    "DELETE",
+    BARE_CHECKPOINT,
+    "Refused: the id lacks its kind",
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+)
+@operation(
+    "GET",
+    BARE_CHECKPOINT + "/archive",
+    "Refused: the id lacks its kind",
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+)
 def without_kind(call: Call) -> JsonObject:
     """A checkpoint's name does not say which of a run's checkpoints of that name is meant."""
     call.services.models.get(call.tenant_id, call.path["run_id"])
@@ -96,20 +169,52 @@ def without_kind(call: Call) -> JsonObject:
     )
 
 
+@operation(
+    "POST",
+    CHECKPOINT + "/publish",
+    "Let everyone read it",
+    answer=ANYTHING,
+    errors=(404, 410),
+    access=Access.IDS,
+)
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
+@operation(
+    "DELETE",
+    CHECKPOINT + "/publish",
+    "Let nobody else read it",
+    answer=ANYTHING,
+    errors=(404, 410),
+    access=Access.IDS,
+)
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
     return {}
 
 
-def set_ttl(call: Call) -> JsonObject:
-    ttl_s = call.fields().integer_or("ttl_seconds", None)
+class SetTtlRequest(Body):
+    """Without a number, the checkpoint is kept for ever."""
+
+    ttl_seconds: Ttl | None = None
+
+
+@operation(
+    "PUT",
+    CHECKPOINT + "/ttl",
+    "When it expires",
+    body=SetTtlRequest,
+    answer=ANYTHING,
+    errors=(404, 410),
+    access=Access.IDS,
+    example={"ttl_seconds": 3600},
+)
+def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
+    ttl_s = request.ttl_seconds
     check_ttl(ttl_s)
     call.services.checkpoints.set_ttl(call.tenant_id, ref_of(call), ttl_s)
     record(call, "checkpoint_ttl_set", ref_of(call), ttl_seconds=ttl_s)
@@ -176,19 +281,38 @@ class Destination:
     project_id: str | None
 
 
-def copy_weights(call: Call) -> JsonObject:
-    services, fields = call.services, call.fields()
-    ref = parse_path(fields.text("source_path"), "source_path")
-    ttl_s = fields.integer_or("ttl_seconds", None)
+class CopyWeightsRequest(Body):
+    """The copy goes into a project, or into a run of a session."""
+
+    source_path: Text
+    session_id: Text | None = None
+    model_seq_id: Position | None = None
+    destination_project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+    ttl_seconds: Ttl | None = None
+
+
+@operation(
+    "POST",
+    "/copy_weights",
+    "Copy a checkpoint",
+    body=CopyWeightsRequest,
+    answer=fields({"tinker_path": TEXT}),
+    errors=(404, 410, 429),
+    access=Access.IDS,
+    example={"source_path": "{tinker_path}", "destination_project_id": "p"},
+)
+def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:
+    services, ttl_s = call.services, request.ttl_seconds
+    path = parse_path(request.source_path, "source_path")
     check_ttl(ttl_s)
-    destination = _destination(call, fields)
-    reason = f"copied from {ref.path}"
-    copied = CheckpointRef(destination.model_id, ref.kind, ref.name)
+    destination = _destination(call, request)
+    reason = f"copied from {path.path}"
+    copied = CheckpointRef(destination.model_id, path.kind, path.name)
     if not made_before(services.models.find(destination.model_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         token = call.headers.get(TOKEN_HEADER)
         granted_by = None if token is None else granting_tenant(call, token)
-        source = services.checkpoints.get(call.tenant_id, ref, granted_by=granted_by)
+        source = services.checkpoints.get(call.tenant_id, path, granted_by=granted_by)
         new = NewCheckpoint(
             ref=copied,
             tenant_id=call.tenant_id,
@@ -201,22 +325,23 @@ def copy_weights(call: Call) -> JsonObject:
         run = _run_of_copy(call, destination, source, readable=source.tenant_id in (call.tenant_id, granted_by))
         effects = [
             *added(call.tenant_id, run.session_id, run.base_model, "checkpoint", 1),
-            entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": ref.path}),
+            entry(call.tenant_id, "checkpoint_copied", {"tinker_path": copied.path, "source_path": path.path}),
         ]
         if not services.checkpoints.copy(source, new, copied_run(run, destination.project_id, reason), *effects):
             made_before(services.models.find(destination.model_id), reason)
     return {"tinker_path": copied.path}
 
 
-def _destination(call: Call, fields: Fields) -> Destination:
-    project_id = fields.text_or("destination_project_id", None, max_length=MAX_PROJECT_LENGTH)
-    if fields.has("session_id") == (project_id is not None):
+def _destination(call: Call, request: CopyWeightsRequest) -> Destination:
+    project_id = request.destination_project_id
+    if (request.session_id is not None) == (project_id is not None):
         raise UserError("give either destination_project_id, or session_id with model_seq_id")
-    if project_id is None:
-        session = call.services.sessions.require_active(call.tenant_id, fields.text("session_id"))
-        number = check_position("model_seq_id", fields.integer("model_seq_id"))
-        return Destination(f"{session.session_id}:train:{number}", session.session_id, None)
-    if fields.has("model_seq_id"):
+    if request.session_id is not None:
+        session = call.services.sessions.require_active(call.tenant_id, request.session_id)
+        if request.model_seq_id is None:
+            raise UserError("model_seq_id is missing")
+        return Destination(f"{session.session_id}:train:{request.model_seq_id}", session.session_id, None)
+    if request.model_seq_id is not None:
         raise UserError("model_seq_id goes with session_id, not with destination_project_id")
     session_id = idempotent_session(call, COPY_IDS)
     return Destination(f"{session_id}:train:0", session_id, project_id)
@@ -254,19 +379,3 @@ def _run_of_copy(call: Call, destination: Destination, source: Checkpoint, *, re
         optimizer_type=source.optimizer_type,
         user_metadata=None if origin is None else origin.user_metadata,
     )
-
-
-ROUTES = [
-    Route("/training_runs", endpoint(list_training_runs), methods=["GET"]),
-    Route(RUN, endpoint(get_training_run), methods=["GET"]),
-    Route(RUN + "/checkpoints", endpoint(list_run_checkpoints), methods=["GET"]),
-    Route(CHECKPOINT, endpoint(delete), methods=["DELETE"]),
-    Route(BARE_CHECKPOINT, endpoint(without_kind), methods=["DELETE"]),
-    Route(BARE_CHECKPOINT + "/archive", endpoint(without_kind), methods=["GET"]),
-    Route(CHECKPOINT + "/publish", endpoint(publish), methods=["POST"]),
-    Route(CHECKPOINT + "/publish", endpoint(unpublish), methods=["DELETE"]),
-    Route(CHECKPOINT + "/ttl", endpoint(set_ttl, JSON_TYPE), methods=["PUT"]),
-    Route("/checkpoints", endpoint(list_checkpoints), methods=["GET"]),
-    Route("/weights_info", endpoint(weights_info, JSON_TYPE), methods=["POST"]),
-    Route("/copy_weights", endpoint(copy_weights, JSON_TYPE), methods=["POST"]),
-]

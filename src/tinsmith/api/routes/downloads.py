@@ -23,9 +23,9 @@ from typing import IO
 
 from starlette.requests import Request
 from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
 
-from tinsmith.api.operation import Call, JsonObject, Services, authenticate, call_of, endpoint, run
+from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TAR_TYPE, TEXT, fields
+from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
 from tinsmith.api.routes.links import Link, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
@@ -119,6 +119,14 @@ BLOCK_BYTES = 512  # of a tar archive
 CHUNK_BYTES = 1 << 20
 
 
+@operation(
+    "GET",
+    CHECKPOINT + "/external_weights_urls",
+    "Links to the files of an export",
+    answer=fields({"urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
+    errors=(404, 410),
+    access=Access.IDS,
+)
 def external_weights_urls(call: Call) -> JsonObject:
     checkpoint = _readable(call)
     if checkpoint.kind != "external_weights":
@@ -136,6 +144,14 @@ def external_weights_urls(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    CHECKPOINT + "/archive_link",
+    "The same link, as JSON",
+    answer=fields({"url": TEXT, "expires": TEXT}),
+    errors=(404, 410),
+    access=Access.IDS,
+)
 def archive_url(call: Call) -> JsonObject:
     """A link to one tar of all files, for a checkpoint of any kind."""
     link = _link_to_archive(call)
@@ -149,6 +165,14 @@ def _link_to_archive(call: Call) -> Link:
     return link
 
 
+@operation(
+    "GET",
+    CHECKPOINT + "/archive",
+    "302 to a tar of all files",
+    answer=ANYTHING,
+    errors=(302, 404, 410),
+    access=Access.IDS,
+)
 async def archive_link(request: Request) -> Response:
     """302 to the same."""
     services, tenant_id = await authenticate(request)
@@ -161,6 +185,16 @@ async def archive_link(request: Request) -> Response:
     return await run(work)
 
 
+@operation(
+    "GET",
+    DOWNLOAD + "/files/{file}",
+    "One file",
+    answer=FILE_TYPE,
+    errors=(206, 416, *LINKED),
+    access=Access.LINK,
+    query=LINK,
+    keyed=False,
+)
 async def download_file(request: Request) -> Response:
     """One file, whole or in ranges."""
     file = request.path_params["file"]
@@ -170,11 +204,21 @@ async def download_file(request: Request) -> Response:
         if file not in (sizes := files.files(directory)):
             raise NotFoundError(f"the checkpoint has no file {file!r}")
         stored = StoredFile(files.file_path(directory, file), sizes[file], lambda: files.open(directory, file))
-        return file_response(request, stored, "application/octet-stream", filename=file)
+        return file_response(request, stored, FILE_TYPE, filename=file)
 
     return await run(work, on=transfers_of(request))
 
 
+@operation(
+    "GET",
+    DOWNLOAD + "/archive",
+    "All files",
+    answer=TAR_TYPE,
+    errors=LINKED,
+    access=Access.LINK,
+    query=LINK,
+    keyed=False,
+)
 async def download_archive(request: Request) -> Response:
     """A tar, made while it is sent."""
 
@@ -187,7 +231,7 @@ async def download_archive(request: Request) -> Response:
             "content-disposition": f'attachment; filename="{name}"',
         }
         content = () if request.method == "HEAD" else tar_of(files, directory, sizes)
-        return StreamingResponse(content, headers=headers, media_type="application/x-tar")
+        return StreamingResponse(content, headers=headers, media_type=TAR_TYPE)
 
     return await run(work, on=transfers_of(request))
 
@@ -242,12 +286,3 @@ def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iter
 
 def _padded(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
-
-
-ROUTES = [
-    Route(CHECKPOINT + "/external_weights_urls", endpoint(external_weights_urls), methods=["GET"]),
-    Route(CHECKPOINT + "/archive", archive_link, methods=["GET"]),
-    Route(CHECKPOINT + "/archive_link", endpoint(archive_url), methods=["GET"]),
-    Route(DOWNLOAD + "/files/{file}", download_file, methods=["GET"]),
-    Route(DOWNLOAD + "/archive", download_archive, methods=["GET"]),
-]

@@ -12,22 +12,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from pydantic import Field
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.api.admission import check_position
-from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, endpoint, read_json, run, traced
-from tinsmith.errors import UserError
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
+from tinsmith.api.operation import (
+    Access,
+    Call,
+    JsonObject,
+    Services,
+    answer,
+    authenticate,
+    operation,
+    read_json,
+    run,
+    traced,
+)
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import UNBOUNDED, Outcome
 from tinsmith.store.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.fields import Fields, show
+from tinsmith.wire.fields import INT64_MAX, Body, OneOf, Position, Text
 
 T = TypeVar("T")
 
@@ -51,11 +60,26 @@ SLOW_S = 10.0
 """A client that takes longer to read a large result no longer counts among those."""
 
 
+class RetrieveFutureRequest(Body):
+    request_id: Text
+    allow_metadata_only: bool = False
+
+
+@operation(
+    "POST",
+    "/retrieve_future",
+    "A result, as JSON or as " + PROTO_RESULT + "; held until it is there",
+    body=RetrieveFutureRequest,
+    answer={"anyOf": [ref("Failure"), ANYTHING]},
+    errors=(404, 408, 410),
+    access=Access.IDS,
+    example={"request_id": "{request_id}"},
+)
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    fields = await read_json(request)
-    request_id = fields.text("request_id")
-    inline_bytes = INLINE_BYTES if fields.flag_or("allow_metadata_only", False) else UNBOUNDED
+    asked = await read_json(request, RetrieveFutureRequest)
+    request_id = asked.request_id
+    inline_bytes = INLINE_BYTES if asked.allow_metadata_only else UNBOUNDED
     await note_poll(services, tenant_id, request_id)
     with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
         outcome = await held(
@@ -139,62 +163,69 @@ class _LargeResult(Response):
             self._slot.give_back()
 
 
-async def retrieve_futures(request: Request) -> Response:
-    services, tenant_id = await authenticate(request)
-    poll = _session_poll(await read_json(request))
-    samplers = services.sampling_sessions
-    await read(services, samplers.get, tenant_id, poll.sampling_session_id)
-    samplers.acknowledge(poll.sampling_session_id, poll.acknowledged)
-    await note_poll(services, tenant_id, poll.sampling_session_id)
-
-    async def look() -> list[Completion] | None:
-        return await read(services, samplers.completions, poll.sampling_session_id, poll.clone, poll.cursor) or None
-
-    hold_s = services.settings.hold_s if poll.timeout_s is None else min(poll.timeout_s, services.settings.hold_s)
-    found = await held(request, services.waiters.watch_session(poll.sampling_session_id), look, hold_s) or []
-    cursor = found[-1].settle_order if found else poll.cursor
-    return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+class SamplingSessionTargetBody(Body):
+    sampling_session_id: Text
+    type: Annotated[str, OneOf(("sampling_session",))] = "sampling_session"
+    cloned_sampler_id: Position = 0
 
 
-def cancel_future(call: Call) -> JsonObject:
-    """Only samples can be cancelled; for everything else this is an answer without an effect."""
-    call.services.futures.cancel(call.tenant_id, call.fields().text("request_id"), "cancelled by the client")
-    return {}
+class RetrieveFuturesRequest(Body):
+    """`timeout` is in seconds; without it, the server's own counts."""
 
-
-@dataclass(frozen=True, slots=True)
-class _SessionPoll:
-    sampling_session_id: str
-    clone: int
-    cursor: int
-    timeout_s: float | None
-    acknowledged: list[str]
-
-
-def _session_poll(fields: Fields) -> _SessionPoll:
-    target = fields.fields("target")
-    kind = target.text_or("type", "sampling_session")
-    if kind != "sampling_session":
-        raise UserError(f"target.type is {show(kind)}; it must be 'sampling_session'")
-    clone = check_position("target.cloned_sampler_id", target.integer_or("cloned_sampler_id", 0))
-    timeout_s = fields.number_or("timeout", None)
-    if timeout_s is not None and not timeout_s >= 0:
-        raise UserError(
-            f"timeout is {timeout_s}; it must be 0 or more seconds, or null for as long as the server likes"
-        )
-    return _SessionPoll(
-        sampling_session_id=target.text("sampling_session_id"),
-        clone=clone,
-        cursor=_cursor(fields.integer_or("prev_cursor", 0)),
-        timeout_s=timeout_s,
-        acknowledged=fields.texts_or_empty("retrieved_request_ids", max_items=MAX_ACKNOWLEDGED),
+    target: SamplingSessionTargetBody
+    prev_cursor: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    timeout: Annotated[float, Field(ge=0)] | None = None
+    retrieved_request_ids: Annotated[list[Text], Field(max_length=MAX_ACKNOWLEDGED, fail_fast=True)] = Field(
+        default_factory=list
     )
 
 
-def _cursor(value: int) -> int:
-    if value < 0:
-        raise UserError(f"prev_cursor is {value}; it must be 0, or the cursor of an earlier answer")
-    return value
+@operation(
+    "POST",
+    "/retrieve_futures",
+    "The settled samples of a sampling session",
+    body=RetrieveFuturesRequest,
+    answer=fields({"completions": LIST, "cursor": COUNT}),
+    errors=(404, 410),
+    access=Access.IDS,
+    example={"target": {"type": "sampling_session", "sampling_session_id": "{sampling_session_id}"}, "timeout": 0},
+)
+async def retrieve_futures(request: Request) -> Response:
+    services, tenant_id = await authenticate(request)
+    poll = await read_json(request, RetrieveFuturesRequest)
+    sampling_session_id, samplers = poll.target.sampling_session_id, services.sampling_sessions
+    await read(services, samplers.get, tenant_id, sampling_session_id)
+    samplers.acknowledge(sampling_session_id, poll.retrieved_request_ids)
+    await note_poll(services, tenant_id, sampling_session_id)
+
+    async def look() -> list[Completion] | None:
+        clone = poll.target.cloned_sampler_id
+        return await read(services, samplers.completions, sampling_session_id, clone, poll.prev_cursor) or None
+
+    hold_s = services.settings.hold_s if poll.timeout is None else min(poll.timeout, services.settings.hold_s)
+    found = await held(request, services.waiters.watch_session(sampling_session_id), look, hold_s) or []
+    cursor = found[-1].settle_order if found else poll.prev_cursor
+    return answer({"completions": [_completion(one) for one in found], "cursor": cursor})
+
+
+class CancelFutureRequest(Body):
+    request_id: Text
+
+
+@operation(
+    "POST",
+    "/cancel_future",
+    "Stop a sample",
+    body=CancelFutureRequest,
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+    example={"request_id": "{request_id}"},
+)
+def cancel_future(call: Call, request: CancelFutureRequest) -> JsonObject:
+    """Only samples can be cancelled; for everything else this is an answer without an effect."""
+    call.services.futures.cancel(call.tenant_id, request.request_id, "cancelled by the client")
+    return {}
 
 
 def _completion(completion: Completion) -> JsonObject:
@@ -281,10 +312,3 @@ async def _try_again(services: Services, request_id: str) -> Response:
     state, reason = await run(services.queue_state, base_model or "", on=quick)
     pending: JsonObject = {"type": "try_again", "request_id": request_id, "queue_state": state}
     return answer(pending if reason is None else pending | {"queue_state_reason": reason}, 408)
-
-
-ROUTES = [
-    Route("/retrieve_future", retrieve_future, methods=["POST"]),
-    Route("/retrieve_futures", retrieve_futures, methods=["POST"]),
-    Route("/cancel_future", endpoint(cancel_future, JSON_TYPE), methods=["POST"]),
-]

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from tinsmith.api.operation import HUB, Call, JsonObject, authenticate, call_of, endpoint, run
+from tinsmith.api.openapi import FILE_TYPE, LIST, TEXT, TEXTS, fields
+from tinsmith.api.operation import HUB, Access, Call, JsonObject, authenticate, call_of, operation, run
 from tinsmith.api.routes.downloads import StoredFile, file_response
 from tinsmith.errors import ForbiddenError, NotFoundError
 from tinsmith.exchange.hub import (
@@ -26,11 +26,19 @@ from tinsmith.exchange.hub import (
 )
 from tinsmith.wire.fields import show
 
-MODELS = HUB + "/api/models/{repo:path}"
-FILE = HUB + "/{repo:path}/resolve/{revision}/{file:path}"
-FILE_TYPE = "application/octet-stream"
+MODELS = "/api/models/{repo:path}"
+REPOSITORY = fields({"id": TEXT, "sha": TEXT, "lastModified": TEXT, "siblings": LIST, "tags": TEXTS})
 
 
+@operation(
+    "GET",
+    "/api/whoami-v2",
+    "Whose the token is",
+    answer=fields({"name": TEXT}),
+    errors=(403, 404),
+    access=Access.NOTHING,
+    prefixes=(HUB,),
+)
 def whoami(call: Call) -> JsonObject:
     return {
         "type": "user",
@@ -42,6 +50,62 @@ def whoami(call: Call) -> JsonObject:
     }
 
 
+@operation(
+    "GET",
+    MODELS + "/tree/{revision}",
+    "Its files",
+    answer=LIST,
+    errors=(403, 404),
+    access=Access.IDS,
+    prefixes=(HUB,),
+)
+@operation(
+    "GET",
+    MODELS + "/tree/{revision}/{directory:path}",
+    "Files of a directory",
+    answer=LIST,
+    errors=(403, 404),
+    access=Access.IDS,
+    prefixes=(HUB,),
+)
+def tree(call: Call) -> list[JsonObject]:
+    """The files of a repository, or of one of its directories."""
+    found = _repository(call)
+    found.check_revision(call.path["revision"])
+    inside = call.path.get("directory", "").strip("/")
+    within = {name: file for name, file in found.files.items() if not inside or name.startswith(f"{inside}/")}
+    if inside and not within:
+        raise MissingEntryError(f"{found.repo_id!r} has no directory {show(inside)}", found.commit)
+    skipped = len(inside) + 1 if inside else 0
+    deep = call.query.get("recursive", "").lower() in ("true", "1")
+    listed = [_listed(name, file) for name, file in within.items() if deep or "/" not in name[skipped:]]
+    if deep:
+        return listed
+    directories = {name[:skipped] + name[skipped:].partition("/")[0] for name in within if "/" in name[skipped:]}
+    return [
+        {"type": "directory", "path": name, "size": 0, "oid": found.commit} for name in sorted(directories)
+    ] + listed
+
+
+# After the paths that are longer, since a repository's name may hold slashes.
+@operation(
+    "GET",
+    MODELS + "/revision/{revision}",
+    "A repository",
+    answer=REPOSITORY,
+    errors=(403, 404),
+    access=Access.IDS,
+    prefixes=(HUB,),
+)
+@operation(
+    "GET",
+    MODELS,
+    "A repository",
+    answer=REPOSITORY,
+    errors=(403, 404),
+    access=Access.IDS,
+    prefixes=(HUB,),
+)
 def model(call: Call) -> JsonObject:
     """Facts of a repository; with the query `blobs`, its files' sizes and digests."""
     found = _repository(call)
@@ -67,25 +131,6 @@ def model(call: Call) -> JsonObject:
     }
 
 
-def tree(call: Call) -> list[JsonObject]:
-    """The files of a repository, or of one of its directories."""
-    found = _repository(call)
-    found.check_revision(call.path["revision"])
-    inside = call.path.get("directory", "").strip("/")
-    within = {name: file for name, file in found.files.items() if not inside or name.startswith(f"{inside}/")}
-    if inside and not within:
-        raise MissingEntryError(f"{found.repo_id!r} has no directory {show(inside)}", found.commit)
-    skipped = len(inside) + 1 if inside else 0
-    deep = call.query.get("recursive", "").lower() in ("true", "1")
-    listed = [_listed(name, file) for name, file in within.items() if deep or "/" not in name[skipped:]]
-    if deep:
-        return listed
-    directories = {name[:skipped] + name[skipped:].partition("/")[0] for name in within if "/" in name[skipped:]}
-    return [
-        {"type": "directory", "path": name, "size": 0, "oid": found.commit} for name in sorted(directories)
-    ] + listed
-
-
 def _listed(name: str, file: HubFile) -> JsonObject:
     facts: JsonObject = {"type": "file", "path": name, "size": file.size_bytes, "oid": file.etag[:40]}
     if file.whole:
@@ -93,6 +138,15 @@ def _listed(name: str, file: HubFile) -> JsonObject:
     return facts
 
 
+@operation(
+    "GET",
+    "/{repo:path}/resolve/{revision}/{file:path}",
+    "A file, whole or by Range",
+    answer=FILE_TYPE,
+    errors=(403, 404),
+    access=Access.IDS,
+    prefixes=(HUB,),
+)
 async def resolve(request: Request) -> Response:
     """A file, whole or by `Range`."""
     services, tenant_id = await authenticate(request)
@@ -135,13 +189,3 @@ def _repository(call: Call) -> Repository:
 
 def _iso(moment_s: float) -> str:
     return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-
-
-ROOT_ROUTES = [
-    Route(HUB + "/api/whoami-v2", endpoint(whoami), methods=["GET"]),
-    Route(MODELS + "/revision/{revision}", endpoint(model), methods=["GET"]),
-    Route(MODELS + "/tree/{revision}", endpoint(tree), methods=["GET"]),
-    Route(MODELS + "/tree/{revision}/{directory:path}", endpoint(tree), methods=["GET"]),
-    Route(MODELS, endpoint(model), methods=["GET"]),
-    Route(FILE, resolve, methods=["GET"]),
-]

@@ -5,29 +5,42 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from starlette.routing import Route
-
-from tinsmith.api.admission import check_lora, check_position
-from tinsmith.api.operation import Call, JsonObject, endpoint, owned_model, stored
+from tinsmith.api.admission import check_lora
+from tinsmith.api.openapi import ANYTHING, FUTURE, SUBMITTED, TEXT, fields
+from tinsmith.api.operation import Access, B, Call, Draft, JsonObject, operation, owned_model, stored
 from tinsmith.api.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import NewModel
 from tinsmith.types import LoraSpec, ModelShape
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, text_values
-from tinsmith.wire.weights import CREATE_FIELDS, LOAD_FIELDS, LoadWeights, create_model_of, load_of, optimizer_config
+from tinsmith.wire.fields import Body, Position, Text, text_values
+from tinsmith.wire.weights import CreateModel, LoadWeights, optimizer_config
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-def create_model(call: Call) -> JsonObject:
-    fields = call.fields()
+class CreationRequest(Body):
+    """What every request that creates a model needs."""
 
+    session_id: Text
+    model_seq_id: Position
+
+
+@operation(
+    "POST",
+    "/create_model",
+    "A new model",
+    body=CreateModel,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"session_id": "{session_id}", "model_seq_id": 5, "base_model": "{base_model}"},
+    late=True,
+)
+def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
     def plan(model_id: str, session_id: str) -> NewModel:
-        fields.refuse_unknown(CREATE_FIELDS)
-        asked = create_model_of(fields)
+        asked = draft.read()
         call.services.bases.get(asked.base_model)
         check_lora(asked.lora)
         return NewModel(
@@ -36,11 +49,11 @@ def create_model(call: Call) -> JsonObject:
             tenant_id=call.tenant_id,
             base_model=asked.base_model,
             lora=_trained_part(call, asked.lora),
-            optimizer_type=asked.optimizer_type,
+            optimizer_type=asked.optimizer_config.type,
             user_metadata=text_values(asked.user_metadata),
         )
 
-    return _submit_creation(call, fields, "create_model", plan)
+    return _submit_creation(call, draft, "create_model", plan)
 
 
 def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
@@ -53,22 +66,31 @@ def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
     return replace(asked, rank=0)
 
 
-def load_weights(call: Call) -> JsonObject:
+@operation(
+    "POST",
+    "/load_weights",
+    "A model from a checkpoint, or a checkpoint into a model",
+    body=LoadWeights,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "path": "{tinker_path}", "optimizer": False},
+    late=True,
+)
+def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
     """With a session, the load creates the model (its number 0); with a model, it is an operation of it."""
-    call, wrong_token = exchange_token(call)
-    fields = call.fields()
-    if fields.has("model_id"):
-        judged = load_into_model(call, wrong_token)
-        answer = stored(call.services, judged)  # its number counts as used, whatever comes of it
-        if isinstance(judged.refusal, LateLoadError):
-            raise judged.refusal
+    call, draft, wrong_token = exchange_token(call, draft)
+    if draft.values.get("model_id") is not None:
+        submitted = load_into_model(call, draft, wrong_token)
+        answer = stored(call.services, submitted)  # its number counts as used, even if it is refused
+        if isinstance(submitted.refusal, LateLoadError):
+            raise submitted.refusal
         return answer
 
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:
             raise wrong_token
-        fields.refuse_unknown(LOAD_FIELDS)
-        asked = load_of(fields)
+        asked = draft.read()
         checkpoint = loadable(call, asked)
         return NewModel(
             model_id=model_id,
@@ -80,7 +102,7 @@ def load_weights(call: Call) -> JsonObject:
             user_metadata=text_values(asked.user_metadata),
         )
 
-    return _submit_creation(call, fields, "load_model", plan)
+    return _submit_creation(call, draft, "load_model", plan)
 
 
 def _optimizer_for(checkpoint: Checkpoint, asked: LoadWeights) -> str:
@@ -109,10 +131,10 @@ def _base_for(call: Call, checkpoint: Checkpoint, asked: str | None) -> str:
     return other.name
 
 
-def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
-    services = call.services
-    session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
-    number = check_position("model_seq_id", fields.integer("model_seq_id"))
+def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str, str], NewModel]) -> JsonObject:
+    services, named = call.services, draft.part(CreationRequest)
+    session = services.sessions.require_active(call.tenant_id, named.session_id)
+    number = named.model_seq_id
     model_id = f"{session.session_id}:train:{number}"
     new = NewFuture(
         request_id=f"{model_id}:0",
@@ -140,8 +162,22 @@ def _submit_creation(call: Call, fields: Fields, kind: str, plan: Callable[[str,
     return {"request_id": services.futures.submit(new, refusal), "model_id": model_id}
 
 
-def get_info(call: Call) -> JsonObject:
-    model = call.services.models.get(call.tenant_id, call.fields().text("model_id"))
+class GetInfoRequest(Body):
+    model_id: Text
+
+
+@operation(
+    "POST",
+    "/get_info",
+    "What a model is",
+    body=GetInfoRequest,
+    answer=fields({"model_id": TEXT, "model_data": ANYTHING}),
+    errors=(404,),
+    access=Access.IDS,
+    example={"model_id": "{model_id}"},
+)
+def get_info(call: Call, request: GetInfoRequest) -> JsonObject:
+    model = call.services.models.get(call.tenant_id, request.model_id)
     shape = call.services.bases.get(model.base_model)
     return {
         "type": "get_info",
@@ -163,8 +199,22 @@ def _tokenizer_id(shape: ModelShape, host: str) -> str:
     return shape.path if host in LOOPBACK_HOSTS and ":" not in shape.path else shape.name
 
 
-def unload_model(call: Call) -> JsonObject:
-    model = owned_model(call, call.fields().text("model_id"))
+class UnloadModelRequest(Body):
+    model_id: Text
+
+
+@operation(
+    "POST",
+    "/unload_model",
+    "End a model",
+    body=UnloadModelRequest,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}"},
+)
+def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
+    model = owned_model(call, request.model_id)
     new = NewFuture(
         request_id=f"{model.model_id}:unload",
         tenant_id=call.tenant_id,
@@ -176,11 +226,3 @@ def unload_model(call: Call) -> JsonObject:
         engine_id=model.engine_id,
     )
     return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}
-
-
-ROUTES = [
-    Route("/create_model", endpoint(create_model, JSON_TYPE), methods=["POST"]),
-    Route("/load_weights", endpoint(load_weights, JSON_TYPE), methods=["POST"]),
-    Route("/get_info", endpoint(get_info, JSON_TYPE), methods=["POST"]),
-    Route("/unload_model", endpoint(unload_model, JSON_TYPE), methods=["POST"]),
-]

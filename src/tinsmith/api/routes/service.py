@@ -23,13 +23,12 @@ from http import HTTPStatus
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, endpoint, read_body, run
+from tinsmith.api.openapi import ANYTHING, LIST, TEXT, fields, one_of
+from tinsmith.api.operation import Access, Call, JsonObject, Services, answer, authenticate, operation, read_body, run
 from tinsmith.errors import NotAuthenticatedError
 from tinsmith.telemetry.metrics import CONTENT_TYPE
 from tinsmith.wire import bodies
-from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import read_object
 
 # The SDK's own defaults (types/client_config_response.py), except for two: bodies from elsewhere are compressed, and
@@ -48,6 +47,15 @@ FORWARDED = ("x-forwarded-for", "forwarded", "via")
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
 
+@operation(
+    "GET",
+    "/healthz",
+    "Whether the server answers",
+    answer=fields({"status": one_of("ok", "failing")}, {"reason": TEXT}),
+    errors=(503,),
+    access=Access.NOTHING,
+    keyed=False,
+)
 async def healthz(request: Request) -> Response:
     services: Services = request.app.state.services
     if why := services.failing():
@@ -55,6 +63,15 @@ async def healthz(request: Request) -> Response:
     return answer({"status": "ok"})
 
 
+@operation(
+    "POST",
+    "/client/config",
+    "Flags of a client",
+    body=fields({}, {"sdk_version": TEXT}),
+    answer=ANYTHING,
+    access=Access.NOTHING,
+    quick=True,
+)
 def client_config(call: Call) -> JsonObject:
     settings = call.services.settings
     return CLIENT_FLAGS | {
@@ -71,10 +88,27 @@ def _is_here(call: Call) -> bool:
         return False
 
 
+@operation(
+    "POST",
+    "/client/dynamic_config",
+    "Flags that a client fetches again",
+    body=ANYTHING,
+    answer=ANYTHING,
+    access=Access.NOTHING,
+    quick=True,
+)
 def dynamic_config(_call: Call) -> JsonObject:
     return DYNAMIC_FLAGS
 
 
+@operation(
+    "GET",
+    "/get_server_capabilities",
+    "The served base models",
+    answer=fields({"supported_models": LIST}),
+    access=Access.NOTHING,
+    quick=True,
+)
 def get_server_capabilities(call: Call) -> JsonObject:
     models = [
         {
@@ -88,6 +122,14 @@ def get_server_capabilities(call: Call) -> JsonObject:
     return {"supported_models": models}
 
 
+@operation(
+    "GET",
+    "/metrics",
+    "Figures for Prometheus; the bearer is metrics_token",
+    answer=CONTENT_TYPE,
+    access=Access.NOTHING,
+    at_root=True,
+)
 async def metrics(request: Request) -> Response:
     services: Services = request.app.state.services
     await _admit(request, services)
@@ -112,10 +154,28 @@ MAX_BODY_BYTES = 1 << 20  # the SDK sends at most 100 events at once
 KINDS = frozenset(("SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"))
 SEVERITIES = frozenset(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
 OTHER = "other"
+TELEMETRY = fields(
+    {},
+    {
+        "events": {"type": "array"},
+        "platform": TEXT,
+        "sdk_version": TEXT,
+        "session_id": TEXT,
+        "process_uuid": TEXT,
+    },
+)
 
 log = structlog.get_logger()
 
 
+@operation(
+    "POST",
+    "/telemetry",
+    "Accepted and dropped",
+    body=TELEMETRY,
+    answer=fields({"status": one_of("accepted")}),
+    access=Access.NOTHING,
+)
 async def telemetry(request: Request) -> Response:
     await authenticate(request)
     body = await read_body(request, bodies.JSON_TYPE, MAX_BODY_BYTES)
@@ -135,14 +195,3 @@ def _count(body: bytes, encoding: str | None) -> None:
 
 def _known(word: object, words: frozenset[str]) -> str:
     return word if isinstance(word, str) and word in words else OTHER
-
-
-ROUTES = [
-    Route("/healthz", healthz, methods=["GET"]),
-    Route("/client/config", endpoint(client_config, JSON_TYPE, quick=True), methods=["POST"]),
-    Route("/client/dynamic_config", endpoint(dynamic_config, JSON_TYPE, quick=True), methods=["POST"]),
-    Route("/get_server_capabilities", endpoint(get_server_capabilities, quick=True), methods=["GET"]),
-    Route("/metrics", metrics, methods=["GET"]),
-    Route("/telemetry", telemetry, methods=["POST"]),
-]
-ROOT_ROUTES = [Route("/metrics", metrics, methods=["GET"])]  # where Prometheus looks, without the prefix

@@ -7,30 +7,66 @@ Exporting a session's timeline: a signed link, and the trace behind it, made whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import ANYTHING, LINK, LINKED, LIST, PAGE, PROJECT, SCOPE, TEXT, TEXTS, fields
+from tinsmith.api.operation import Access, Call, Draft, JsonObject, operation
 from tinsmith.api.routes.links import follow_link, sign_link
 from tinsmith.auth import user_urn
 from tinsmith.errors import UserError
 from tinsmith.store.sessions import FINISH_TYPES, NewSession, Search, Session
 from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields, iso, moment_of, show, text_values
+from tinsmith.wire.fields import (
+    MAX_TEXT,
+    NO_NUL,
+    Body,
+    ClosedBody,
+    Metadata,
+    OneOf,
+    Text,
+    TextMetadata,
+    iso,
+    moment_of,
+    show,
+    text_values,
+)
 
 MAX_TAGS = 100
 MAX_PROJECT_ID = 128
+SESSION_IDS = fields({"sessions": TEXTS})
+ProjectId = Annotated[str, Field(max_length=MAX_PROJECT_ID, pattern=NO_NUL)]
+FinishType = Annotated[str, OneOf(FINISH_TYPES)]
 
 
-def create_session(call: Call) -> JsonObject:
-    fields = call.fields()
+class CreateSessionRequest(Body):
+    tags: Annotated[list[Text], Field(max_length=MAX_TAGS, fail_fast=True)] = Field(default_factory=list)
+    user_metadata: Metadata | None = None
+    sdk_version: Annotated[str, Field(max_length=64, pattern=NO_NUL)] | None = None
+    project_id: ProjectId | None = None
+    display_name: Text | None = None
+
+
+@operation(
+    "POST",
+    "/create_session",
+    "Open a session",
+    body=CreateSessionRequest,
+    answer=fields({"session_id": TEXT, "type": TEXT}),
+    access=Access.NOTHING,
+    quick=True,
+)
+def create_session(call: Call, request: CreateSessionRequest) -> JsonObject:
     new = NewSession(
-        tags=fields.texts_or_empty("tags", max_items=MAX_TAGS),
-        user_metadata=fields.metadata_or_none("user_metadata"),
-        sdk_version=fields.text_or("sdk_version", None, max_length=64),
-        project_id=fields.text_or("project_id", None, max_length=MAX_PROJECT_ID) or None,
-        display_name=fields.text_or("display_name", None),
+        tags=request.tags,
+        user_metadata=request.user_metadata,
+        sdk_version=request.sdk_version,
+        project_id=request.project_id or None,
+        display_name=request.display_name,
     )
     session = call.services.sessions.open(call.tenant_id, new)
     opened = {"session_id": session.session_id, "project_id": new.project_id}
@@ -38,36 +74,88 @@ def create_session(call: Call) -> JsonObject:
     return {"type": "create_session", "session_id": session.session_id}
 
 
-def session_heartbeat(call: Call) -> JsonObject:
-    call.services.sessions.heartbeat(call.tenant_id, call.fields().text("session_id"))
+class SessionHeartbeatRequest(Body):
+    session_id: Text
+
+
+@operation(
+    "POST",
+    "/session_heartbeat",
+    "Keep a session open",
+    body=SessionHeartbeatRequest,
+    answer=fields({"type": TEXT}),
+    errors=(404, 410),
+    access=Access.IDS,
+    quick=True,
+    example={"session_id": "{session_id}"},
+)
+def session_heartbeat(call: Call, request: SessionHeartbeatRequest) -> JsonObject:
+    call.services.sessions.heartbeat(call.tenant_id, request.session_id)
     return {"type": "session_heartbeat"}
 
 
-def finish(call: Call) -> JsonObject:
+class FinishReasonBody(Body):
+    type: FinishType
+
+
+class FinishRequest(Body):
+    reason: FinishReasonBody
+    detail: Text = ""
+
+
+@operation(
+    "POST",
+    "/sessions/{session_id}/finish",
+    "End a session",
+    body=FinishRequest,
+    answer=ANYTHING,
+    errors=(404, 410),
+    access=Access.IDS,
+    example={"reason": {"type": "success"}},
+    late=True,
+)
+def finish(call: Call, draft: Draft[FinishRequest]) -> JsonObject:
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
-    fields = call.fields()
-    reason = fields.fields("reason")
-    finish_type = reason.text("type")
-    if finish_type not in FINISH_TYPES:
-        raise UserError(f"reason.type is {show(finish_type)}; it must be one of {', '.join(FINISH_TYPES)}")
-    detail = fields.text_or("detail", "")
-    if call.services.sessions.finish(call.tenant_id, session.session_id, finish_type, detail):
+    request = draft.read()
+    finish_type = request.reason.type
+    if call.services.sessions.finish(call.tenant_id, session.session_id, finish_type, request.detail):
         finished = {"session_id": session.session_id, "reason": finish_type}
         call.services.audit.record(call.tenant_id, "session_finished", finished)
     return {}
 
 
-def set_project(call: Call) -> JsonObject:
+class SetProjectRequest(Body):
+    project_id: Annotated[str, Field(min_length=1, max_length=MAX_PROJECT_ID, pattern=NO_NUL)]
+
+
+@operation(
+    "PUT",
+    "/sessions/{session_id}/project",
+    "Count it for a project",
+    body=SetProjectRequest,
+    answer=ANYTHING,
+    errors=(404,),
+    access=Access.IDS,
+    example={"project_id": "p"},
+    late=True,
+)
+def set_project(call: Call, draft: Draft[SetProjectRequest]) -> JsonObject:
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
-    project_id = call.fields().text("project_id")
-    if not 0 < len(project_id) <= MAX_PROJECT_ID:
-        raise UserError(f"project_id has {len(project_id)} characters; use 1 to {MAX_PROJECT_ID}")
+    project_id = draft.read().project_id
     call.services.sessions.set_project(call.tenant_id, session.session_id, project_id)
     moved = {"session_id": session.session_id, "project_id": project_id}
     call.services.audit.record(call.tenant_id, "project_session_assigned", moved)
     return {}
 
 
+@operation(
+    "GET",
+    "/sessions",
+    "Sessions, newest first",
+    answer=SESSION_IDS,
+    access=Access.LISTING,
+    query={**PAGE, **SCOPE, **PROJECT},
+)
 def list_sessions(call: Call) -> JsonObject:
     check_scope(call)
     limit, offset = call.page(default_limit=20)
@@ -75,6 +163,15 @@ def list_sessions(call: Call) -> JsonObject:
     return {"sessions": found}
 
 
+@operation(
+    "GET",
+    "/sessions/{session_id}",
+    "What a session holds",
+    answer=fields({"training_run_ids": TEXTS, "sampler_ids": TEXTS}),
+    errors=(404,),
+    access=Access.IDS,
+    query=SCOPE,
+)
 def get_session(call: Call) -> JsonObject:
     check_scope(call)
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
@@ -96,19 +193,55 @@ def check_scope(call: Call) -> None:
 MAX_PAGE = 200
 MAX_OWNERS = 10
 MAX_PROJECTS = 1000
-FIELDS = frozenset(
-    ("session_id", "project_ids", "user_metadata", "display_name", "owner", "statuses", "limit", "cursor")
-)
 STATUS_TYPES = ("active", "cancelled", "failed", "client_finished")
 OWNER_TYPES = ("own", "accessible", "user")
 
 
-def search_sessions(call: Call) -> JsonObject:
-    fields = call.fields()
-    fields.refuse_unknown(FIELDS)
-    metadata = fields.text_metadata_or_none("user_metadata") or {}
-    asked = _search_of(call, fields)
-    if not _owner_asked_for(fields, call.tenant_id):
+class SearchOwnerBody(Body):
+    type: Annotated[str, OneOf(OWNER_TYPES)] = "own"
+    owner_urns: Annotated[list[Text], Field(max_length=MAX_OWNERS, fail_fast=True)] = Field(default_factory=list)
+
+
+class StatusQueryBody(Body):
+    """`reasons` belongs to client_finished: without it, all of them."""
+
+    type: Annotated[str, OneOf(STATUS_TYPES)]
+    reasons: Annotated[list[FinishType], Field(min_length=1, max_length=16, fail_fast=True)] | None = None
+
+
+class SearchCursorBody(Body):
+    last_created_at: Annotated[Text, Field(json_schema_extra={"format": "date-time"})]
+    last_session_id: Text
+
+
+class SearchSessionsRequest(ClosedBody):
+    session_id: Text | None = None
+    project_ids: Annotated[list[Text], Field(max_length=MAX_PROJECTS, fail_fast=True)] | None = None
+    user_metadata: TextMetadata | None = None
+    display_name: Annotated[str, Field(min_length=1, max_length=MAX_TEXT, pattern=NO_NUL)] | None = None
+    owner: SearchOwnerBody = SearchOwnerBody()
+    statuses: Annotated[list[StatusQueryBody], Field(min_length=1, max_length=16, fail_fast=True)] | None = None
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE)] = 50
+    cursor: SearchCursorBody | None = None
+
+
+@operation(
+    "POST",
+    "/sessions/search",
+    "Find sessions",
+    body=SearchSessionsRequest,
+    answer=fields({"sessions": LIST}, {"next_cursor": ANYTHING}),
+    errors=(404, 501),
+    access=Access.LISTING,
+    filters=(
+        {"session_id": "{session_id}"},
+        {"cursor": {"last_created_at": "2100-01-01T00:00:00Z", "last_session_id": "{session_id}"}},
+    ),
+)
+def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
+    metadata = request.user_metadata or {}
+    asked = _search_of(call, request)
+    if not _includes_caller(request.owner, call.tenant_id):
         return {"sessions": [], "next_cursor": None}
 
     def has_metadata(session: Session) -> bool:
@@ -147,109 +280,82 @@ def _status(session: Session) -> JsonObject | None:
     return None
 
 
-def _search_of(call: Call, fields: Fields) -> Search:
-    limit = fields.integer_or("limit", 50)
-    if not 1 <= limit <= MAX_PAGE:
-        raise UserError(f"limit is {limit}; it must lie between 1 and {MAX_PAGE}")
-    display_name = fields.text_or("display_name", None)
-    if display_name == "":
-        raise UserError("display_name is empty; leave it out, or give at least one character")
-    states, finish_types = _statuses(fields)
-    projects = fields.texts_or_empty("project_ids", max_items=MAX_PROJECTS) if fields.has("project_ids") else None
+def _search_of(call: Call, request: SearchSessionsRequest) -> Search:
+    states, finish_types = _statuses(request.statuses)
     return Search(
-        session_id=fields.text_or("session_id", None),
-        display_name=display_name,
-        project_ids=projects,
+        session_id=request.session_id,
+        display_name=request.display_name,
+        project_ids=request.project_ids,
         states=states,
         finish_types=finish_types,
-        limit=limit,
-        after=_cursor(call, fields.fields_or("cursor", None)),
+        limit=request.limit,
+        after=_cursor(call, request.cursor),
     )
 
 
-def _cursor(call: Call, cursor: Fields | None) -> tuple[float, str] | None:
+def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | None:
     """The wire cuts moments at the microsecond; the session itself, if it is still there, knows its own exactly."""
     if cursor is None:
         return None
-    session_id = cursor.text("last_session_id")
-    created_at = moment_of("cursor.last_created_at", cursor.text("last_created_at"))
+    session_id = cursor.last_session_id
+    created_at = moment_of("cursor.last_created_at", cursor.last_created_at)
     last = call.services.sessions.of_ids([session_id]).get(session_id)
     return (created_at if last is None or last.tenant_id != call.tenant_id else last.created_at), session_id
 
 
-def _statuses(fields: Fields) -> tuple[list[str] | None, list[str]]:
+def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | None, list[str]]:
     """States of sessions, and finish types, that the listed statuses stand for. No session is cancelled or failed
     by this server, so these two match none.
     """
-    listed = fields.values.get("statuses")
     if listed is None:
         return None, []
-    if not isinstance(listed, list) or not 0 < len(listed) <= len(STATUS_TYPES) * 4:
-        raise UserError(f"statuses is {show(listed)}; it must be a list of at least one status")
-    states: set[str] = set()
+    states = {"active" for status in listed if status.type == "active"}
     finish_types: set[str] = set()
-    for index, item in enumerate(listed):
-        status = Fields({"status": item}, f"statuses[{index}].").fields("status")
-        kind = _one_of(status, "type", STATUS_TYPES)
-        if kind == "active":
-            states.add("active")
-        elif kind == "client_finished":
-            finish_types.update(_reasons(status))
+    for status in listed:
+        if status.type == "client_finished":
+            finish_types.update(status.reasons or FINISH_TYPES)
     return sorted(states), sorted(finish_types)
 
 
-def _reasons(status: Fields) -> list[str]:
-    if not status.has("reasons"):
-        return list(FINISH_TYPES)
-    reasons = status.texts_or_empty("reasons", max_items=16)
-    if not reasons or not set(reasons) <= set(FINISH_TYPES):
-        raise UserError(f"{status.path('reasons')} is {show(reasons)}; list some of {', '.join(FINISH_TYPES)}")
-    return reasons
-
-
-def _owner_asked_for(fields: Fields, tenant_id: str) -> bool:
-    """Whether the caller is among the owners whose sessions are looked for: it can list nobody else's."""
-    owner = fields.fields_or("owner", Fields({"type": "own"}))
-    if _one_of(owner, "type", OWNER_TYPES) != "user":
+def _includes_caller(owner: SearchOwnerBody, tenant_id: str) -> bool:
+    """Whether the caller is among the owners whose sessions are looked for: it can list no other's."""
+    if owner.type != "user":
         return True
-    urns = owner.texts_or_empty("owner_urns", max_items=MAX_OWNERS)
-    if not urns:
+    if not owner.owner_urns:
         raise UserError(f"owner.owner_urns is empty; list 1 to {MAX_OWNERS} owners")
-    return user_urn(tenant_id) in urns
-
-
-def _one_of(fields: Fields, name: str, allowed: tuple[str, ...]) -> str:
-    value = fields.text(name)
-    if value not in allowed:
-        raise UserError(f"{fields.path(name)} is {show(value)}; it must be one of {', '.join(allowed)}")
-    return value
+    return user_urn(tenant_id) in owner.owner_urns
 
 
 PURPOSE = "trace"
 
 
+@operation(
+    "GET",
+    "/sessions/{session_id}/trace_export",
+    "A link to its timeline",
+    answer=fields({"status": TEXT, "url": TEXT}),
+    errors=(404,),
+    access=Access.IDS,
+)
 def trace_export(call: Call) -> JsonObject:
     """Ready at once: there is nothing to prepare. The wire's 'pending' and 'failed' are never answered."""
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
 
+@operation(
+    "GET",
+    "/sessions/{session_id}/trace",
+    "Its timeline",
+    answer=ANYTHING,
+    errors=LINKED,
+    access=Access.LINK,
+    query=LINK,
+    keyed=False,
+)
 async def trace(request: Request) -> Response:
     """No key: the link was made for a tenant that may see the session."""
     services = follow_link(request, PURPOSE)
     session_id = request.path_params["session_id"]
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}
     return StreamingResponse(services.traces.write(session_id), media_type=JSON_TYPE, headers=headers)
-
-
-ROUTES = [
-    Route("/create_session", endpoint(create_session, JSON_TYPE, quick=True), methods=["POST"]),
-    Route("/session_heartbeat", endpoint(session_heartbeat, JSON_TYPE, quick=True), methods=["POST"]),
-    Route("/sessions", endpoint(list_sessions), methods=["GET"]),
-    Route("/sessions/{session_id}", endpoint(get_session), methods=["GET"]),
-    Route("/sessions/{session_id}/finish", endpoint(finish, JSON_TYPE), methods=["POST"]),
-    Route("/sessions/{session_id}/project", endpoint(set_project, JSON_TYPE), methods=["PUT"]),
-    Route("/sessions/search", endpoint(search_sessions, JSON_TYPE), methods=["POST"]),
-    Route("/sessions/{session_id}/trace_export", endpoint(trace_export), methods=["GET"]),
-    Route("/sessions/{session_id}/trace", trace, methods=["GET"]),
-]

@@ -13,17 +13,19 @@ from dataclasses import replace
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from tinsmith.api.admission import check_optimizer, check_position
-from tinsmith.api.legacy import pass_message
+from tinsmith.api.admission import check_optimizer
+from tinsmith.api.legacy import JSON_PASS, pass_message
+from tinsmith.api.openapi import FUTURE, SUBMITTED
 from tinsmith.api.operation import (
+    Access,
     Call,
+    Draft,
     Endpoint,
     JsonObject,
+    ModelRequest,
     Submission,
-    Submit,
-    endpoint,
+    operation,
     submission,
     submit_json_operation,
     submit_operation,
@@ -36,19 +38,26 @@ from tinsmith.store.futures import NewFuture
 from tinsmith.store.models import Model
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
-from tinsmith.wire.custom_loss import create_custom_loss_of, read_definition
-from tinsmith.wire.fields import Fields
-from tinsmith.wire.training import optim_step_of, parse_pass, pass_of, spans_of
+from tinsmith.wire.custom_loss import (
+    CreateCustomLossRequest,
+    NewCustomLossRequest,
+    create_custom_loss_of,
+    read_definition,
+)
+from tinsmith.wire.fields import validate
+from tinsmith.wire.training import OptimStepRequest, optim_step_of, parse_pass, pass_of, spans_of
+
+PASS_TYPES = (JSON_TYPE, PROTO_TYPE)
 
 
-def forward_backward(call: Call) -> Submission:
+def _forward_backward(call: Call) -> Submission:
     """Both passes: the SDK sends forward here, too, with `forward_only` set."""
     message = parse_pass(call.body)
     return _submit_pass(call, message, message.seq_id)
 
 
 def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | None) -> Submission:
-    def judge(model: Model, request_id: str) -> int:
+    def check(model: Model, request_id: str) -> int:
         pass_ = pass_of(message, request_id)
         if (loss_id := loss_id_of(pass_)) is not None:
             call.wait()
@@ -61,64 +70,121 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
         return pass_.num_tokens
 
     kind = "forward" if message.forward_only else "forward_backward"
-    return submit_operation(call, kind, message.model_id, seq_id, judge)
+    return submit_operation(call, kind, message.model_id, seq_id, check)
 
 
-def forward(call: Call) -> Submission:
+def _forward(call: Call) -> Submission:
     """The path of its own that older clients know. The stored body says itself that it is forward only."""
     message = parse_pass(call.body)
     message.forward_only = True
-    return forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
+    return _forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
 
 
-def json_forward_backward(call: Call) -> Submission:
+def _json_forward_backward(call: Call) -> Submission:
     return _submit_json_pass(call, forward_only=call.fields().flag_or("forward_only", False))
 
 
-def json_forward(call: Call) -> Submission:
+def _json_forward(call: Call) -> Submission:
     return _submit_json_pass(call, forward_only=True)
 
 
 def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
     fields = call.fields()
-    model_id, seq_id = fields.text("model_id"), fields.integer_or("seq_id", None)
+    named = validate(ModelRequest, fields.values)
     try:
         message = pass_message(fields, forward_only=forward_only)
     except UserError as error:
-        return _refuse(call, "forward" if forward_only else "forward_backward", model_id, seq_id, error)
-    return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, seq_id)
+        return _refuse(call, "forward" if forward_only else "forward_backward", named, error)
+    return _submit_pass(replace(call, body=message.SerializeToString(deterministic=True)), message, named.seq_id)
 
 
-def _refuse(call: Call, kind: str, model_id: str, seq_id: int | None, error: UserError) -> Submission:
-    def judge(_model: Model, _request_id: str) -> int:
+def _refuse(call: Call, kind: str, named: ModelRequest, error: UserError) -> Submission:
+    def check(_model: Model, _request_id: str) -> int:
         raise error
 
-    return submit_operation(call, kind, model_id, seq_id, judge)
+    return submit_operation(call, kind, named.model_id, named.seq_id, check)
 
 
-def optim_step(call: Call) -> Submission:
-    return submit_json_operation(call, "optim_step", _check_optim_step)
+@operation(
+    "POST",
+    "/optim_step",
+    "One step of the optimizer",
+    body=OptimStepRequest,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
+    submits=True,
+)
+def optim_step(call: Call, draft: Draft[OptimStepRequest]) -> Submission:
+    return submit_json_operation(call, "optim_step", draft, _check_optim_step)
 
 
-def _check_optim_step(model: Model, fields: Fields) -> None:
-    check_optimizer(model.optimizer_type, optim_step_of(fields, "").params)
+def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
+    check_optimizer(model.optimizer_type, optim_step_of(request, "").params)
 
 
-def by_content_type(proto: Submit, json: Submit) -> Endpoint:
-    from_proto, from_json = submission(proto, PROTO_TYPE), submission(json, JSON_TYPE)
+@operation(
+    "POST",
+    "/forward_backward",
+    "One pass, with gradients or without",
+    body=JSON_PASS,
+    takes=PASS_TYPES,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
+)
+async def forward_backward(request: Request) -> Response:
+    return await _either(request, *_FORWARD_BACKWARD)
 
-    async def respond(request: Request) -> Response:
-        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        return await (from_json if content_type == JSON_TYPE else from_proto)(request)
 
-    return respond
+@operation(
+    "POST",
+    "/forward",
+    "One pass without gradients",
+    body=JSON_PASS,
+    takes=PASS_TYPES,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
+)
+async def forward(request: Request) -> Response:
+    return await _either(request, *_FORWARD)
 
 
-def create_custom_loss(call: Call) -> JsonObject:
+_FORWARD_BACKWARD = submission(_forward_backward, PROTO_TYPE), submission(_json_forward_backward, JSON_TYPE)
+_FORWARD = submission(_forward, PROTO_TYPE), submission(_json_forward, JSON_TYPE)
+
+
+async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response:
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return await (json if content_type == JSON_TYPE else proto)(request)
+
+
+@operation(
+    "POST",
+    "/create_custom_loss",
+    "Store a loss that a client traced",
+    body=CreateCustomLossRequest,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={
+        "session_id": "{session_id}",
+        "custom_loss_seq_id": 0,
+        "name": "x",
+        "inputs": [],
+        "graph": {"format": 1, "nodes": [{"op": "output", "name": "output", "target": "output"}]},
+    },
+    late=True,
+)
+def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> JsonObject:
     """No device is needed, so the future is done, or refused, at birth."""
-    services, fields = call.services, call.fields()
-    session = services.sessions.require_active(call.tenant_id, fields.text("session_id"))
-    number = check_position("custom_loss_seq_id", fields.integer("custom_loss_seq_id"))
+    services, named = call.services, draft.part(NewCustomLossRequest)
+    session = services.sessions.require_active(call.tenant_id, named.session_id)
+    number = named.custom_loss_seq_id
     loss_id = f"{session.session_id}:loss:{number}"
     new = NewFuture(
         request_id=loss_id,
@@ -131,7 +197,7 @@ def create_custom_loss(call: Call) -> JsonObject:
     try:
         if number >= MAX_LOSSES:
             raise UserError(f"custom_loss_seq_id is {number}; a session may create at most {MAX_LOSSES} custom losses")
-        asked = create_custom_loss_of(fields)
+        asked = create_custom_loss_of(draft.values)
         if len(asked.definition) > MAX_DEFINITION_BYTES:
             raise UserError(f"graph and inputs are {len(asked.definition)} bytes; at most {MAX_DEFINITION_BYTES}")
         check_graph(asked.loss)
@@ -147,11 +213,3 @@ def create_custom_loss(call: Call) -> JsonObject:
                 "its number, so use the next one"
             )
     return {"request_id": request_id}
-
-
-ROUTES = [
-    Route("/forward_backward", by_content_type(forward_backward, json_forward_backward), methods=["POST"]),
-    Route("/optim_step", submission(optim_step, JSON_TYPE), methods=["POST"]),
-    Route("/forward", by_content_type(forward, json_forward), methods=["POST"]),
-    Route("/create_custom_loss", endpoint(create_custom_loss, JSON_TYPE), methods=["POST"]),
-]

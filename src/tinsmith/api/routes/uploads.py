@@ -13,18 +13,19 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, cast
 
 import orjson
+from pydantic import Field
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from tinsmith.api.admission import check_ttl
-from tinsmith.api.operation import Call, authenticate, call_of, run
+from tinsmith.api.openapi import COUNT, TEXT, fields
+from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, idempotent_session, made_before
 from tinsmith.chat.refusals import RequestError
 from tinsmith.errors import TooLargeError, UnsupportedMediaError, UserError
@@ -36,9 +37,20 @@ from tinsmith.store.models import NewModel, copied_run
 from tinsmith.store.usage import added
 from tinsmith.types import ModelShape
 from tinsmith.wire.bodies import JSON_TYPE, check_length
-from tinsmith.wire.fields import MAX_METADATA_BYTES, Fields, read_object, show
+from tinsmith.wire.fields import (
+    MAX_METADATA_BYTES,
+    NO_NUL,
+    Body,
+    Schema,
+    Text,
+    TextMetadata,
+    described,
+    read_object,
+    show,
+    validate,
+)
+from tinsmith.wire.weights import Ttl
 
-FORM_TYPE = "multipart/form-data"
 MAX_FIELDS = 8
 OVERHEAD_BYTES = 64 << 10
 """Of a form, beside its files."""
@@ -82,21 +94,39 @@ async def read_form(
 
 
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
-TEXTS = ("base_model", "name", "project_id", "ttl_seconds", "user_metadata")
 CHUNK_BYTES = 1 << 20
 UPLOAD_IDS = uuid.UUID("0d2c0a1c-54a1-5b8f-8f0e-9a4d4b6f7e20")  # the name space of the ids of uploads
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    base_model: str
-    name: str
-    project_id: str | None
-    ttl_s: int | None
-    user_metadata: Mapping[str, str] | None
-    files: Mapping[str, UploadFile]
+class UploadRequest(Body):
+    """The short fields of the form."""
+
+    base_model: Text
+    name: Text
+    project_id: Annotated[str, Field(max_length=MAX_PROJECT_LENGTH, pattern=NO_NUL)] | None = None
+    ttl_seconds: Ttl | None = None
+    user_metadata: TextMetadata | None = None
 
 
+_FILE: Schema = {"type": "string", "format": "binary"}
+_TEXTS = cast("dict[str, Schema]", described(UploadRequest)["UploadRequest"]["properties"])
+FORM: Schema = {
+    "type": "object",
+    "required": [adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, "base_model", "name"],
+    "properties": {**dict.fromkeys(PARTS, _FILE), **_TEXTS, "user_metadata": TEXT},
+}
+
+
+@operation(
+    "POST",
+    "/upload_weights",
+    "Store an adapter as a checkpoint",
+    body=FORM,
+    takes=(FORM_TYPE,),
+    answer=fields({"tinker_path": TEXT, "base_model": TEXT, "lora_rank": COUNT, "size_bytes": COUNT}),
+    errors=(404, 429),
+    access=Access.NOTHING,
+)
 async def upload(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     limit_bytes = services.settings.max_upload_bytes
@@ -109,16 +139,23 @@ async def upload(request: Request) -> Response:
 
 
 def _stored(call: Call, form: FormData) -> bytes:
-    services, asked = call.services, _read(form)
+    services = call.services
+    asked, files = _read(form)
     shape = services.bases.get(asked.base_model)
     session_id = idempotent_session(call, UPLOAD_IDS)
     ref = CheckpointRef(f"{session_id}:train:0", "weights", asked.name)
     reason = f"uploaded as {asked.name}"
     if not made_before(services.models.find(ref.training_run_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
-        directory, size_bytes, facts, optimizer_type = _written(call, asked, shape)
+        directory, size_bytes, facts, optimizer_type = _written(call, files, shape)
         new = NewCheckpoint(
-            ref, call.tenant_id, shape.name, facts.spec, optimizer_type or "adamw", asked.user_metadata, asked.ttl_s
+            ref,
+            call.tenant_id,
+            shape.name,
+            facts.spec,
+            optimizer_type or "adamw",
+            asked.user_metadata,
+            asked.ttl_seconds,
         )
         of_run = NewModel(
             ref.training_run_id,
@@ -147,12 +184,14 @@ def _stored(call: Call, form: FormData) -> bytes:
     )
 
 
-def _written(call: Call, asked: Asked, shape: ModelShape) -> tuple[str, int, AdapterFacts, str | None]:
+def _written(
+    call: Call, files: Mapping[str, UploadFile], shape: ModelShape
+) -> tuple[str, int, AdapterFacts, str | None]:
     """The files in a directory of the checkpoints, once they are found to be an adapter. Raises UserError."""
     found: list[tuple[AdapterFacts, str | None]] = []
 
     def fill(directory: Path) -> None:
-        for name, file in asked.files.items():
+        for name, file in files.items():
             with (directory / name).open("xb") as target:
                 shutil.copyfileobj(file.file, target, CHUNK_BYTES)
         facts = adapters.read(directory, plain=True)
@@ -163,9 +202,9 @@ def _written(call: Call, asked: Asked, shape: ModelShape) -> tuple[str, int, Ada
     return directory, size_bytes, *found[0]
 
 
-def _read(form: FormData) -> Asked:
+def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
     """Raises UserError for what does not belong, by name."""
-    known = {*PARTS, *TEXTS}
+    known = {*PARTS, *UploadRequest.model_fields}
     if unknown := sorted(set(form) - known):
         raise UserError(f"the form has a field {show(unknown[0])}; known are {', '.join(sorted(known))}")
     texts: dict[str, object] = {}
@@ -191,17 +230,10 @@ def _read(form: FormData) -> Asked:
             texts["user_metadata"] = dict(read_object(str(metadata).encode(errors="replace")).values)
         except UserError as error:
             raise UserError(f"user_metadata: {error}") from None
-    fields = Fields(texts)
-    ttl_s = fields.integer_or("ttl_seconds", None)
-    check_ttl(ttl_s)
-    return Asked(
-        base_model=fields.text("base_model"),
-        name=check_name(fields.text("name")),
-        project_id=fields.text_or("project_id", None, max_length=MAX_PROJECT_LENGTH),
-        ttl_s=ttl_s,
-        user_metadata=fields.text_metadata_or_none("user_metadata"),
-        files=files,
-    )
+    given = validate(UploadRequest, texts)
+    check_ttl(given.ttl_seconds)
+    check_name(given.name)
+    return given, files
 
 
 def _too_large(limit_bytes: int) -> TooLargeError:
@@ -209,6 +241,3 @@ def _too_large(limit_bytes: int) -> TooLargeError:
         f"the adapter is larger than {limit_bytes} bytes; leave the optimizer's state out, or raise the server's "
         "setting max_upload_bytes"
     )
-
-
-ROUTES = [Route("/upload_weights", upload, methods=["POST"])]

@@ -9,20 +9,29 @@ import re
 import time
 from datetime import UTC, date, datetime, timedelta
 
-from starlette.routing import Route
-
-from tinsmith.api.operation import Call, JsonObject, endpoint
+from tinsmith.api.openapi import ANYTHING, LIST, PROJECT, fields, one_of
+from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth import user_email, user_urn
 from tinsmith.errors import UserError
 from tinsmith.store.audit import PREFIXES, Entry
 from tinsmith.store.sessions import Session
 from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
-from tinsmith.wire.fields import iso, moment_of, show, text_values
+from tinsmith.wire.fields import Schema, iso, moment_of, show, text_values
 
 MAX_WINDOW_S = 14 * 24 * HOUR_S
 GIGABYTE = 10**9
+HOUR: Schema = {"type": "string", "format": "date-time", "description": "a full hour"}
+DAY: Schema = {"type": "string", "format": "date"}
 
 
+@operation(
+    "GET",
+    "/billing/usage/events",
+    "What was used, hour by hour",
+    answer=fields({"data": LIST, "sessions": ANYTHING}),
+    access=Access.LISTING,
+    query={"starting_on": HOUR, "ending_before": HOUR},
+)
 def usage_events(call: Call) -> JsonObject:
     start, end = _window(call)
     rows = call.services.usage.rows(call.tenant_id, start, end)
@@ -85,6 +94,14 @@ def _bucket(start: float) -> JsonObject:
     return {"bucket_start": iso(start), "bucket_end": iso(start + HOUR_S)}
 
 
+@operation(
+    "GET",
+    "/billing/usage/checkpoints/current",
+    "What is stored",
+    answer=fields({"data": LIST}),
+    access=Access.LISTING,
+    query=PROJECT,
+)
 def stored_checkpoints(call: Call) -> JsonObject:
     totals: dict[str | None, tuple[int, int]] = {}
     for one in call.services.usage.stored(call.tenant_id, call.query.get("project_id")):
@@ -110,6 +127,14 @@ def stored_checkpoints(call: Call) -> JsonObject:
 CHECKPOINT_FIELDS = ("model_id", "tinker_path", "purpose")
 
 
+@operation(
+    "GET",
+    "/audit",
+    "The audit log of one day",
+    answer=fields({"entries": LIST}),
+    access=Access.LISTING,
+    query={"day": DAY, "event_type": one_of(*PREFIXES)},
+)
 def get_audit(call: Call) -> JsonObject:
     event_type = call.query.get("event_type", "all")
     if event_type not in PREFIXES:
@@ -136,10 +161,3 @@ def _entry(entry: Entry) -> JsonObject:
     if entry.event.startswith("checkpoint_"):
         written |= {name: entry.details[name] for name in CHECKPOINT_FIELDS if name in entry.details}
     return written
-
-
-ROUTES = [
-    Route("/billing/usage/events", endpoint(usage_events), methods=["GET"]),
-    Route("/billing/usage/checkpoints/current", endpoint(stored_checkpoints), methods=["GET"]),
-    Route("/audit", endpoint(get_audit), methods=["GET"]),
-]

@@ -5,92 +5,111 @@ from __future__ import annotations
 from dataclasses import replace
 
 import orjson
-from starlette.routing import Route
 
-from tinsmith.api.admission import check_position, check_ttl
-from tinsmith.api.operation import Call, Submission, submission, submit_json_operation
+from tinsmith.api.admission import check_ttl
+from tinsmith.api.openapi import FUTURE, SUBMITTED
+from tinsmith.api.operation import Access, Call, Draft, Submission, operation, submit_json_operation
 from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
 from tinsmith.store.checkpoints import Checkpoint, check_name, parse_path
 from tinsmith.store.models import Model
-from tinsmith.wire.bodies import JSON_TYPE
-from tinsmith.wire.fields import Fields
 from tinsmith.wire.weights import (
     GRANTED_BY,
-    LOAD_FIELDS,
-    SAVE_FIELDS,
     TOKEN,
     LoadWeights,
+    SaveRequest,
     SaveWeights,
-    load_of,
-    save_of,
+    SaveWeightsExternal,
+    SaveWeightsForSampler,
 )
 
 
-def save_weights(call: Call) -> Submission:
-    return submit_json_operation(call, "save_weights", _check_save)
+@operation(
+    "POST",
+    "/save_weights",
+    "Save a training checkpoint",
+    body=SaveWeights,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
+    submits=True,
+)
+def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
+    return submit_json_operation(call, "save_weights", draft, _check_save)
 
 
-def _check_save(_model: Model, fields: Fields) -> None:
-    _refuse_recipients(_named(_read_save(fields)))
+def _check_save(_model: Model, asked: SaveRequest) -> None:
+    _check_named(asked)
+    _refuse_recipients(asked)
 
 
-def _read_save(fields: Fields) -> SaveWeights:
-    fields.refuse_unknown(SAVE_FIELDS)
-    return save_of(fields)
-
-
-def _named(asked: SaveWeights) -> SaveWeights:
-    if asked.name is None:
+def _check_named(asked: SaveRequest) -> None:
+    if asked.path is None:
         raise UserError("path is missing; it names the checkpoint")
-    check_name(asked.name)
-    check_ttl(asked.ttl_s)
-    return asked
+    check_name(asked.path)
+    check_ttl(asked.ttl_seconds)
 
 
-def _refuse_recipients(asked: SaveWeights) -> None:
-    if asked.recipients:
+def _refuse_recipients(asked: SaveRequest) -> None:
+    if asked.age_encryption_recipients:
         raise UserError(
             "age_encryption_recipients goes with save_weights_external; other checkpoints stay readable here"
         )
 
 
-def save_weights_external(call: Call) -> Submission:
+@operation(
+    "POST",
+    "/save_weights_external",
+    "Export the adapter",
+    body=SaveWeightsExternal,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
+    submits=True,
+)
+def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Submission:
     """An export in PEFT's format, to be downloaded."""
-    return submit_json_operation(call, "save_weights_external", _check_export)
+    return submit_json_operation(call, "save_weights_external", draft, _check_export)
 
 
-def _check_export(_model: Model, fields: Fields) -> None:
-    read_recipients(_named(_read_save(fields)).recipients)
+def _check_export(_model: Model, asked: SaveRequest) -> None:
+    _check_named(asked)
+    read_recipients(asked.age_encryption_recipients)
 
 
-def save_weights_for_sampler(call: Call) -> Submission:
+@operation(
+    "POST",
+    "/save_weights_for_sampler",
+    "Save weights to sample from",
+    body=SaveWeightsForSampler,
+    answer=FUTURE,
+    errors=SUBMITTED,
+    access=Access.IDS,
+    example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
+    submits=True,
+)
+def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
     """With a path: a checkpoint of that name. Without: a sampling session, and nothing is listed."""
-    return submit_json_operation(call, "save_weights_for_sampler", _check_sampler_save)
+    return submit_json_operation(call, "save_weights_for_sampler", draft, _check_sampler_save)
 
 
-def _check_sampler_save(_model: Model, fields: Fields) -> None:
-    asked = _read_save(fields)
-    if asked.name is not None:
-        check_name(asked.name)
+def _check_sampler_save(_model: Model, asked: SaveRequest) -> None:
+    if asked.path is not None:
+        check_name(asked.path)
     elif asked.sampling_session_seq_id is None:
         raise UserError("path and sampling_session_seq_id are both missing; one of them is needed")
-    else:
-        check_position("sampling_session_seq_id", asked.sampling_session_seq_id)
-    check_ttl(asked.ttl_s)
+    check_ttl(asked.ttl_seconds)
     _refuse_recipients(asked)
 
 
-def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
+def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> Submission:
     """A load as an operation of a model that is new: the adapter's form must be the checkpoint's."""
 
-    def check(model: Model, fields: Fields) -> None:
-        if wrong_token:
-            raise wrong_token
-        fields.refuse_unknown(LOAD_FIELDS)
-        asked = load_of(fields)
+    def check(model: Model, asked: LoadWeights) -> None:
         checkpoint = loadable(call, asked)
-        _check_first(call, model, fields)
+        _check_first(call, model, asked)
         if asked.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
                 f"optimizer_config.type is {asked.optimizer_type!r}, but the model was created with "
@@ -108,12 +127,12 @@ def load_into_model(call: Call, wrong_token: UserError | None) -> Submission:
                 "from the checkpoint instead (create_training_client_from_state)"
             )
 
-    return submit_json_operation(call, "load_weights", check)
+    return submit_json_operation(call, "load_weights", draft, check, refusal=wrong_token)
 
 
-def _check_first(call: Call, model: Model, fields: Fields) -> None:
+def _check_first(call: Call, model: Model, asked: LoadWeights) -> None:
     """Clients match on the first words, which are those of the hosted service. A failed request counts, too."""
-    number = fields.integer_or("seq_id", None) or call.services.futures.next_seq_id(model.model_id)
+    number = asked.seq_id or call.services.futures.next_seq_id(model.model_id)
     if number > 1:
         raise LateLoadError(
             f"LoadWeights is not permitted with seq_id {number}: it must be a model's first request, and this one has "
@@ -122,12 +141,12 @@ def _check_first(call: Call, model: Model, fields: Fields) -> None:
         )
 
 
-def exchange_token(call: Call) -> tuple[Call, UserError | None]:
+def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[LoadWeights], UserError | None]:
     """A load with its access token replaced by the tenant who granted it: what is stored must hold no secret.
 
-    Also returns why the token is worth nothing, for whoever answers the request.
+    Also returns what is wrong with the token, for the answer.
     """
-    values = dict(call.fields().values)
+    values = dict(draft.values)
     values.pop(GRANTED_BY, None)
     token, wrong = values.pop(TOKEN, None), None
     if token is not None:
@@ -135,7 +154,7 @@ def exchange_token(call: Call) -> tuple[Call, UserError | None]:
             values[GRANTED_BY] = granting_tenant(call, token)
         except UserError as error:
             wrong = error
-    return replace(call, body=orjson.dumps(values)), wrong
+    return replace(call, body=orjson.dumps(values)), replace(draft, values=values), wrong
 
 
 def granting_tenant(call: Call, token: object) -> str:
@@ -158,10 +177,3 @@ def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
             f"path {asked.path!r} holds no optimizer state; load a 'weights' checkpoint, or load without the optimizer"
         )
     return checkpoint
-
-
-ROUTES = [
-    Route("/save_weights", submission(save_weights, JSON_TYPE), methods=["POST"]),
-    Route("/save_weights_for_sampler", submission(save_weights_for_sampler, JSON_TYPE), methods=["POST"]),
-    Route("/save_weights_external", submission(save_weights_external, JSON_TYPE), methods=["POST"]),
-]

@@ -44,8 +44,8 @@ from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.sampling_sessions import NewSamplingSession, SamplingSession, SamplingSessions
 from tinsmith.store.sessions import NewSession, Sessions
 from tinsmith.types import ModelShape, Sample
-from tinsmith.wire.fields import Fields, show
-from tinsmith.wire.sampling import sample_of
+from tinsmith.wire.fields import show, validate
+from tinsmith.wire.sampling import SampleRequest, sample_of
 
 MAX_ANSWERED = 512
 """Questions of one worker that are being answered at a time."""
@@ -286,7 +286,7 @@ class ServiceAnswers:
         body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
         digest = hashlib.blake2b(body, digest_size=16).hexdigest()
         request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
-        sample = sample_of(Fields(request), request_id, path)
+        sample = sample_of(validate(SampleRequest, request), request_id, path)
         num_tokens = self._admission.check(sample, shape)
         new = NewFuture(
             request_id=request_id,
