@@ -135,7 +135,7 @@ def test_a_source_that_goes_away_while_it_is_copied_leaves_nothing(
         link(one, other)
 
     monkeypatch.setattr("os.link", discard_first)
-    with pytest.raises(CorruptFilesError, match=r"^a went away"):
+    with pytest.raises(CorruptFilesError, match=r"^a disappeared"):
         directories.copy(source)
     assert list(tmp_path.iterdir()) == []
 
