@@ -41,283 +41,251 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but a loopback address is refused as long as there are no API keys."""
+    """Address to listen on. Without API keys, only loopback addresses are accepted."""
 
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
     public_url: str = Field(default="", pattern=r"^(https?://[^/?#]+[^?#]*)?$")
-    """Address in front of the links that clients are given, `https://HOST/PREFIX`; empty means the one that the client
-    used. Behind a proxy that strips a path prefix, set this."""
+    """Address in links, `https://HOST/PREFIX`, for proxies that strip a path prefix; empty means the one that the
+    client used."""
 
     trust_forwarded_headers: bool = False
-    """Whether X-Forwarded-Host, -Proto and -Prefix say where the client found this server; only behind a proxy that
-    sets them."""
+    """Whether to believe X-Forwarded-Host, -Proto and -Prefix; only behind a proxy."""
 
     data_dir: Path = Path("~/.tinsmith")
-    """Directory of the database, the checkpoints and the logs of the engines."""
+    """Directory of the database, checkpoints and logs."""
 
     database_url: str = ""
-    """Where the database is: `postgresql://USER:PASSWORD@HOST/NAME`, or `sqlite:///FILE`; empty means a SQLite file in
-    the data directory. Several servers may share a Postgres."""
+    """`postgresql://USER:PASSWORD@HOST/NAME` or `sqlite:///FILE`; empty means SQLite in the data directory."""
 
     storage_dir: str = ""
-    """Where checkpoints, snapshots, sampler versions and uploaded files are: a directory, or a bucket,
-    `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`; empty means the data directory. Processes that share a database must
-    share it."""
+    """Place of checkpoints, snapshots, versions and uploads: a directory, `s3://BUCKET/PREFIX` or
+    `gs://BUCKET/PREFIX`; empty means the data directory."""
 
     storage_cache_bytes: int = Field(default=16 * 1024 * MEBIBYTE, gt=0)
-    """Bytes of what is in a bucket that are kept on this machine's disk, below `cache` in the data directory."""
+    """Size of the local cache of a bucket."""
 
     engine_lease_s: float = Field(default=15.0, gt=0)
-    """After this long without a sign of life, what an engine worked on goes to other engines."""
+    """An engine silent for this long loses its runs to others."""
 
     rebalance_idle_s: float = Field(default=10.0, ge=0)
-    """A run that was idle for this long goes to another engine of its base model, if that has been there for as long
-    and has at least two runs fewer; 0: a run stays with its engine as long as that lives."""
+    """A run idle for this long moves to an engine that has two runs fewer; 0 turns it off."""
 
     role: Literal["all", "server", "engine", "sampler", "batch-worker"] = "all"
-    """What this process does: `server` answers clients, `engine` trains and samples, `sampler` only samples,
-    `batch-worker` runs bulk jobs, and `all` is everything at once. Processes of all roles meet in the database and the
-    storage, any number of each."""
+    """`server` answers clients, `engine` trains and samples, `sampler` only samples, `batch-worker` runs bulk jobs,
+    `all` does everything."""
 
     health_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port of `/healthz` and `/metrics` in the roles that answer no clients; empty means none."""
+    """Port of `/healthz` and `/metrics` in roles that answer no clients."""
 
     engines: int = Field(default=1, ge=0, le=64)
-    """Engine processes for each base model, in the roles `all` and `engine`."""
+    """Engines for each base model, in the roles `all` and `engine`."""
 
     samplers: int | None = Field(default=None, ge=0, le=64)
-    """Dedicated samplers for each base model; empty means one in the role `sampler`, and none in the role `all`."""
+    """Dedicated samplers for each base model; empty means one in the role `sampler`, else none."""
 
     sampler_version_bytes: int = Field(default=0, ge=0)
-    """Bytes of adapter versions that a dedicated sampler keeps in memory, as they are on disk; beyond it those that
-    were not sampled for longest go, and are fetched again when they are wanted. 0 means a quarter of what
-    resident_model_bytes would be."""
+    """Adapter versions that a dedicated sampler keeps in memory. 0 means a quarter of the default of
+    resident_model_bytes."""
 
     peer_host: str = "127.0.0.1"
-    """Address of this machine at which the dedicated samplers of others reach its engines, to fetch new versions before
-    they are in the storage; only for a private network, since nothing is encrypted. What is reached at no address is
-    fetched from the storage."""
+    """Address at which dedicated samplers reach this machine's engines. Not encrypted: use a private network."""
 
     models: tuple[str, ...] = ()
-    """Base models to serve, each `NAME=DIRECTORY_OR_HUB_ID` or only the latter; empty means tinsmith/nano."""
+    """Base models, each `NAME=DIRECTORY_OR_HUB_ID` or the latter alone, as a JSON list; empty means
+    tinsmith/nano."""
 
     backend: str = "torch"
-    """What computes: `torch`, `fake` (deterministic and instant, for tests of clients), `full` (every weight is
-    trained, not an adapter: docs/howto/full.md), or `sharded`, which is torch on several devices and what `torch` means
-    as soon as data_parallel or tensor_parallel is more than 1."""
+    """`torch`, `fake` (instant, for tests of clients), `full` (trains all weights) or `sharded` (several devices;
+    chosen by itself)."""
 
     device: str = "auto"
-    """Device of the torch backend: `auto`, `cpu`, `cuda` or `cuda:N`."""
+    """`auto`, `cpu`, `cuda` or `cuda:N`."""
 
     dtype: str = "auto"
-    """Number format of the frozen base model: `auto`, `float32` or `bfloat16`."""
+    """Format of the frozen base model: `auto`, `float32` or `bfloat16`."""
 
     deterministic: bool = False
-    """Whether every bit of a result is to depend on its request alone, and not on what is computed beside it. It costs
-    much of the speed (docs/numerics.md says how much), and is for CPUs."""
+    """Whether every bit of a result depends on its request alone; slow, for CPUs (docs/numerics.md)."""
 
     quantize: str = "off"
-    """What the frozen base model's linears are kept in: `off` (their own format), `int8` or `nf4`, which need
-    `tinsmith[quantize]`. Adapters are not quantised."""
+    """Base model's linears: `off`, `int8` or `nf4`, which need `tinsmith[quantize]`."""
 
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are captured, once for each size of batch and of context, and launched whole;
-    without, each step starts its kernels one by one. For `cuda` only, and for models whose layers are written out
-    (docs/howto/gpu.md)."""
+    """Whether decode steps on a GPU are captured (docs/howto/gpu.md)."""
 
     data_parallel: int = Field(default=1, ge=1)
-    """Over how many devices the sequences of a step, and the samples, are spread. With tensor_parallel, an engine has
-    data_parallel x tensor_parallel devices, and a process for each (docs/howto/several-devices.md)."""
+    """Devices that share the sequences of a step (docs/howto/several-devices.md)."""
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Among how many devices each layer of the base model is divided: its heads, and the width of its MLP."""
+    """Devices that share each layer."""
 
     shard_base: bool = False
-    """Whether each of the data_parallel devices keeps a part of every layer only, and is given the others' when the
-    layer runs: less memory, more traffic."""
+    """Whether each data-parallel device keeps a part of every layer only."""
 
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """How long the processes of an engine on several devices wait for each other, before it is taken for dead and
-    started again. It must be longer than a micro-batch takes."""
+    """How long an engine's ranks wait for each other before a restart; longer than a micro-batch."""
 
     sampler: Literal["local", "vllm", "sglang"] = "local"
-    """What samples: `local`, the engine itself, or a `vllm` or `sglang` that it starts beside itself or finds at
-    sampler_url (docs/howto/vllm.md)."""
+    """`local` (the engine), `vllm` or `sglang` (docs/howto/vllm.md)."""
 
     sampler_url: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
-    """Address of a vLLM or SGLang that runs already; empty means that each engine starts one of its own."""
+    """Address of a running vLLM or SGLang; empty means that each engine starts one."""
 
     sampler_python: str = ""
     """Python that has vLLM or SGLang; empty means this one."""
 
     sampler_options: str = ""
-    """More options for the vLLM or SGLang that is started, as on a command line."""
+    """More command line options for it."""
 
     sampler_adapters: Path | None = None
-    """Directory through which adapters reach vLLM or SGLang; empty means one in the data directory. An engine on
-    another machine must see it under the same path."""
+    """Directory through which adapters reach it, under the same path on both machines; empty means one in the data
+    directory."""
 
     sampler_loaded_adapters: int = Field(default=32, ge=1)
-    """Adapters that vLLM or SGLang has at a time; beyond it the least recently used is unloaded."""
+    """Adapters that it has loaded at a time."""
 
     sampler_shares_device: bool = False
-    """Whether vLLM or SGLang is on the device that trains: it sleeps during a step, and wakes when there is something
-    to sample."""
+    """Whether it is on the device that trains, and sleeps during a step."""
 
     engine_threads: int = Field(default=0, ge=0)
     """Compute threads of an engine; 0 leaves the choice to torch."""
 
     resident_model_bytes: int = Field(default=0, ge=0)
-    """Bytes of adapters in training, with their gradients and optimizer state, that an engine keeps in its device's
-    memory. Beyond it the least recently used are on disk until their next request. 0 means two fifths of what is free
-    once the base model is loaded."""
+    """Adapters in training, with gradients and optimizer state, that stay in device memory; others go to disk. 0
+    means two fifths of what is free."""
 
     memory_budget: ByteSize = Field(default=ByteSize(0), ge=0)
-    """What one engine may have of its device's memory, such as `6GiB`: base model, adapters in training, versions,
-    activations, and keys and values together, which then make room for each other (docs/howto/memory.md). 0 means
-    that each has a bound of its own."""
+    """Device memory of one engine, such as `6GiB` (docs/howto/memory.md). 0 means a bound for each holder."""
 
     max_body_bytes: int = Field(default=64 * MEBIBYTE, gt=0)
-    """Largest request body, counted after decompression."""
+    """Largest request body, after decompression."""
 
     max_file_bytes: int = Field(default=512 * MEBIBYTE, gt=0)
-    """Largest file that can be uploaded to /v1/files."""
+    """Largest upload to /v1/files."""
 
     max_upload_bytes: int = Field(default=4096 * MEBIBYTE, gt=0)
-    """Largest adapter, with its optimizer's state, that can be uploaded as a checkpoint."""
+    """Largest adapter, with optimizer state, that can be uploaded."""
 
     handler_threads: int = Field(default=16, ge=1, le=256)
-    """Threads that work on requests, beside those of transfers."""
+    """Threads that work on requests other than transfers."""
 
     transfer_threads: int = Field(default=4, ge=1, le=64)
-    """Uploads and downloads that are worked on at once; others wait for their turn, and hold up no other request."""
+    """Uploads and downloads at a time; others wait."""
 
     hub_base_weights: bool = False
-    """Whether the mirror at /hub gives away the weights of base models, and not their tokenizers and configurations
-    only."""
+    """Whether /hub gives away the weights of base models."""
 
     step_token_budget: int = Field(default=65536, gt=0)
     """Most tokens of training requests that share one step."""
 
     step_seconds: float = Field(default=1.0, ge=0)
-    """About how long an engine trains and decodes before it looks for other work, in seconds, as long as more than one
-    tenant had work in the last minute. It predicts from its last steps how many tokens fit. A single request is never
-    divided. A tenant that is alone has steps five times as long. 0: only step_token_budget bounds a step."""
+    """About how long a step lasts while several tenants have work; five times that for one tenant. 0: only
+    step_token_budget bounds it."""
 
     hold_s: float = Field(default=30.0, gt=0, le=30)
-    """How long a poll for an unfinished result is held before it is answered with 408."""
+    """How long a poll is held before it is answered with 408."""
 
     session_polls: bool = False
-    """Whether clients follow a sampling session with one poll, rather than poll for each sample. Fewer connections
-    where thousands of samples wait at once; a single sample takes longer."""
+    """Whether clients follow a sampling session with one poll: fewer connections for thousands of samples, slower
+    single samples."""
 
     tunnelled: bool = False
-    """Whether clients may come to a loopback address from elsewhere, through a tunnel or a proxy that does not say so
-    (`X-Forwarded-For`, `Forwarded`, `Via`). They are asked to compress what they send, as all from elsewhere are; those
-    on this machine are not, since that takes longer than the bytes would."""
+    """Whether clients may reach loopback through a tunnel that sets no proxy header; they are then asked to
+    compress bodies."""
 
     session_timeout_s: float = 300.0
-    """A session without a heartbeat for this long expires and its models are unloaded; negative turns it off."""
+    """A session silent for this long expires and its models are unloaded; negative turns it off."""
 
     absent_after_s: float = Field(default=45.0, ge=0)
-    """A session that sent no heartbeat and no poll for this long (the SDK sends a heartbeat every 10 s) gives its
-    samples' places in the sampler to samples of other sessions that wait. They go back into the queue, begin again once
-    it is heard of or nothing else is to be sampled, and fail when it expires. 0: they keep their places until then."""
+    """A session without heartbeat or poll for this long yields its places in the sampler to others until it
+    returns; 0 turns it off."""
 
     session_sweep_s: float = 30.0
     """How often sessions are checked for expiry; negative turns it off."""
 
     result_grace_s: float = Field(default=3600.0, ge=0)
-    """How long results are kept after the end of their session."""
+    """How long results outlive their session."""
 
     seq_gap_s: float = Field(default=330.0, gt=0)
-    """How long a request waits for a missing earlier seq_id (the SDK gives up re-sending one after 300 s)."""
+    """How long a request waits for a missing earlier seq_id."""
 
     signing_secret: SecretStr = SecretStr("")
-    """Secret of 32 or more bytes that signs tokens and download addresses; empty means one that is made in the data
-    directory. Servers that share a database must share it."""
+    """32 or more bytes that sign tokens and links, the same for servers that share a database; empty means one made
+    in the data directory."""
 
     kept_samples: int = Field(default=200, ge=0, le=10_000)
-    """How many recent samples of each tenant are kept for a day, with prompts and answers, for the tenant to read in
-    the dashboard; 0 keeps none."""
+    """Recent samples of each tenant kept for a day for the dashboard; 0 keeps none."""
 
     audit_retention_days: float = Field(default=90.0, gt=0)
     """How long entries of the audit log are kept."""
 
     quota_queued_requests: int = Field(default=20_000, ge=0)
-    """Most requests that one tenant may have waiting; 0 is no limit. As for all quotas, more are answered with 429 and
-    sent again by the client, and a tenant's own limit (`tinsmith keys create --quota`) comes first."""
+    """Most requests that a tenant may have waiting. For all quotas, 0 is no limit, more gets 429, and `tinsmith
+    keys create --quota` overrides."""
 
     quota_queued_bytes: int = Field(default=4096 * MEBIBYTE, ge=0)
-    """Most bytes of request bodies that one tenant may have waiting; 0 is no limit."""
+    """Most bytes of bodies that a tenant may have waiting."""
 
     quota_models: int = Field(default=0, ge=0)
-    """Most models that one tenant may have loaded at a time; 0 is no limit."""
+    """Most models that a tenant may have loaded."""
 
     quota_checkpoint_bytes: int = Field(default=0, ge=0)
-    """A tenant whose checkpoints take this many bytes can save no more; 0 is no limit."""
+    """A tenant with this many bytes of checkpoints can save no more."""
 
     quota_file_bytes: int = Field(default=64 * 1024 * MEBIBYTE, ge=0)
-    """A tenant whose uploaded and produced files take this many bytes can upload no more; 0 is no limit."""
+    """A tenant with this many bytes of files can upload no more."""
 
     quota_tokens_per_minute: int = Field(default=0, ge=0)
-    """Most tokens of training and sampling, as admitted, that one tenant may add in a minute; 0 is no limit. Each
-    server counts for itself."""
-
-    failpoints: str = ""
-    """An aid for tests: where a process is to kill itself, `NAME[:N][@server|engine|both]`, several with commas
-    (`failpoints.py` has the names); empty for nowhere."""
+    """Most tokens of training and sampling that a tenant may add in a minute, for each server."""
 
     batch_workers: int = Field(default=2, ge=0, le=1024)
-    """Workers of the pool `local`: how many batches of bulk jobs run at a time."""
+    """Workers of the pool `local`."""
 
     batch_pools: tuple[str, ...] = ()
-    """Further pools for bulk jobs on this machine, each `NAME=FILE.yaml` with SkyPilot's keys."""
+    """Further pools, each `NAME=FILE.yaml` with SkyPilot's keys."""
 
     ray_address: str = ""
-    """Ray cluster that runs the workers of bulk jobs in the pool `ray`, and in others with `infra: ray`: `HOST:PORT` of
-    its head, from one of its nodes. Needs `tinsmith[ray]`."""
+    """`HOST:PORT` of the Ray cluster for the pool `ray` and pools with `infra: ray`. Needs `tinsmith[ray]`."""
 
     ray_workers: int = Field(default=8, ge=0, le=1024)
-    """Most workers of the pool `ray`, which is there once there is a ray_address."""
+    """Most workers of the pool `ray`."""
 
     batch_tenants: tuple[str, ...] = ()
-    """Tenants whose bulk jobs may run code of theirs: functions and formats of their own. It runs as the user that this
-    server runs as, so once there are keys nobody may who is not named here; without keys, everyone may."""
+    """Tenants whose bulk jobs may run code, as the server's user. Without keys, everyone may."""
 
     batch_user_code: bool = True
-    """Whether bulk jobs may run code of anybody's at all, with keys or without; if not, there are operations."""
+    """Whether bulk jobs may run code at all."""
 
     batch_roots: tuple[str, ...] = ()
-    """Where bulk jobs of tenants that are not in batch_tenants may read and write besides the tenant's own directory,
-    `batch/TENANT` in the data directory: paths, or URLs such as `s3://BUCKET/PREFIX`, which are opened as the server's
-    user. `{tenant}` in one stands for the tenant; without it, what is there is shared."""
+    """Where other tenants' bulk jobs may read and write besides `batch/TENANT` in the data directory: paths or
+    URLs; `{tenant}` stands for the tenant."""
 
     batch_retention_days: float = Field(default=7.0, gt=0)
-    """How long the parts of a bulk job that failed or was cancelled are kept, so that it can be resumed."""
+    """How long parts of failed and cancelled bulk jobs are kept."""
 
     openai_batch_window_s: float = Field(default=86400.0, gt=0)
-    """How long an OpenAI batch has; what is not done by then is named in its error file. Its clients call it 24h,
-    whatever it is."""
+    """How long an OpenAI batch has; its clients call it 24h."""
 
     log_level: str = "INFO"
-    """Level of the logs: DEBUG, INFO, WARNING or ERROR."""
+    """DEBUG, INFO, WARNING or ERROR."""
 
     log_format: Literal["logfmt", "json", "console"] = "logfmt"
-    """Form of a line of the logs: `logfmt` (key=value), `json`, or `console` (aligned, for reading)."""
+    """`logfmt` (key=value), `json`, or `console` (aligned)."""
 
     metrics_token: SecretStr = SecretStr("")
-    """Bearer token that opens `/metrics`. Without one, a server that has keys shows its figures to nobody, and one
-    without keys to everyone on its machine."""
+    """Bearer token for `/metrics`. Without one, a server with keys refuses, and one without keys answers its
+    machine."""
 
     metrics_tenants: int = Field(default=50, ge=0, le=10_000)
-    """How many tenants have figures of their own in `/metrics`: the first that come. All others are `other`."""
+    """Tenants with labels of their own in `/metrics`; later ones are `other`."""
 
     otlp_endpoint: str = Field(default="", pattern=r"^(https?://[^?#]+)?$")
-    """Collector of OpenTelemetry traces, such as `http://127.0.0.1:4318`, spoken to by OTLP over HTTP (needs
-    `tinsmith[otel]`); empty means no traces."""
+    """OpenTelemetry collector, such as `http://127.0.0.1:4318` (needs `tinsmith[otel]`); empty means no traces."""
+
+    failpoints: str = ""
+    """For tests: where a process kills itself, `NAME[:N][@server|engine|both]`, separated by commas."""
 
     @property
     def resolved_backend(self) -> str:

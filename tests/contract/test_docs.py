@@ -1,4 +1,4 @@
-"""The documents keep up with the code: every setting, flag, loss and module has its place.
+"""The documents keep up with the code: every setting, flag, loss and package has its place; and they stay short.
 
 The routes are held to docs/wire.md by test_routes_service.py."""
 
@@ -105,13 +105,22 @@ def test_every_loss_is_documented() -> None:
         assert f"`{name}`" in DOCS["losses.md"], f"{name} is not in docs/losses.md"
 
 
-def test_the_readme_names_every_module() -> None:
-    readme = (ROOT / "README.md").read_text()
+def test_the_architecture_names_every_package() -> None:
     for path in sorted((ROOT / "src" / "tinsmith").iterdir()):
         if path.name.startswith("__"):
             continue
         name = f"{path.name}/" if path.is_dir() else path.name
-        assert name in readme, f"{name} is not in README.md"
+        assert f"\n- `{name}`: " in DOCS["architecture.md"], f"{name} is not in docs/architecture.md"
+
+
+def test_the_glossary_is_short_and_sorted() -> None:
+    terms = re.findall(r"^- \*\*(.+?)\*\*: ", DOCS["glossary.md"], re.MULTILINE)
+    assert terms == sorted(terms, key=str.casefold) and len(set(terms)) == len(terms)
+    assert 20 <= len(terms) <= 40
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 80
 
 
 def test_links_between_documents_lead_somewhere() -> None:

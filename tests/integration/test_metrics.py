@@ -204,9 +204,9 @@ def test_a_live_server_shows_every_meter_and_keeps_counting_when_an_engine_dies(
 def test_every_meter_is_documented_with_its_own_words() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
     for meter in METERS.values():
-        labels = ", ".join(f"`{label}`" for label in meter.labels)
-        assert f"| `{meter.name}` | {meter.kind} | {labels} | {meter.meaning} |" in page, meter.name
-    assert set(re.findall(r"^\| `(tinsmith_\w+)`", page, re.MULTILINE)) == set(METERS)
+        labels = f" by {', '.join(f'`{label}`' for label in meter.labels)}" if meter.labels else ""
+        assert f"- `{meter.name}`, {meter.kind}{labels}: {meter.meaning}\n" in page, meter.name
+    assert set(re.findall(r"^- `(tinsmith_\w+)`", page, re.MULTILINE)) == set(METERS)
 
 
 def test_the_dashboard_asks_for_meters_that_there_are() -> None:

@@ -13,7 +13,7 @@ import functools
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -144,53 +144,61 @@ def _declared_by(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[s
 def render() -> str:
     """The text of docs/compatibility.md."""
     tests = declared()
-    recipes = ["| | command | exercises | test |", "|---|---|---|---|", *map(_recipe_line, ROWS)]
+    clients = [client.__name__ for client in CLIENTS]
+    methods = {name: [each for each in sdk_methods() if each.startswith(f"{name}.")] for name in clients}
     return "\n".join(
         [
             "# Compatibility",
             "",
-            f"Made by `scripts/write-compatibility` from the tests and the installed `tinker=={tinker.__version__}`;",
-            "a test fails when it is out of date. Each row names the tests below `tests/` that drive it: methods and",
-            "endpoints through the unmodified SDK, commands through its command line. Endpoints are below `/api/v1`.",
+            "Made by `scripts/write-compatibility` from the tests and the installed",
+            f"`tinker=={tinker.__version__}`. Everything works except what is marked *not driven*. Each line names the",
+            "tests below `tests/` that drive it with the unmodified SDK or its command line. `(_async)` stands for the",
+            "same method with that ending.",
             "",
             "## Methods of the SDK",
-            "",
-            *_section(sdk_methods(), tests),
+            *(line for name in clients for line in ("", f"### {name}", "", *_section(methods[name], tests))),
             "",
             "## Commands of `tinker`",
             "",
             *_section(cli_commands(), tests),
             "",
-            "## Endpoints",
+            "## Endpoints below `/api/v1`",
             "",
             *_section(list(ENDPOINTS), tests),
             "",
             "## Recipes",
             "",
-            "Commands of `tinker-cookbook`, unmodified, against the torch backend, with generated data. All run in",
-            "`make test-recipes`; those without a star also in `make test`. The checks of a row are in",
-            f"`tests/recipes/table.py`, its test is `{RECIPE_TEST}`.",
+            "Recipes of `tinker-cookbook`, unmodified, with generated data. `make test-recipes` runs all,",
+            "`make test` those without a star. Commands and checks are in `tests/recipes/table.py`; the test is",
+            f"`{RECIPE_TEST}`.",
             "",
-            *recipes,
+            *_recipe_lines(ROWS),
             "",
         ]
     )
 
 
 def _section(names: list[str], tests: dict[str, list[str]]) -> Iterator[str]:
-    yield "| name | status | tests, or the reason |"
-    yield "|---|---|---|"
+    """Names that the same tests drive stand in one line."""
+    lines: dict[str, list[str]] = {}
     for name in names:
-        if name in EXCEPTIONS:
-            yield f"| `{name}` | not driven | {EXCEPTIONS[name]} |"
-        else:
-            proofs = ", ".join(f"`{test}`" for test in tests.get(name, []))
-            yield f"| `{name}` | works | {proofs} |"
+        proof = f"*not driven*, {EXCEPTIONS[name]}" if name in EXCEPTIONS else ""
+        proof = proof or ", ".join(f"`{test}`" for test in tests.get(name, []))
+        lines.setdefault(proof, []).append(name.rpartition(".")[2] if "." in name else name)
+    for proof, driven in lines.items():
+        both = {name for name in driven if f"{name}_async" in driven}
+        alone = [name for name in driven if name.removesuffix("_async") not in both or name in both]
+        shown = [f"`{name}`{' (_async)' if name in both else ''}" for name in alone]
+        yield f"- {', '.join(shown)}: {proof}"
 
 
-def _recipe_line(row: Row) -> str:
-    command = f"python -m tinker_cookbook.{row.module} {row.arguments}".strip()
-    return f"| {row.name}{'' if row.quick else ' *'} | `{command}` | {row.exercises} | `[{row.name}]` |"
+def _recipe_lines(rows: Iterable[Row]) -> Iterator[str]:
+    """One line for each module: its rows by name, and what they exercise."""
+    modules: dict[str, list[str]] = {}
+    for row in rows:
+        modules.setdefault(row.module, []).append(f"{row.exercises} ({row.name}{'' if row.quick else '*'})")
+    for module, exercises in modules.items():
+        yield f"- `{module}`: {'; '.join(exercises)}"
 
 
 class Witness:

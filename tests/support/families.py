@@ -258,36 +258,37 @@ def _write(directory: Path, model: torch.nn.Module, name: str, norm_offset: floa
 
 INTRODUCTION = """# Model families
 
-Made by `scripts/write-models` from `tests/support/families.py`; `tests/unit/test_families.py` does what stands
-here, with a random model of a few thousand weights for each family: two adapters are trained together, published,
-sampled and saved.
-Logprobs of training, of answers and of prompts are those of `transformers` to 1e-4 in float32, with the saved adapter
-loaded by PEFT. `make test` does the first ten; `make test-families` does all of them, and once more through a running
-server.
+Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes, samples and
+saves two adapters of a small random model of each family: logprobs of training, answers and prompts are those of
+`transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs all, and
+once more through a server.
 
-| family | `model_type` | what is special | adapters on |
-|---|---|---|---|
+By what is special about them. Adapters are on attention, MLP and unembedding, and on experts where there are some.
+`make test` runs those with a star.
+
 """
 
 BETWEEN = """
-A family that is not in the table is served if what is checked at start holds: every layer attends once, to all tokens
-before or to the window that its configuration speaks of, and logits of packed rows are the model's own. What
-`train_mlp` trains of a mixture are its experts, its shared experts and its dense layers; a router is never adapted
-([decisions](decisions.md)). A saved adapter of experts is in PEFT's format (`target_parameters`); an export
-(`save_weights_external`) is what `tinker_cookbook.weights` merges and converts.
+Another family is served if two checks at start pass: every layer attends once, to all earlier tokens or to its
+configured window, and logits of packed rows are the model's own. In a mixture of experts, `train_mlp` trains
+experts, shared experts and dense layers, never the router. A saved adapter of experts is in PEFT's format
+(`target_parameters`); an export (`save_weights_external`) is what `tinker_cookbook.weights` merges and converts.
 
-## What is refused at start
+## Refused at start
 
-| family | `model_type` | the reason says |
-|---|---|---|
+By what the reason says:
+
 """
 
 
 def render() -> str:
-    served, refused = [], []
+    served: dict[str, list[str]] = {}
     for family in FAMILIES:
-        on = "attention, MLP, experts, unembedding" if family.experts else "attention, MLP, unembedding"
-        served.append(f"| {family.title} | `{family.model_type}` | {family.what} | {on} |\n")
+        name = f"{family.title} (`{family.model_type}`){'*' if family.core else ''}"
+        served.setdefault(family.what or "nothing", []).append(name)
+    refused: dict[str, list[str]] = {}
     for refusal in REFUSED:
-        refused.append(f"| {refusal.title} | `{refusal.model_type}` | {refusal.reason} |\n")
-    return INTRODUCTION + "".join(served) + BETWEEN + "".join(refused)
+        refused.setdefault(refusal.reason, []).append(f"{refusal.title} (`{refusal.model_type}`)")
+    kinds = [f"- {what}: {', '.join(names)}\n" for what, names in served.items()]
+    reasons = [f"- *{reason}*: {', '.join(names)}\n" for reason, names in refused.items()]
+    return INTRODUCTION + "".join(kinds) + BETWEEN + "".join(reasons)

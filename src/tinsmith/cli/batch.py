@@ -42,9 +42,9 @@ notes = Console(stderr=True, soft_wrap=True, highlight=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; the answer is yes.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
-IfExists = Annotated[str, typer.Option(help="What to do with an output that exists: error, overwrite or ask.")]
+IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite or ask.")]
 
 
 @app.command()
@@ -53,24 +53,20 @@ def submit(  # noqa: PLR0913  each is a flag
     outputs: Annotated[
         list[str], typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Where results go; repeat it.")
     ],
-    function: Annotated[
-        str, typer.Argument(metavar="[FILE.py[:NAME]]", help="The function, or operations, to run over the rows.")
-    ] = "",
-    sample: Annotated[str, typer.Option(metavar="MODEL", help="Instead of a file: ask this model.")] = "",
-    sample_options: Annotated[
-        str, typer.Option(metavar="JSON", help="What to ask with: the fields of tinsmith.batch.Sample.")
-    ] = "{}",
+    function: Annotated[str, typer.Argument(metavar="[FILE.py[:NAME]]", help="The function or operations.")] = "",
+    sample: Annotated[str, typer.Option(metavar="MODEL", help="Sample this model instead of running a function.")] = "",
+    sample_options: Annotated[str, typer.Option(metavar="JSON", help="Fields of tinsmith.batch.Sample.")] = "{}",
     errors: Annotated[str, typer.Option(metavar="[FORMAT:]PATH", help="Where failed rows go.")] = "",
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 32,
     pool: Annotated[str, typer.Option(help="The pool of workers.")] = "local",
     fn_kwargs: Annotated[str, typer.Option(metavar="JSON", help="An object of the function's parameters.")] = "{}",
     batched: Annotated[bool, typer.Option("--batched", help="The function takes a list of rows.")] = False,
-    rows: Annotated[str, typer.Option(help="one: a result for each row; any: any number of them.")] = "one",
+    rows: Annotated[str, typer.Option(help="one or any: results for each row.")] = "one",
     max_failed_rows: Annotated[float, typer.Option(help="How many rows may fail; below 1, which share.")] = 0,
     name: Annotated[str, typer.Option(help="A note of what the job is.")] = "",
-    weight: Annotated[float, typer.Option(help="Its share of the pool, beside other jobs.")] = 1.0,
-    priority: Annotated[int, typer.Option(help="Jobs of a higher one go first.")] = 0,
-    resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep what this job has done.")] = None,
+    weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
+    priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
+    resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,
     if_exists: IfExists = "ask",
     detach: Detach = False,
     yes: Yes = False,
@@ -130,7 +126,7 @@ def list_jobs(
 
 @app.command()
 def show(job_id: JobId, as_json: AsJson = False) -> None:
-    """Say how far a job is, and what it has written."""
+    """Show a job's progress and outputs."""
     with _client() as client:
         status = client.status(job_id)
     if as_json:
@@ -166,7 +162,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what the function prints, each line with its batch, and what becomes of the job."""
+    """Print the output of the function, each line with its batch, and the job's events."""
     from tinsmith.batch.client.job import followed
 
     with _client() as client:
@@ -185,7 +181,7 @@ def list_errors(
     full: Annotated[bool, typer.Option("--full", help="Print each row and its traceback, too.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the rows that failed, and why."""
+    """Print the failed rows and their errors."""
     from tinsmith.batch.client.job import Job, first_error_lines
 
     with _client() as client:
@@ -200,7 +196,7 @@ def list_errors(
 
 @app.command()
 def cancel(job_id: JobId, yes: Yes = False, as_json: AsJson = False) -> None:
-    """End a job. What it has done is kept, and can be exported or resumed."""
+    """Cancel a job. Its results can be exported, and the job resumed."""
     with _client() as client:
         status = client.status(job_id)
         if status["status"] not in ENDED:
@@ -222,7 +218,7 @@ def purge(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what failed or cancelled jobs left beside their outputs. They cannot be resumed or exported after that."""
+    """Delete the parts of failed or cancelled jobs, which cannot be resumed or exported after that."""
     with _client() as client:
         if every == bool(job_ids):
             raise typer.BadParameter("name the jobs to purge, or give --all")
@@ -249,11 +245,11 @@ def resume(
         list[str] | None,
         typer.Option("--output", "-o", metavar="[FORMAT:]PATH", help="Other outputs, as many as there are; repeat it."),
     ] = None,
-    format: Annotated[str, typer.Option(help="Another format of the same outputs: jsonl, csv, parquet, txt.")] = "",
+    format: Annotated[str, typer.Option(help="Another format: jsonl, csv, parquet, txt.")] = "",
     detach: Detach = False,
     as_json: AsJson = False,
 ) -> None:
-    """Do what a failed or cancelled job has left, as a new job."""
+    """Finish a failed or cancelled job as a new job."""
     from tinsmith.batch.client.job import Job
 
     with _client() as client:
@@ -271,7 +267,7 @@ def export(
     yes: Yes = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write what a job has so far, or all of it, to another place."""
+    """Write a job's results so far to another place."""
     from tinsmith.batch.client.job import Job
     from tinsmith.batch.formats.lines import LinesWriter
 

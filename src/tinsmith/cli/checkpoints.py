@@ -34,7 +34,7 @@ output = Console(soft_wrap=True, highlight=False)
 notes = Console(stderr=True, soft_wrap=True, highlight=False)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Base = Annotated[str, typer.Option("--base", help="The served base model. Default: the one that the adapter names.")]
+Base = Annotated[str, typer.Option("--base", help="The base model. Default: the adapter's.")]
 Name = Annotated[str, typer.Option(help="The new checkpoint's name.")]
 Ttl = Annotated[int | None, typer.Option(metavar="SECONDS", help="When it expires. Default: never.")]
 AdapterDirectory = Annotated[Path, typer.Argument(help="A directory with an adapter in PEFT's format.")]
@@ -43,10 +43,10 @@ AdapterDirectory = Annotated[Path, typer.Argument(help="A directory with an adap
 @app.command()
 def pull(
     path: Annotated[str, typer.Argument(metavar="TINKER_PATH", help="tinker://RUN/KIND/NAME.")],
-    directory: Annotated[Path, typer.Argument(help="Where its files go; a directory that is not there yet.")],
+    directory: Annotated[Path, typer.Argument(help="A new directory for its files.")],
     as_json: AsJson = False,
 ) -> None:
-    """Fetch a checkpoint: a directory that PEFT, vLLM and SGLang load as it is."""
+    """Download a checkpoint as a directory for PEFT, vLLM and SGLang."""
     with _refusals(), _server() as server, _bar("pulling", as_json) as progress:
         pulled = server.pull(path, directory, progress)
     size_bytes = sum(pulled.files.values())
@@ -61,7 +61,7 @@ def pull(
 def push(
     directory: AdapterDirectory, base: Base = "", name: Name = "pushed", ttl: Ttl = None, as_json: AsJson = False
 ) -> None:
-    """Send an adapter to a server as it is, as a training checkpoint; with optimizer state, where there is some."""
+    """Upload an adapter as a training checkpoint, with optimizer state if there is some."""
     with _refusals():
         _push(directory, base, name, ttl, as_json)
 
@@ -73,11 +73,11 @@ def import_adapter(
     name: Name = "imported",
     ttl: Ttl = None,
     base_directory: Annotated[
-        str, typer.Option(metavar="DIR_OR_ID", help="The base model's files, for adapters that hold copies of some.")
+        str, typer.Option(metavar="DIR_OR_ID", help="The base model's files, to compare copies with.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Rewrite any LoRA adapter of PEFT's (alpha, rsLoRA, ranks by module, 16 bits) and send it to a server."""
+    """Rewrite any LoRA adapter of PEFT's (alpha, rsLoRA, ranks by module, 16 bits) and upload it."""
     from tinsmith.exchange import adapters, merging
 
     with _refusals(), tempfile.TemporaryDirectory() as scratch:
@@ -92,18 +92,18 @@ def import_adapter(
 @app.command()
 def merge(
     adapter: Annotated[str, typer.Argument(help="A directory with an adapter, or its tinker:// path.")],
-    directory: Annotated[Path, typer.Argument(help="Where the model goes; a directory that is not there yet.")],
+    directory: Annotated[Path, typer.Argument(help="A new directory for the model.")],
     base: Annotated[
         str,
-        typer.Option("--base", metavar="DIR_OR_ID", help="The base model. Default: the one that the adapter names."),
+        typer.Option("--base", metavar="DIR_OR_ID", help="The base model. Default: the adapter's."),
     ] = "",
     dtype: Annotated[str, typer.Option(help="auto (the base's), float32, bfloat16 or float16.")] = "auto",
     max_shard_gb: Annotated[float, typer.Option(help="Size of a file of weights.", min=0.001)] = 5.0,
     gguf: Annotated[Path | None, typer.Option(help="Also write this GGUF file, for llama.cpp.")] = None,
-    llama_cpp: Annotated[Path | None, typer.Option(help="Where llama.cpp's sources are; --gguf needs them.")] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="Sources of llama.cpp, for --gguf.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Put an adapter into its base: a Hugging Face model of its own, which every tool loads."""
+    """Merge an adapter into its base, which makes an ordinary Hugging Face model."""
     from tinsmith.exchange import adapters, merging
 
     with _refusals(), tempfile.TemporaryDirectory() as scratch:

@@ -36,13 +36,11 @@ DataDir = Annotated[Path | None, typer.Option(help="Where the server keeps every
 
 @app.command()
 def create(
-    tenant: Annotated[str, typer.Argument(help="Whom the key names; a new name makes a new tenant.")],
+    tenant: Annotated[str, typer.Argument(help="The tenant; a new name makes a new one.")],
     name: Annotated[str, typer.Option(help="A note of what the key is for.")] = "",
     quota: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="A limit of this tenant in place of the server's; 0 is none. Repeat it."
-        ),
+        typer.Option(metavar="NAME=VALUE", help="A limit for this tenant; 0 is none. Repeat it."),
     ] = None,
     as_json: AsJson = False,
     data_dir: DataDir = None,
@@ -70,7 +68,7 @@ def list_keys(
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """List the keys, never what they are."""
+    """List the keys without their secrets."""
     from tinsmith.auth.keys import Keys
 
     with _database(data_dir) as database:
@@ -92,7 +90,7 @@ def revoke(
     as_json: AsJson = False,
     data_dir: DataDir = None,
 ) -> None:
-    """End a key, and every token that was made for it."""
+    """Revoke a key and its tokens."""
     from tinsmith.auth.keys import Keys
 
     with _database(data_dir) as database:

@@ -51,7 +51,7 @@ Samplers = Annotated[int | None, typer.Option(help="Dedicated samplers for each.
 HealthPort = Annotated[
     int | None, typer.Option(help="Port of /healthz and /metrics in roles that answer no clients. Default: none.")
 ]
-DataDir = Annotated[Path | None, typer.Option(help="Where everything is kept. Default: ~/.tinsmith.")]
+DataDir = Annotated[Path | None, typer.Option(help="Data directory. Default: ~/.tinsmith.")]
 Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto.")]
 Dtype = Annotated[str | None, typer.Option(help="Base model's format: auto, float32 or bfloat16. Default: auto.")]
 Deterministic = Annotated[
@@ -91,7 +91,7 @@ def serve(  # noqa: PLR0913 - one parameter a flag
     log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
-    """Serve base models to the tinker SDK until Ctrl-C, or do one part of it beside other processes."""
+    """Serve base models to the tinker SDK until Ctrl-C, or run one role of it."""
     given = {
         "models": tuple(model) if model else None,
         "role": role,
@@ -124,13 +124,13 @@ app.command()(up_cli.down)
 
 @app.command()
 def demo(
-    data_dir: Annotated[Path | None, typer.Option(help="Where to keep what it makes. Default: a fresh one.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Data directory. Default: a new one.")] = None,
     stay: Annotated[
         bool | None, typer.Option("--stay/--exit", help="Keep serving afterwards. Default: in a terminal.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what came of it as JSON; the rest to errors.")] = False,
 ) -> None:
-    """Watch supervised fine-tuning and reinforcement learning by the official SDK, on this machine."""
+    """Run supervised fine-tuning and reinforcement learning with the official SDK."""
     from tinsmith.cli.demo import run_demo
 
     stays = sys.stdout.isatty() if stay is None else stay
@@ -157,7 +157,7 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Look at this machine and say what Tinsmith can do on it; or say where MODEL fits, and why there."""
+    """Check this machine, or plan where MODEL fits."""
     if place is not None:
         from tinsmith.cli.plan import Asked
 
@@ -186,17 +186,17 @@ def bench(
         list[str] | None, typer.Option(help="A server; repeat it. Default: TINKER_BASE_URL, or port 8000 here.")
     ] = None,
     model: Annotated[
-        list[str] | None, typer.Option(help="Its base model: once for all, or for each --url. Default: its first one.")
+        list[str] | None, typer.Option(help="Its base model, once or for each --url. Default: its first.")
     ] = None,
     key: Annotated[
-        list[str] | None, typer.Option(help="Its API key: once for all, or for each --url. Default: TINKER_API_KEY.")
+        list[str] | None, typer.Option(help="Its API key, once or for each --url. Default: TINKER_API_KEY.")
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="How often each measure is taken on each server.")] = 10,
+    runs: Annotated[int, typer.Option(min=1, help="Repetitions of each measure.")] = 10,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters that are trained.")] = 16,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one answer may take.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Time the same work on Tinker-compatible servers, side by side. Ends with 1 if one could not do all of it."""
+    """Time the same work on Tinker-compatible servers. Ends with 1 if one could not do all of it."""
     from tinsmith.cli.bench import bench_as_json, run_bench, targets_of
 
     default_url, default_key = client_address()

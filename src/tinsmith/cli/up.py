@@ -52,14 +52,14 @@ Address = Annotated[
         "--ray", metavar="ADDRESS", help="HOST:PORT of the cluster's head. Default: that of `up --ray local`."
     ),
 ]
-Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="How many; between the two by what waits.")]
-Cpus = Annotated[float, typer.Option(min=0, help="CPUs that one of them reserves, and its threads.")]
-Gpus = Annotated[float, typer.Option(min=0, help="GPUs that one of them reserves, all on one node.")]
+Count = Annotated[str, typer.Option(metavar="MIN[:MAX]", help="How many, scaled by what waits.")]
+Cpus = Annotated[float, typer.Option(min=0, help="CPUs for each, and its threads.")]
+Gpus = Annotated[float, typer.Option(min=0, help="GPUs for each, on one node.")]
 Others = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME=AMOUNT", help="Other resources of Ray's that one of them reserves; repeat it."),
+    typer.Option(metavar="NAME=AMOUNT", help="Other Ray resources for each; repeat it."),
 ]
-Work = Annotated[float, typer.Option(min=1, help="How much may wait for each before there is one more.")]
+Work = Annotated[float, typer.Option(min=1, help="How much may wait for each before one is added.")]
 
 
 def up(  # noqa: PLR0913 - one parameter a flag
@@ -79,8 +79,8 @@ def up(  # noqa: PLR0913 - one parameter a flag
     tokens_per_engine: Work = 131_072,
     tokens_per_sampler: Work = 131_072,
     batches_per_worker: Work = 16,
-    up_after: Annotated[float, typer.Option(min=0, help="Seconds for which more must have waited.")] = 10.0,
-    down_after: Annotated[float, typer.Option(min=0, help="Seconds for which less must have waited.")] = 300.0,
+    up_after: Annotated[float, typer.Option(min=0, help="Seconds of more demand before one is added.")] = 10.0,
+    down_after: Annotated[float, typer.Option(min=0, help="Seconds of less demand before one is removed.")] = 300.0,
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", metavar="[NAME=]DIR_OR_ID", help="As for `serve`.")
     ] = None,
@@ -88,9 +88,9 @@ def up(  # noqa: PLR0913 - one parameter a flag
     data_dir: DataDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when they are asked for.")] = False,
 ) -> None:
-    """Have a Ray cluster run engines, samplers and batch workers, and keep as many as the queues want.
+    """Run engines, samplers and batch workers on a Ray cluster, scaled by demand.
 
-    With `--ray local` it stays, and takes everything away when it ends; on a cluster, `tinsmith down` does that."""
+    With `--ray local` the command stays and ends everything with itself; on a cluster, `tinsmith down` does."""
     given = {"models": tuple(model) if model else None, "backend": backend, "data_dir": data_dir}
     settings = load({name: value for name, value in given.items() if value is not None})
     after = up_after, down_after
@@ -126,10 +126,10 @@ def up(  # noqa: PLR0913 - one parameter a flag
 def down(
     ray: Address = None,
     data_dir: DataDir = None,
-    patience: Annotated[float, typer.Option(min=0, help="Seconds in which they may give back what they have.")] = 120,
+    patience: Annotated[float, typer.Option(min=0, help="Seconds that processes have to drain.")] = 120,
     as_json: AsJson = False,
 ) -> None:
-    """Drain everything that `tinsmith up` has started on a cluster, and take it away."""
+    """Drain and remove everything that `tinsmith up` started."""
     with _connected(ray, data_dir) as cluster:
         late = cluster.stop_all(patience)
     if as_json:
@@ -141,7 +141,7 @@ def down(
 
 
 def status(ray: Address = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
-    """Say what runs on a cluster, where, and what waits for it. Ends with 1 if nothing keeps it."""
+    """Show what runs on a cluster and what waits. Ends with 1 if there is no controller."""
     with _connected(ray, data_dir) as cluster:
         seats, kept, found = cluster.RayCluster().seats(), cluster.has_controller(), cluster.report()
     if as_json:
