@@ -1,1 +1,1 @@
-"""The server process: what it is made of, what it sweeps, and how it starts and ends."""
+"""The server process: its construction, start, stop and janitor."""

@@ -1,11 +1,10 @@
-"""The janitor: what must happen as time passes.
+"""The janitor: periodic expiry and deletion.
 
-Sessions whose heartbeats stopped are closed, their models told to unload and their samples cancelled (as futures,
-which the engine settles); the files of their ephemeral versions are deleted, and their results some time later, of
-which the usage stays. Results that clients acknowledged, checkpoints past their TTL and audit entries past their
-retention are deleted, and so are directories that no row names. When the clock was set, or the machine
-slept, nothing is judged by its age until everyone had the time to say that they are there. Memory that was freed goes
-back to the system with every sweep.
+Each sweep closes sessions whose heartbeats stopped, unloads their models and cancels their samples (by futures that the
+engine settles). It deletes the files of their ephemeral versions and, later, their results, whose usage is kept. It
+deletes acknowledged results, expired checkpoints, audit entries past their retention, and directories that no row
+names. After a jump of the wall clock nothing expires until every client has had one full timeout for a heartbeat. Each
+sweep ends by returning freed memory to the system. Of servers that share a database, one sweeps at a time.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
 
 Alone = Callable[[], AbstractContextManager[bool]]
-"""Whether this server is the one that sweeps now."""
+"""A block that yields whether this server may sweep now."""
 
 DAY_S = 86400
 
 UNNAMED_AGE_S = 3600.0
-"""A directory that no row names may be one whose row is about to come; after this long it is not."""
+"""A younger directory that no row names may get its row soon; an older one is deleted."""
 
 DIRECTORIES_SWEEP_S = 3600.0
-"""How often such directories are looked for."""
+"""How often such directories are searched for."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class SweptParts:
-    """What a sweep looks at."""
+    """The stores that a sweep works on."""
 
     sessions: Sessions
     models: Models
@@ -99,15 +98,15 @@ class Janitor:
                 log.error("a sweep failed; the next one tries again", exc_info=error)
 
     def _sweep_alone(self) -> None:
-        """Servers that share a database take turns; whoever comes second leaves it to the first."""
-        self._parts.samplers.delete_acknowledged()  # each server knows what its own polls were told
+        """Sweep, unless another server of the database is sweeping."""
+        self._parts.samplers.delete_acknowledged()  # each server knows what its own clients acknowledged
         with self._alone() as alone:
             if alone:
                 self.sweep()
         malloc.give_back()
 
     def sweep(self) -> None:
-        """Every part of it may be cut short and is taken up by the next sweep."""
+        """One sweep; each part may be interrupted and is completed by the next sweep."""
         parts = self._parts
         timeout_s = self._settings.session_timeout_s
         self._look_at_the_clock()
@@ -146,7 +145,7 @@ class Janitor:
 
     def _look_at_the_clock(self) -> None:
         if jump_s := self._clock.jump_s():
-            log.warning("the clock was set, or the machine slept; nothing expires for a while", jump_s=round(jump_s))
+            log.warning("the clock was set, or the machine slept; expiry is postponed", jump_s=round(jump_s))
             self._next_expiry = time.monotonic() + self._settings.session_timeout_s
             self._next_directories = time.monotonic() + UNNAMED_AGE_S
 
@@ -156,7 +155,7 @@ class Janitor:
             log.info("an engine's directory that no row names was deleted", directory=directory)
 
     def _unload(self, model: Model, reason: str) -> None:
-        """Tell the engine, once: the request_id makes every further time the same request."""
+        """Submit the unloading; a repetition has the same request_id and changes nothing."""
         self._parts.futures.submit(
             NewFuture(
                 request_id=f"{model.model_id}:unload",

@@ -1,7 +1,8 @@
-"""The process of `tinsmith serve`: wires the durable parts, the HTTP app, the supervisor and the janitor, and runs
-those of them that its role wants. A process that answers no clients listens for probes and for Prometheus, or nowhere.
+"""The process of `tinsmith serve`.
 
-Everything is built here, once, and passed down. The process never loads torch.
+`build` creates the stores, the HTTP app, the supervisor and the janitor once and passes them down; `Server.run` runs
+those that the process's role needs. A process without clients listens for probes and Prometheus only, or nowhere. The
+process never loads torch.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ from tinsmith.telemetry.tracing import open_tracing
 from tinsmith.wire.token_stream import MARK, Partials
 
 PATIENCE_S = 5.0
-"""How long a request waits for the database; then its client is told to send it again."""
+"""How long a request waits for the database before it is answered 503."""
 
 SHUTDOWN_S = 5
-"""How long requests in flight may take once the server is told to stop."""
+"""How long requests in flight may take after a stop signal."""
 
 FEW_FILES = 4096
-"""A server that may open no more than this says so: each poll that is held is a connection, and that a file."""
+"""With a lower limit of open files the server logs a warning: each held poll is a connection, and so a file."""
 
 log = structlog.get_logger()
 
@@ -115,7 +116,7 @@ class _PatientServer(uvicorn.Server):
 
 @dataclass(slots=True)
 class Server:
-    """One process, built and not yet running."""
+    """A process that is built, but not yet running."""
 
     settings: Settings
     app: Starlette
@@ -126,7 +127,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Empty if it listens nowhere."""
+        """The server's address; empty if it listens nowhere."""
         if self.listener is None:
             return ""
         host, port = self.listener.getsockname()[:2]
@@ -134,17 +135,17 @@ class Server:
 
     @property
     def accepts_anyone(self) -> bool:
-        """Whether any key will do."""
+        """Whether any well-formed key is accepted."""
         return self.app.state.services.tenants.accepts_anyone()
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
-        """Serve until SIGTERM or Ctrl-C; returns when every engine is gone. Raises SettingsError if one refuses."""
+        """Serve until SIGTERM or Ctrl-C; returns when every engine has ended. Raises SettingsError if one refuses."""
         # A signal that comes before uvicorn handles them must not be lost. uvicorn raises those that it got again.
         told = threading.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, lambda _signal, _frame: told.set())
         raise_file_limit()
-        gc.freeze()  # what was loaded stays: to look for garbage in it holds up everybody for 0.05 to 0.1 s each time
+        gc.freeze()  # a collection over everything that was imported would stop all requests for 0.05 to 0.1 s
         uvloop.run(self._run(on_ready, told))
 
     async def _run(self, on_ready: Callable[[str], None] | None, told: threading.Event) -> None:
@@ -184,7 +185,7 @@ class Server:
             http=Connection,
             ws="none",
             loop="uvloop",
-            log_level="error",  # below it, anyone who sends nonsense writes a line
+            log_level="error",  # at lower levels every malformed request would write a line
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -258,7 +259,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
 
 
 def _start(services: Services, supervisor: Supervisor, janitor: Janitor, background: Background) -> None:
-    """Start what runs beside the requests, as far as it is this process's role."""
+    """Start the background work of this process's role."""
     supervisor.start(background)
     background.start("lost_wake_ups", partial(_poll_slowly, services))
     if services.settings.runs_bulk_jobs:
@@ -270,7 +271,7 @@ def _start(services: Services, supervisor: Supervisor, janitor: Janitor, backgro
 
 
 async def _stop(services: Services, supervisor: Supervisor, background: Background) -> None:
-    """End what `_start` started; batch workers and engines get the time that they need."""
+    """Stop what `_start` started; batch workers and engines get the time that they need."""
     background.end()
     if services.settings.answers_clients:
         await services.batch_keeper.stop()
@@ -376,7 +377,7 @@ def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
 
 
 async def _watch_files(database: Database, threads: Threads, supervisor: Supervisor) -> None:
-    """A process whose database was taken away ends; writers notice by themselves, but there may be none."""
+    """Stop the process if its database file was moved or replaced, even if nothing is being written."""
     while True:
         await asyncio.sleep(FILES_POLL_S)
         try:
@@ -388,7 +389,7 @@ async def _watch_files(database: Database, threads: Threads, supervisor: Supervi
 
 
 async def _poll_slowly(services: Services) -> None:
-    """Covers wake-ups that were lost, with a few questions for all the polls that are held."""
+    """Find settled futures whose wake-up was lost, by a few queries for all held polls."""
     orders: dict[str, int | None] = {}
     while True:
         await asyncio.sleep(SAFETY_POLL_S)
@@ -397,7 +398,7 @@ async def _poll_slowly(services: Services) -> None:
                 services.waiters, services.futures, services.sampling_sessions, orders, services.threads.quick
             )
         except SQLAlchemyError as error:
-            log.warning("could not look for settled futures; the next look may", error=repr(error))
+            log.warning("could not query settled futures; trying again", error=repr(error))
 
 
 async def look_for_lost(
@@ -407,8 +408,8 @@ async def look_for_lost(
     orders: Mapping[str, int | None],
     threads: Executor | None = None,
 ) -> dict[str, int | None]:
-    """Wake whoever waits for what has settled. `orders` is the answer of the last look: the newest settlement of each
-    sampling session that is followed.
+    """Wake the polls whose futures have settled. `orders` is the last return value: the newest settlement of each
+    followed sampling session.
     """
     request_ids, sampling_session_ids = waiters.watched()
     loop = asyncio.get_running_loop()
@@ -420,19 +421,19 @@ async def look_for_lost(
 
 
 def raise_file_limit() -> None:
-    """Let this process, and those that it starts, open as many files as the system allows it."""
+    """Raise the soft limit of open files to the hard limit, for this process and its children."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
-    except (ValueError, OSError) as error:  # where an unlimited number is more than the kernel takes
-        log.info("the limit of open files stays as it was", limit=soft, error=str(error))
+    except (ValueError, OSError) as error:  # the hard limit is "unlimited", which the kernel refuses
+        log.info("the limit of open files was not raised", limit=soft, error=str(error))
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
         log.warning("few polls can be held at once; raise the limit of open files (ulimit -n)", limit=soft)
 
 
 def _claim_data(data_dir: Path) -> IO[bytes]:
-    """Two servers on one directory would answer each other's requests twice."""
+    """Lock the data directory: two servers on one would process each other's requests. Raises SettingsError."""
     try:
         lock = claim(data_dir / "server.lock", wait=False)
     except OSError as error:

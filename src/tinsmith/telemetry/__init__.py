@@ -1,1 +1,1 @@
-"""What operators see: logs, figures, spans, timelines, and counts of what is there. Changes nothing."""
+"""Observability for operators: logs, metrics, traces and timelines. Changes nothing in the service."""

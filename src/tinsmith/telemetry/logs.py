@@ -1,7 +1,7 @@
-"""How the processes log: one line per event to standard error, secrets masked, with the ids of whatever is worked on.
+"""Structured logs: one line per event to standard error, with secrets masked.
 
-Who works on a request binds its ids (structlog's context variables: tenant_id, model_id, request_id, base_model), and
-every line of it has them. The form of a line is a setting.
+Code that works on a request binds its ids as structlog context variables (tenant_id, model_id, request_id, base_model),
+and every line logged meanwhile has them. The form of a line (logfmt, json, console) is a setting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SECRET_NAMES = frozenset({"api_key", "x-api-key", "authorization", "jwt", "passw
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, object]) -> MutableMapping[str, object]:
-    """A structlog processor: values under a secret's name never reach the log."""
+    """A structlog processor that masks the values of fields with secret names."""
     for name in event:
         if name.lower() in SECRET_NAMES:
             event[name] = "***"

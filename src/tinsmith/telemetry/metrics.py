@@ -1,12 +1,12 @@
-"""What is counted and timed for operators: the table of all meters, and those of the server itself.
+"""The Prometheus metrics of a server: the table of all meters, and the server's own counters.
 
-A meter is a Prometheus metric; the word keeps it apart from the metrics of training. Engines count in files below
-`metrics/` in the data directory (prometheus-client's own, shared by memory mapping), which outlive them: a counter goes
-on where its dead predecessor stood, and what an engine has at the moment ends with it. Whoever is asked for the text
-reads those files, so engines answer nobody. What the rows know (`census`) is counted when it is asked for.
+A meter is a Prometheus metric; the word distinguishes it from training metrics. Engines count in memory-mapped files of
+prometheus-client below `metrics/` in the data directory. The files outlive the engines: counters continue after a
+restart, gauges end with the process. The server reads the files at a scrape, so engines listen on no port. Counts that
+follow from database rows are read at the scrape.
 
-Labels are bounded: base models, kinds and outcomes are few, and of tenants only so many have names of their own. Knows
-no SQL and no device.
+Labels are bounded: base models, kinds and outcomes are few, and tenants beyond a limit share one label. Knows no SQL
+and no device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.multiprocess import MultiProcessCollector, mark_process_d
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
-"""Stands for all tenants beyond those that have a label of their own."""
+"""The label of all tenants beyond those that have their own."""
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
 TOKENS = (16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
@@ -34,7 +34,7 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """One metric: `source` is who counts it (server, engine, or the rows when they are asked)."""
+    """One metric; `source` says where it is counted: server, engine, or rows (at the scrape)."""
 
     name: str
     kind: str
@@ -45,7 +45,7 @@ class Meter:
 
 
 _ENGINE = ("base_model",)
-_SEAT = ("base_model", "engine")  # what one of several has at the moment; what they count is added up
+_SEAT = ("base_model", "engine")  # labels of gauges; counters are summed over the engines
 _TABLE = (
     # What the rows say, the same from every server of a database.
     Meter("tinsmith_queue_requests", "gauge", "rows", "requests that are not settled", ("base_model", "kind")),
@@ -197,7 +197,7 @@ def histogram(name: str, registry: CollectorRegistry) -> Histogram:
 
 
 class TenantLabels:
-    """The first `most` tenants have labels of their own, all others share one: a server may have thousands."""
+    """Gives the first `most` tenants their own label and all others one shared label."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -213,7 +213,7 @@ class TenantLabels:
 
 
 class Count(Protocol):
-    """One number that the rows know: of which meter, with which labels."""
+    """One number counted from rows: its meter and labels."""
 
     @property
     def meter(self) -> str: ...
@@ -224,12 +224,12 @@ class Count(Protocol):
 
 
 class ServerMeters:
-    """The server's own counters, and the text of everything that is known. Its methods may be called by any thread."""
+    """The server's own counters, and the text of all metrics. Methods may be called from any thread."""
 
     def __init__(
         self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Count]] = tuple
     ) -> None:
-        """`directory` is where engines count; None where there are none."""
+        """`directory` has the files of the engines; None if this process has none."""
         prometheus_client.disable_created_metrics()  # a second series for each counter, which nobody asks for
         self._directory = directory
         self._registry = CollectorRegistry()
@@ -256,19 +256,19 @@ class ServerMeters:
         self._background.labels(task).inc()
 
     def held_polls(self, count: Callable[[], int]) -> None:
-        """Whom to ask how many polls are held."""
+        """Set the function that returns the number of held polls."""
         self._held.set_function(count)
 
     def database_used(self, seconds: float) -> None:
         self._database.observe(seconds)
 
     def engine_gone(self, pid: int) -> None:
-        """What an engine had at the moment is no more; what it counted stays."""
+        """Remove the gauges of an engine that has ended; its counters stay."""
         if self._directory is not None:
             mark_process_dead(pid, str(self._directory))
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes of devices by base model and by who holds them, of all engines that count here."""
+        """Bytes of device memory by base model and holder, over all engines of this data directory."""
         found: dict[str, dict[str, int]] = {}
         if self._directory is None:
             return found
@@ -280,12 +280,12 @@ class ServerMeters:
         return found
 
     def text(self) -> bytes:
-        """Everything, in Prometheus' text format. Asks the database."""
+        """All metrics in Prometheus' text format. Queries the database."""
         return generate_latest(self._registry)
 
 
 class _Counted:
-    """What the rows know, as prometheus-client collects it."""
+    """The counts from rows, as a collector of prometheus-client."""
 
     def __init__(self, counts: Callable[[], Iterable[Count]]) -> None:
         self._counts = counts
@@ -301,12 +301,12 @@ class _Counted:
 
 
 def metrics_directory(data_dir: Path) -> Path:
-    """Where the engines of a data directory count."""
+    """The directory of the engines' metric files."""
     return data_dir / "metrics"
 
 
 def emptied_directory(data_dir: Path) -> Path:
-    """The same without what the engines of an earlier server counted."""
+    """The same directory, emptied of the files that an earlier server's engines left."""
     directory = metrics_directory(data_dir)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,13 +1,12 @@
 """A session's timeline in Chrome's trace format, which Perfetto opens: one process per model and sampler.
 
-Each request is an asynchronous slice from its arrival to its settlement, and in it its parts: `queued` until an
-engine began to work on it, `run` until that had its result, `settle` until the result was stored. Requests of a sampler
-overlap freely. Those of a model take effect in order, so the model has a thread, too, that shows the work itself, step
-by step. An engine numbers its steps from 1, and packs passes of several models into one, those of other sessions, too.
+Each request is an asynchronous slice from arrival to settlement with the parts `queued` (until an engine began),
+`run` (until it had the result) and `settle` (until the result was stored). Requests of a sampler overlap. Those of a
+model take effect in order, so each model also has a thread that shows its work step by step; an engine numbers its
+steps from 1 and packs passes of several models and sessions into one.
 
-Made from the rows of the futures while it is read. What is still pending has no end, what was refused no length, and
-what an earlier version settled no parts. Requests whose results were forgotten (`result_grace_s` after the end of their
-session) are gone from the timeline, too.
+The timeline is generated from the rows of the futures while it is read. Pending requests have no end, refused ones no
+length. Requests whose results were deleted (`result_grace_s` after the end of their session) are missing.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Traces:
         self._db = db
 
     def write(self, session_id: str) -> Iterator[bytes]:
-        """The trace's JSON in parts; never more than some rows are in memory."""
+        """The trace's JSON in pieces, with a bounded number of rows in memory."""
         yield b'{"displayTimeUnit":"ms","otherData":' + orjson.dumps({"session_id": session_id}) + b',"traceEvents":['
         processes: dict[str, int] = {}
         separator = b""
@@ -100,7 +99,7 @@ def _slices(row: sa.Row, process: int) -> list[Event]:
 
 
 def _times(row: sa.Row) -> list[int]:
-    """The known ones of a request in microseconds, in their order: clocks of two processes may differ by a little."""
+    """A request's known times in microseconds, made non-decreasing: the clocks of two processes may differ."""
     times: list[int] = []
     for name in _TIMES:
         moment_s = row._mapping[name]

@@ -1,9 +1,9 @@
 """Traces for OpenTelemetry, from a client's request to the settlement of its future, across server and engines.
 
-A server begins a span for each request, below the client's own if that sent a `traceparent`; what it stores remembers
-which (`CURRENT`), and the engine adds what became of it. Spans leave by OTLP over HTTP. Where no `otlp_endpoint` is
-set, nothing of OpenTelemetry is loaded, nothing is stored, and `on` is what a hot path asks. Spans tell names of kinds
-and ids, and nothing of what a request holds.
+A server starts a span for each request, below the client's if that sent a `traceparent`. The stored future carries the
+span's name (`CURRENT`), and the engine adds its own spans below it. Spans are exported by OTLP over HTTP. Without
+`otlp_endpoint`, OpenTelemetry is not imported and nothing is stored; hot paths check `on`. Spans contain kinds and ids,
+never contents of requests.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 CURRENT: ContextVar[str | None] = ContextVar("traceparent", default=None)
-"""The span in which the present code runs, in the words of W3C's traceparent."""
+"""The current span as a W3C traceparent."""
 
 EXPORT_S = 5.0
-"""How long a collector that does not answer may hold up the end of a process."""
+"""How long a collector that does not answer may delay the end of a process."""
 
 Attributes = Mapping[str, str | int | float]
 
@@ -33,15 +33,15 @@ class Tracing(Protocol):
     def on(self) -> bool: ...
 
     def span(self, name: str, parent: str | None, attributes: Attributes) -> AbstractContextManager[None]:
-        """What the block does, below `parent`; within it, CURRENT names the span."""
+        """A span of the block below `parent`; within the block, CURRENT names it."""
         ...
 
     def record(self, name: str, parent: str, start_s: float, end_s: float, attributes: Attributes) -> str:
-        """Something that is over, with its times since the epoch. Returns its name as a parent."""
+        """Record a finished span; times are epoch seconds. Returns its name, to be used as a parent."""
         ...
 
     def close(self) -> None:
-        """Send what has not been sent yet."""
+        """Export the remaining spans."""
         ...
 
 
@@ -59,7 +59,7 @@ class NoTracing:
 
 
 def open_tracing(endpoint: str, process: str, attributes: Attributes) -> Tracing:
-    """Traces of this process (`server` or `engine`) to a collector; none without an endpoint. Raises SettingsError."""
+    """The tracing of this process (`server` or `engine`); off without an endpoint. Raises SettingsError."""
     if not endpoint:
         return NoTracing()
     try:
@@ -108,7 +108,7 @@ class _Sent:
         self._provider.shutdown()
 
     def _context(self, parent: str | None) -> Context:
-        """A parent that nobody can read is none: a client may send anything."""
+        """The context of a parent; a malformed one, which a client may send, counts as none."""
         from opentelemetry.context import Context
 
         return self._propagator.extract({} if parent is None else {"traceparent": parent}, Context())
