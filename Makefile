@@ -5,25 +5,43 @@ BIN := $(VENV)/bin
 # With an empty HOME and temporary directory, outside of which nothing may be written, and no process left behind.
 ISOLATED := $(BIN)/python scripts/isolated
 PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
+# One worker a core; the tests of a file stay together, since they share its servers.
+PARALLEL := -n $${TEST_WORKERS:-2} --dist loadfile
 STAMP := $(VENV)/.installed
-# A test that fails beside everything else is tried once more, and named in the summary if that helps: it is a bug too.
-AGAIN := --reruns 1 --reruns-delay 2 -raR
 
-.PHONY: demo docs test attack test-postgres test-crash test-roles test-recipes test-examples test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks lint-deploy fuzz check format bench bench-quick bench-gpu clean
+.PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
+	test-families test-ranks test-gpu test-harness test-vllm test-ray test-benchmarks test-browser test-fuzz lint-deploy \
+	format bench bench-quick bench-gpu clean
 
 demo: $(STAMP)
 	$(ISOLATED) $(BIN)/tinsmith demo
 
+# docs/testing.md says what each part is for and how long it takes.
 test: $(STAMP)
 	scripts/setup-browser
+	$(PYTEST) $(PARALLEL) -m "not slow and not extended" tests/unit tests/integration tests/contract tests/e2e tests/fault \
+		tests/cluster tests/fuzz tests/browser tests/recipes
+
+# The rest of tests/e2e, fault, cluster, fuzz and browser.
+test-extended: $(STAMP)
+	scripts/setup-browser
+	$(PYTEST) $(PARALLEL) -m "extended and not slow" tests/e2e tests/fault tests/cluster tests/fuzz tests/browser \
+		tests/recipes
+
+# All parts that need nothing which setup does not install, one after the other, with one closing line.
+test-all: $(STAMP)
+	$(BIN)/python scripts/test-parts test test-extended test-crash test-roles test-ranks test-postgres test-ray test-families \
+		test-examples test-benchmarks test-harness test-recipes test-fuzz
+
+lint: $(STAMP)
 	scripts/lint-units
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(PYTEST) -m "not slow" $(AGAIN)
 
 test-postgres: $(STAMP)
-	$(PYTEST) -m "not slow and not recipes" --database postgres $(AGAIN)
+	$(PYTEST) $(PARALLEL) -m "not slow and not recipes" --database postgres tests/unit tests/integration tests/contract \
+		tests/e2e tests/fault tests/cluster
 
 # Servers and engines as processes of their own, on both databases; make test does some of it.
 test-roles: $(STAMP)
@@ -31,6 +49,11 @@ test-roles: $(STAMP)
 
 test-crash: $(STAMP)
 	$(PYTEST) tests/fault/crash
+
+# Every page of the dashboard, in Chromium.
+test-browser: $(STAMP)
+	scripts/setup-browser
+	$(PYTEST) tests/browser
 
 # A live server under attack, with the seed printed: processes that are killed, broken requests, a flood of the queue.
 # ATTACK_SECONDS, ATTACK_REQUESTS and ATTACK_SEED say how long, how many and which.
@@ -74,14 +97,8 @@ lint-deploy:
 	scripts/lint-deploy
 
 # Every property, with twenty times the examples, and others in each run.
-fuzz: $(STAMP)
+test-fuzz: $(STAMP)
 	FUZZ_EXAMPLES=$${FUZZ_EXAMPLES:-20} $(PYTEST) --timeout 7200 -m hypothesis
-
-check: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(PYTEST) tests/unit/test_architecture.py tests/contract/test_docs.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -35,11 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How a test failed whose second try passed: the plugin that tries again keeps that to itself."""
-    for report in terminalreporter.stats.get("rerun", []):
-        terminalreporter.section(f"first try of {report.nodeid}")
-        terminalreporter.write_line(report.longreprtext)
+EXTENDED = {"e2e", "fault", "cluster", "fuzz", "browser", "recipes"}
+"""Directories of which `make test` runs only what is marked `smoke`: one journey of each kind."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(here).parts[0] in EXTENDED and not item.get_closest_marker("smoke"):
+            item.add_marker(pytest.mark.extended)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -80,6 +80,7 @@ def rows(browser: Browser) -> list[str]:
 # The key.
 
 
+@pytest.mark.smoke
 def test_a_key_is_asked_for_once_and_kept_in_the_tab_only(alice: Site, chromium: Browser) -> None:
     browser = chromium
     browser.driver.get(alice.server.url)
@@ -413,6 +414,7 @@ def test_numbers_are_written_as_they_are_read(browser: Browser) -> None:
 # Runs.
 
 
+@pytest.mark.smoke
 def test_curves_grow_while_somebody_looks(alice: Site, browser: Browser) -> None:
     browser.open(f"runs/{alice.run}", "Run ")
 
@@ -493,6 +495,7 @@ def test_a_session_leads_to_its_runs(alice: Site, browser: Browser) -> None:
 # The other pages.
 
 
+@pytest.mark.smoke
 def test_the_overview_counts(alice: Site, browser: Browser) -> None:
     browser.open("overview", "Overview")
     browser.until(lambda: "2" in browser.text(".cards .card .value"), "the runs")

@@ -124,6 +124,7 @@ def crash_in(cluster: Cluster) -> str:
     return mark + text[:3000]
 
 
+@pytest.mark.smoke
 def test_samples_are_spread_over_the_samplers_and_answered_as_ever(cluster: Cluster, client: RawClient) -> None:
     sampler = client.sampler()
     prompts = [[number, number + 1] for number in range(30)]

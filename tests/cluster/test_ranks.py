@@ -36,6 +36,8 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
 
+pytestmark = pytest.mark.smoke
+
 torch.set_num_threads(1)
 
 DEGREES = {"dp2": Degrees(2), "tp2": Degrees(1, 2), "fsdp2": Degrees(2, 1, shard_base=True)}

@@ -60,6 +60,7 @@ def test_new_runs_are_spread_over_the_engines(cluster: Cluster, client: RawClien
     assert sorted(str(owners[run]) for run in runs) == ["one", "one", "two", "two"]
 
 
+@pytest.mark.smoke
 def test_what_a_killed_engine_had_goes_on_with_the_other(cluster: Cluster, client: RawClient) -> None:
     runs = [client.model() for _ in range(4)]
     trained(client, runs, 1)

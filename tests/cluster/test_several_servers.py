@@ -85,6 +85,7 @@ def both_ready(url: str) -> bool:
     return [row.state for row in rows] == ["ready"] * 2
 
 
+@pytest.mark.smoke
 def test_any_server_takes_any_request_and_answers_any_poll_at_once(
     servers: tuple[LiveServer, LiveServer], clients: tuple[RawClient, RawClient]
 ) -> None:

@@ -110,6 +110,7 @@ def provider_of(service: tinker.ServiceClient) -> JwtAuthProvider:
 # The SDK.
 
 
+@pytest.mark.smoke
 @pytest.mark.covers("POST /auth/token")
 def test_a_whole_run_goes_by_token(keyed: Keyed) -> None:
     with keyed.service(keyed.alice) as service:
@@ -163,6 +164,7 @@ def test_a_revoked_key_and_its_tokens_end_in_the_middle_of_a_run(keyed: Keyed) -
         service.close("errored").result()
 
 
+@pytest.mark.smoke
 def test_two_tenants_share_nothing_but_what_is_published(keyed: Keyed) -> None:
     with keyed.service(keyed.alice) as hers, keyed.service(keyed.bob) as his:
         model = train_once(hers)

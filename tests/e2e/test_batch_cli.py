@@ -100,6 +100,7 @@ def double(count: int, mark: str = "") -> list[dict[str, str]]:
 DOUBLE = ("submit", "mappers.py:double", "-i", "in.jsonl", "-o", "out.jsonl", "--batch-size", 3)
 
 
+@pytest.mark.smoke
 def test_a_job_is_submitted_shown_listed_and_exported(run: Any, tmp_path: Path) -> None:  # noqa: ANN401
     code, out, err = run(*DOUBLE, "--fn-kwargs", '{"mark": "!"}', "--name", "[red]first", "-o", "csv:out.txt")
     assert code == 0, err

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from support.live import API_KEY, LiveServer
@@ -39,12 +40,14 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.smoke
 def test_every_example_is_in_the_readme_and_has_a_test() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert f"examples/batch/{path.name}" in (ROOT / "README.md").read_text()
         assert f'"{path.stem}"' in Path(__file__).read_text()
 
 
+@pytest.mark.smoke
 def test_simple(nano_server: LiveServer, tmp_path: Path) -> None:
     assert "100 rows in" in example(nano_server, tmp_path, "simple")
     found = lines(tmp_path / "out" / "counts.jsonl")

@@ -175,6 +175,7 @@ def test_user_metadata_belongs_to_the_run_that_it_was_given_to(alice: Tenant) ->
 # Exports.
 
 
+@pytest.mark.smoke
 @pytest.mark.covers("RestClient.get_external_weights_urls")
 def test_an_export_is_downloaded_without_a_key(alice: Tenant, bob: Tenant) -> None:
     client = trained(alice)
@@ -208,6 +209,7 @@ def test_recipients_that_cannot_be_read_are_refused_by_name(alice: Tenant) -> No
 # Sharing.
 
 
+@pytest.mark.smoke
 @pytest.mark.covers(
     "RestClient.publish_checkpoint_from_tinker_path", "RestClient.unpublish_checkpoint_from_tinker_path"
 )

@@ -120,6 +120,7 @@ def test_a_merged_model_computes_the_same_alone(trained: Trained, tmp_path: Path
     close(expected(tmp_path / "sharded"), trained.scored)
 
 
+@pytest.mark.smoke
 def test_what_is_pushed_goes_on_training_where_it_stopped(trained: Trained, tmp_path: Path) -> None:
     trained.cli("pull", trained.state, tmp_path / "state")
     pushed = trained.json("push", tmp_path / "state", "--name", "again", "--ttl", 3600)

@@ -28,6 +28,7 @@ def run(*words: str, **environment: str) -> Result:
     return CliRunner(env={"COLUMNS": "200", "TERM": "dumb", **environment}).invoke(cli.app, words)
 
 
+@pytest.mark.smoke
 def test_every_command_can_print_json() -> None:
     groups: list[Any] = [typer.main.get_command(cli.app)]
     found = 0
@@ -41,6 +42,7 @@ def test_every_command_can_print_json() -> None:
     assert found > 15
 
 
+@pytest.mark.smoke
 def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
     where = ("--json", "--data-dir", str(tmp_path / "data"))
     made = json.loads(run("keys", "create", "alice", "--name", "laptop", *where).stdout)
@@ -51,6 +53,7 @@ def test_keys_are_made_listed_and_ended_as_json(tmp_path: Path) -> None:
     assert made["key"] not in json.dumps(ended)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("good", [True, False])
 def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.cli.doctor.examine", lambda _settings: [Finding(good, "disk", "[full]")])
@@ -59,6 +62,7 @@ def test_the_doctor_tells_a_program_what_it_found(good: bool, monkeypatch: pytes
     assert found.exit_code == (0 if good else 1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -75,6 +79,7 @@ def test_a_misspelt_word_is_answered_with_the_nearest(words: tuple[str, ...], hi
     assert hint in found.output
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
@@ -109,6 +114,7 @@ def test_a_shell_completes_commands(shell: str) -> None:
     assert "keys" in done.stdout and "serve" not in done.stdout
 
 
+@pytest.mark.smoke
 def test_a_server_announces_itself_to_a_program(tmp_path: Path) -> None:
     words = ["serve", "--port", "0", "--backend", "fake", "--json", "--data-dir", str(tmp_path / "data")]
     process = subprocess.Popen([sys.executable, "-m", "tinsmith.cli", *words], stdout=subprocess.PIPE, text=True)
@@ -150,6 +156,7 @@ def test_a_server_that_is_told_to_stop_while_it_starts_stops(tmp_path: Path, mom
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.smoke
 def test_statuses_and_completion_are_documented() -> None:
     page = (ROOT / "docs" / "settings.md").read_text()
     for status in (0, 1, 2, 130):

@@ -13,6 +13,8 @@ from tinker import types
 
 from support.live import API_KEY, LiveServer, serving
 
+pytestmark = pytest.mark.smoke
+
 NANO = "tinsmith/nano"
 RNG = np.random.default_rng(0)
 

@@ -21,6 +21,8 @@ from support.chat_models import make_tool_model
 from support.live import API_KEY, LiveServer, serving
 from tinsmith.base_models import nano
 
+pytestmark = pytest.mark.smoke
+
 TOKENIZER = AutoTokenizer.from_pretrained(str(nano.path()))
 NANO, TOOLS = "tinsmith/nano", "local/tools"
 SAY: Any = [{"role": "user", "content": "Say hello."}]

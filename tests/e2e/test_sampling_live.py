@@ -13,6 +13,8 @@ from tinker import types
 
 from support.live import API_KEY, LiveServer
 
+pytestmark = pytest.mark.smoke
+
 NANO = "tinsmith/nano"
 CONTEXT = 2048
 PROMPT = list(range(100, 125))

@@ -242,6 +242,7 @@ def test_what_a_child_may_have_stored_is_stored_elsewhere_by_the_next_one() -> N
     assert [given.given()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 
+@pytest.mark.smoke
 def test_a_marker_is_seen_by_whoever_maps_the_same_file() -> None:
     with marker_file() as file:
         written, seen = Marker(file.fileno()), Marker(file.fileno())

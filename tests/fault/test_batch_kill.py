@@ -230,6 +230,7 @@ def lease_s(jobs: BatchJobs, job_id: int) -> float:
         return float(connection.scalar(left) or 0)
 
 
+@pytest.mark.smoke
 def test_a_killed_servers_job_is_taken_over_by_another_server(tmp_path: Path, database_kind: str) -> None:
     """Without its data directory: what both have is the database and where the output goes."""
     directory, elsewhere = tmp_path / "one", tmp_path / "two"

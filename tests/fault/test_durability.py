@@ -23,6 +23,8 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import OptimStep
 
+pytestmark = pytest.mark.smoke
+
 FULL = OSError(28, "No space left on device")
 
 

@@ -171,6 +171,7 @@ def test_a_clock_that_is_corrected_a_little_has_not_jumped() -> None:
     assert round(watched.jump_s()) == -7200
 
 
+@pytest.mark.smoke
 def test_a_clock_set_forward_expires_nobody_who_is_still_there(
     db: Database,
     parts: SweptParts,  # noqa: F811
@@ -213,6 +214,7 @@ def test_a_clock_set_back_keeps_nobody_for_longer_than_the_timeout(
     assert len(unloads(db)) == 1
 
 
+@pytest.mark.smoke
 def test_a_clock_set_forward_gives_up_no_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with bench_in(tmp_path) as bench:
         model = bench.model()
@@ -286,6 +288,7 @@ def refuse_writes(database: Database) -> Callable[[], None]:
     return patch.undo
 
 
+@pytest.mark.smoke
 @only_sqlite
 def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Path) -> None:
     with bench_in(tmp_path) as bench:

@@ -88,6 +88,7 @@ def send_again_and_again(server: LiveServer, path: str, body: bytes, content_typ
         return set(pool.map(send, range(8)))
 
 
+@pytest.mark.smoke
 def test_a_step_that_is_sent_ten_times_is_taken_once(server: LiveServer, client: RawClient) -> None:
     model = client.model()
     body = orjson.dumps({"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}})
@@ -97,6 +98,7 @@ def test_a_step_that_is_sent_ten_times_is_taken_once(server: LiveServer, client:
     assert client.steps_taken(client.step(model, 2)) == 2
 
 
+@pytest.mark.smoke
 def test_a_gradient_that_is_sent_ten_times_is_added_once(server: LiveServer, client: RawClient) -> None:
     once, often = client.model(), client.model()
     client.send_pass(pass_body(once, 1))
@@ -127,6 +129,7 @@ def test_whatever_is_sent_ten_times_happens_once(server: LiveServer, client: Raw
     assert [checkpoint["checkpoint_id"] for checkpoint in listed] == ["weights/one"]
 
 
+@pytest.mark.smoke
 def test_what_arrives_out_of_order_takes_effect_in_order(client: RawClient) -> None:
     model = client.model()
     started = time.monotonic()
@@ -350,6 +353,7 @@ BAD_REQUESTS = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", BAD_REQUESTS)
 def test_a_wrong_request_is_answered_with_its_status_and_reason(client: RawClient, case: str) -> None:
     path, body, headers, status, words = BAD_REQUESTS[case]

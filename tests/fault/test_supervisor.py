@@ -111,6 +111,7 @@ def test_a_server_that_is_told_to_stop_answers_its_polls_and_leaves_nobody(tmp_p
     assert "Fatal Python error" not in log and "Traceback" not in log, log
 
 
+@pytest.mark.smoke
 def test_an_engine_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--backend", "fake") as server:
         engine = engine_of(server)
@@ -203,6 +204,7 @@ def engines(url: str, tmp_path: Path) -> Iterator[Engines]:
     db.close()
 
 
+@pytest.mark.smoke
 def test_an_engine_that_refuses_its_model_is_not_tried_again(tmp_path: Path, url: str, engines: Engines) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 50, "max_position_embeddings": 16}')
     shape = ModelShape("local/tiny", str(tmp_path), 50, 16, "Tiny")

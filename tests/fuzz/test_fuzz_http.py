@@ -1,7 +1,7 @@
 """Every route of the OpenAPI document, with data that fit their schemas and data that do not, by schemathesis.
 
 Nothing answers 500 or takes long, every answer is one that the document declares, and every refusal says why. Most
-of the ids are those of things that exist. `make fuzz` runs the same for longer.
+of the ids are those of things that exist. `make test-fuzz` runs the same for longer.
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ def aimed(value: object, things: dict[str, str], draw: Callable) -> object:
     }
 
 
+@pytest.mark.smoke
 def test_every_operation_of_the_document_is_tried() -> None:
     paths = document(DECLARED)["paths"]
     assert set(OPERATIONS) == {f"{method.upper()} {path}" for path in paths for method in paths[path]}  # type: ignore[union-attr, index]

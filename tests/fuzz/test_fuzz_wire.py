@@ -1,7 +1,7 @@
 """Whatever bytes a client sends, reading them ends in a value or in a UserError, soon and in little memory.
 
 Random bytes, valid messages with something wrong in them, and what is small on the wire and large in memory.
-`make fuzz` runs the same for longer.
+`make test-fuzz` runs the same for longer.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def judge_pass(body: bytes) -> None:
 # Protobuf.
 
 
+@pytest.mark.smoke
 @FUZZ
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_pass_or_a_wrong_one(body: bytes) -> None:
@@ -428,6 +429,7 @@ def test_messages_are_counted_in_any_bytes(changes: list[tuple[int, int, bytes]]
     assert 0 <= found <= 1000
 
 
+@pytest.mark.smoke
 def test_a_valid_message_is_counted_as_it_is() -> None:
     # Datum, chunk, text; two entries and their tensors; the entry of the config and its value.
     assert bodies._count(VALID, pb.ForwardBackwardRequest.DESCRIPTOR, 1000) == 3 + 4 + 2  # type: ignore[arg-type]
@@ -458,6 +460,7 @@ def test_data_chunks_tensors_and_dimensions_at_their_limits() -> None:
             read(message(**{name: most + 1}))
 
 
+@pytest.mark.smoke
 def test_a_body_of_exactly_the_limit_is_taken() -> None:
     for body in (b"x" * MIB, zstandard.ZstdCompressor().compress(b"x" * MIB), hidden(b"x" * MIB)):
         assert len(bodies.decode(body, None if body[0] == ord("x") else "zstd", MIB)) == MIB

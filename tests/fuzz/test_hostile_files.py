@@ -25,6 +25,8 @@ from tinsmith.errors import CorruptFilesError, SettingsError, UserError
 from tinsmith.storage.directories import MANIFEST, Directories
 from tinsmith.types import LoraSpec, ModelShape
 
+pytestmark = pytest.mark.smoke
+
 SPEC = LoraSpec(4, seed=1)
 WEIGHTS, CONFIG, OPTIMIZER = "adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors"
 MOST_MEMORY_KIB = 256 * 1024  # that a refusal may add; what the files claim is far above it

@@ -1,5 +1,5 @@
 """How many examples a property gets, and which: in `make test` a few, the same in each run, so that nothing fails by
-the luck of a draw; in `make fuzz` FUZZ_EXAMPLES times as many, new ones in each run.
+the luck of a draw; in `make test-fuzz` FUZZ_EXAMPLES times as many, new ones in each run.
 """
 
 from __future__ import annotations

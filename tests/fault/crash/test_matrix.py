@@ -85,6 +85,7 @@ CHAINS = (
 """Every point once, in few runs. Those of one kind of request are apart: what ends two engines is given up."""
 
 
+@pytest.mark.smoke
 def test_the_chains_have_every_point() -> None:
     assert set().union(*map(points_of, CHAINS)) == set(POINTS_HERE)
 
@@ -100,6 +101,7 @@ def chained(tmp_path_factory: pytest.TempPathFactory, undisturbed: Seen) -> Iter
         }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("chain", CHAINS, ids=range(len(CHAINS)))
 def test_many_crashes_in_one_run_are_a_delay_and_nothing_else(chained: dict[str, Future[None]], chain: str) -> None:
     chained[chain].result()
