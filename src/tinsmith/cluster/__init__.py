@@ -1,1 +1,1 @@
-"""Engines and samplers as a fleet: which there are, who keeps them running, and which work is whose."""
+"""The fleet of engines and samplers: leases, ownership of runs, dispatch of samples, and supervision of processes."""

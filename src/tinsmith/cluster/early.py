@@ -1,8 +1,7 @@
-"""The first engine's process, started before its server has loaded its own modules, since both import for seconds.
+"""Starts the first engine's process before its server has imported its own modules, since both import for seconds.
 
-It loads what it computes with before it knows what to serve. Then it waits for its settings on standard input, as every
-engine does, and ends when that closes. The supervisor uses it for the first seat that needs an engine; `close` ends one
-that was not used.
+The engine imports torch and waits for its settings on standard input, as every engine does, and ends when that closes.
+The supervisor uses it for the first seat that needs an engine; `close` ends it if it was not used.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from tinsmith.settings import Settings, engine_environment
 from tinsmith.telemetry.metrics import metrics_directory
 
 EARLY = "--early"
-"""Tells an engine process that it is one."""
+"""The flag of an engine process that is started early."""
 
 
 class Process(Protocol):
-    """What the supervisor asks of an engine's process, whoever started it; asyncio's own is one."""
+    """The part of asyncio's process interface that the supervisor uses."""
 
     @property
     def pid(self) -> int: ...
@@ -46,7 +45,7 @@ class EarlyEngine:
 
     @classmethod
     def begin(cls, settings: Settings) -> EarlyEngine | None:
-        """None where this process will have no engine that takes long to load, or it cannot be started now."""
+        """Start the process; None if this server will have no torch engine, or if the process cannot be started."""
         if settings.backend != "torch" or not settings.num_engines:
             return None
         with contextlib.suppress(OSError):
@@ -54,8 +53,8 @@ class EarlyEngine:
         return None
 
     def take(self, spec: bytes) -> Process | None:
-        """The process, which is told its settings and serves from now on; None if it was taken before or has ended.
-        Call on the running event loop.
+        """Send the settings to the process and return it; None if it was taken before or has ended. Must be called on
+        the running event loop.
         """
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
@@ -76,7 +75,7 @@ class EarlyEngine:
 
 
 class _Adopted:
-    """A process that began before there was an event loop, in the terms of asyncio. Keeps its standard input open."""
+    """Gives a process that was started without an event loop asyncio's interface. Keeps its standard input open."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process

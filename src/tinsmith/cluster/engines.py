@@ -1,14 +1,14 @@
-"""Engines: one row per seat, saying who works on it, how that engine is, and until when it may write.
+"""Seats, leases and fencing tokens of engines and dedicated samplers: one row a seat.
 
-A seat is a place for one process of a base model: an engine, or a dedicated sampler; any number of them work for one
-base model. States: starting -> loading -> ready; failed when the engine refused its model; restarting, stopped, lost.
-The lease of a seat is renewed while its engine runs. Every writing transaction of an engine checks that its epoch is
-still the row's (`fence`): an engine that was thought dead and comes back changes nothing. A lease that expired is still
-good until somebody has made the next epoch, with which what the engine worked on is free for others (`ownership`).
+A seat is a place for one process of a base model; a base model can have any number of seats. States: starting ->
+loading -> ready; failed when the engine refused its model; restarting, stopped, lost. An engine renews its lease while
+it runs. The epoch of the row is the fencing token: every writing transaction of an engine checks it (`fence`), so an
+engine that was declared dead and continues changes nothing. An expired lease stays valid until another process begins
+the next epoch, which frees the engine's runs for others (`ownership`).
 
-The holder is the data directory that a seat belongs to; it has an id of its own, since containers may have host names
-and paths alike. There is one process on a seat at a time (`storage.claim`), so that the next one need not wait until
-the lease of its predecessor expires.
+The holder of a seat is a data directory, which has a random id, because containers may share host names and paths. A
+file lock (`storage.directories.claim`) ensures one process a seat, so a successor need not wait for the lease to
+expire.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.runtime.background import kept_thread
 
 EXIT_UNUSABLE_MODEL = 3
-"""How an engine process ends that cannot serve its model: a restart would not help, so nobody tries."""
+"""Exit status of an engine that cannot serve its model; it is not restarted."""
 
 EXIT_LEASE_LOST = 4
-"""How an engine process ends that was taken for dead: what it worked on is others' now."""
+"""Exit status of an engine that was declared dead; its runs belong to other engines."""
 
 HOLDER = "holder"
-"""The file with a data directory's own id. A copy of the directory must do without it."""
+"""The file with a data directory's id. A copy of the directory must not contain it."""
 
 FORGOTTEN_S = 86400.0
-"""A seat of which nothing was heard for this long is forgotten."""
+"""Seats without a renewal for this long are deleted."""
 
 log = structlog.get_logger()
 
 
 class LeaseLostError(BaseException):
-    """This engine was taken for dead. No Exception: nobody may take it for the failure of one request."""
+    """This engine was declared dead. A BaseException, so that it is never handled as the failure of one request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A place for one process of a base model, among those of one holder."""
+    """A place for one process of a base model, within one holder."""
 
     base_model: str
     kind: str = "engine"
@@ -81,36 +81,36 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write as the engine on a seat, as long as no later epoch exists."""
+    """The right to write as the engine on a seat, until a later epoch exists."""
 
     engine_id: str
     epoch: int
 
 
 class Engines:
-    """The seats of one holder, and a look at all others."""
+    """Reads all seats, and changes those of one holder."""
 
     def __init__(self, db: Database, holder: str) -> None:
         self._db = db
         self._holder = holder
 
     def id_of(self, seat: Seat) -> str:
-        """The name of a seat among those of all machines: it outlives the engines that sit on it."""
+        """The id of a seat, unique among all machines and the same for all its successive engines."""
         digest = hashlib.sha256(f"{self._holder}\n{seat.base_model}".encode()).hexdigest()[:12]
         return f"{seat.kind}-{seat.index}-{digest}"
 
     # The engine's side.
 
     def take(self, seat: Seat, lease_s: float, suspects: str | None = None) -> Lease:
-        """Make the calling process the one on this seat. `suspects` is what its predecessor left behind."""
+        """Begin a new epoch for the calling process. `suspects` is the in-flight note that its predecessor left."""
         engine_id = self.id_of(seat)
-        # A seat that was forgotten and comes back must not repeat an epoch.
+        # A seat that was deleted and is created again must not repeat an epoch.
         first = {"engine_id": engine_id, "base_model": seat.base_model, "kind": seat.kind, "epoch": int(now())}
         first |= {"pid": 0, "state": "starting", "started_at": now()}
         query = sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update()
         with self._db.write() as connection:
             connection.execute(self._db.insert_once(ENGINES), first)
-            # Waits for the last transaction of a predecessor, and holds up no renewal (see `fence`).
+            # Waits for the last transaction of a predecessor, and does not block renewals (see `fence`).
             epoch = connection.execute(query).scalar_one() + 1
             values: dict[str, object] = {"pid": os.getpid(), "state": "loading", "reason": None, "started_at": now()}
             values |= {"holder": self._holder, "epoch": epoch, "address": None}
@@ -120,43 +120,43 @@ class Engines:
         return Lease(engine_id, epoch)
 
     def renew(self, lease: Lease, lease_s: float) -> bool:
-        """False if this engine was taken for dead."""
+        """Extend the lease; False if this engine was declared dead."""
         with self._db.write() as connection:
             update = ENGINES.update().where(*_is(lease))
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
     def is_taken(self, seat: Seat, lease: Lease) -> bool:
-        """Whether somebody else sits there by now: a holder of the same name, as long as this process has the claim."""
+        """Whether another process has this seat by now: one with a copy of the holder's id, since the lock is ours."""
         row = self.find(seat)
         return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
 
-    # Both that and the supervisor's.
+    # For the engine and the supervisor.
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
-        """Say how the engine on a seat is."""
+        """Set the state of the engine on a seat."""
         with self._db.write() as connection:
             mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
             connection.execute(mine.values(state=state, reason=reason, address=address))
 
     def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
-        """The engine on a seat is gone: what it worked on is free for others at once. `suspects` is what it was working
-        on when it died.
+        """End the epoch of an engine that is gone and free its runs at once. `suspects` is the in-flight note of its
+        death.
         """
         with self._db.write() as connection:
             values = {"state": state, "reason": reason, "suspects": suspects}
             vacate(self._db, connection, self.id_of(seat), seat.base_model, **values)
 
-    # A look at them.
+    # Reading.
 
     def find(self, seat: Seat) -> EngineRow | None:
-        """A seat of this holder's."""
+        """The row of a seat of this holder."""
         query = sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat))
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         return None if row is None else EngineRow(**row._mapping)
 
     def of_base(self, base_model: str, kind: str | None = None) -> list[EngineRow]:
-        """All seats of a base model, whoever holds them, in the order of their names."""
+        """All seats of a base model, of every holder, ordered by id."""
         query = sa.select(ENGINES).where(ENGINES.c.base_model == base_model).order_by(ENGINES.c.engine_id)
         if kind is not None:
             query = query.where(ENGINES.c.kind == kind)
@@ -164,7 +164,7 @@ class Engines:
             return [EngineRow(**row._mapping) for row in connection.execute(query)]
 
     def queue_state(self, base_model: str) -> tuple[str, str | None]:
-        """The wire's queue_state and its reason: paused_capacity as long as no engine can work."""
+        """The queue_state of a poll's answer and its reason: paused_capacity while no engine is ready."""
         silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
         mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
         query = sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(mine).order_by(ENGINES.c.started_at.desc())
@@ -175,13 +175,13 @@ class Engines:
         ready = [row for row in rows if row.state == "ready"]
         if ready and len(ready) == len(rows):
             return "paused_capacity", f"the engine of {base_model} has not been heard of; another may take over"
-        # The one that will be there first says how long it may take.
+        # The engine that will be ready first gives the reason.
         told = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
         state, reason = (told[0].state, told[0].reason) if told else ("starting", None)
         return "paused_capacity", f"the engine of {base_model} is {state}{f': {reason}' if reason else ''}"
 
     def forget_gone(self) -> int:
-        """Delete the seats that nobody has used for a day; returns how many."""
+        """Delete the seats that were not used for FORGOTTEN_S; returns how many."""
         unused = ENGINES.c.lease_expires_at < self._db.clock() - FORGOTTEN_S
         quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
         owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
@@ -194,9 +194,9 @@ _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", 
 
 
 def vacate(db: Database, connection: Connection, engine_id: str, base_model: str, **values: str | None) -> None:
-    """In one transaction with whatever else the caller does: fence off whoever sits there, and free what it had."""
+    """Within the caller's transaction: end the epoch of a seat's process and free its runs and samples."""
     seat = ENGINES.update().where(ENGINES.c.engine_id == engine_id)
-    # On Postgres this waits for the last transaction of whoever sits there, which the update would not.
+    # On Postgres this waits for the last transaction of that process, which the update alone would not.
     connection.execute(sa.select(ENGINES.c.epoch).where(ENGINES.c.engine_id == engine_id).with_for_update())
     connection.execute(seat.values(epoch=ENGINES.c.epoch + 1, lease_expires_at=0, address=None, **values))
     connection.execute(MODELS.update().where(MODELS.c.engine_id == engine_id).values(engine_id=None))
@@ -205,7 +205,7 @@ def vacate(db: Database, connection: Connection, engine_id: str, base_model: str
 
 
 def holder_of(data_dir: Path) -> str:
-    """The name of a data directory among those of all machines, whose id is made when it is first asked for."""
+    """The unique id of a data directory, created on first use."""
     with open(os.open(data_dir / HOLDER, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         own = file.read().strip()
@@ -218,13 +218,13 @@ def holder_of(data_dir: Path) -> str:
 
 
 def fence(lease: Lease) -> Fence:
-    """What an engine's database does first in every writing transaction. Raises LeaseLostError."""
-    # The row stays locked against a next epoch until the transaction ends, and not against a renewal.
+    """The check that an engine's database runs first in every writing transaction. It raises LeaseLostError."""
+    # Until the transaction ends, this locks the row against a new epoch, but not against a renewal.
     query = Prepared(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
 
     def check(connection: Connection) -> None:
         if query.one_or_none(connection, {}) is None:
-            raise LeaseLostError(f"{lease.engine_id} was taken for dead after epoch {lease.epoch}")
+            raise LeaseLostError(f"{lease.engine_id} was declared dead after epoch {lease.epoch}")
 
     return check
 
@@ -234,7 +234,7 @@ def _is(lease: Lease) -> tuple[sa.ColumnElement[bool], sa.ColumnElement[bool]]:
 
 
 class Renewal:
-    """A thread that renews a lease, however long the engine's steps take; calls `on_loss` once if it is gone."""
+    """A thread that renews a lease during steps of any length; calls `on_loss` once if the lease is lost."""
 
     def __init__(self, engines: Engines, lease: Lease, lease_s: float, on_loss: Callable[[], None]) -> None:
         self._engines = engines
@@ -249,7 +249,7 @@ class Renewal:
         while not self._ended.wait(self._lease_s / 3):
             try:
                 held = self._engines.renew(self._lease, self._lease_s)
-            except SQLAlchemyError as error:  # the next time may do; nothing wrong is written without a lease
+            except SQLAlchemyError as error:  # tried again at the next interval; the fence protects the data meanwhile
                 log.warning("the lease could not be renewed", engine_id=self._lease.engine_id, exc_info=error)
                 continue
             if not held:

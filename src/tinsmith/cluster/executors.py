@@ -1,16 +1,14 @@
-"""Executors: which samples were given to which dedicated sampler, and what it needs to know to do them.
+"""Executors: which process computes a sample, and how the server chooses it.
 
-A pending sample without an executor is for the engines. One with an executor is for that process alone, as long as it
-is alive: its lease has not expired. What was given to one that is not is taken from it by whoever notices first, a
-sampler or an engine (`ownership`): `engines.vacate` ends its epoch, so that whatever it still settles changes nothing,
-and passes its rows on to the samplers that are left, or to the engines. So does a process that was told to stop.
+A pending sample without an executor is for the engines. One with an executor is for that process alone while its lease
+is valid. The first sampler or engine that notices an expired lease calls `engines.vacate`, which ends the epoch, so
+that late settlements change nothing, and passes the samples to the remaining samplers or to the engines. A stopping
+process passes on its own samples in the same way.
 
-Dispatch: the server's choice of who takes a sample, made before its row is written, so that it costs no transaction.
-
-Where there are dedicated samplers, `routing` chooses one; otherwise, and for inflight versions, whose weights change
-under their name, nobody is chosen and the engines do it. Who there is and what waits for them is asked at most twice a
-second, for each base model, by whoever needs it then; in between, what was given out is added. A view that is too old
-by a moment does no harm: what was given to a dead sampler is taken from it (`executors`). Called from any thread.
+`Dispatch` chooses the executor before the row is written, so that it costs no transaction. It uses `routing` where
+there are dedicated samplers; without them, and for inflight versions, whose weights change under their name, no
+executor is chosen. The samplers and their queues are read at most twice a second for each base model; assignments in
+between are added. A stale view is harmless, because samples of a dead sampler are passed on. Thread-safe.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from tinsmith.store.futures import NewFuture, cancelled_name
 from tinsmith.types import Pending, Sample
 
 SAMPLER = "sampler"
-"""The kind of seat of a dedicated sampler."""
+"""The kind of a dedicated sampler's seat."""
 
 _CHUNK = 500  # variables of one IN (...) clause
 
@@ -56,10 +54,10 @@ class Executors:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    # Who there is.
+    # Reading.
 
     def live(self, base_model: str) -> list[Candidate]:
-        """The samplers that take samples now, and the tokens that wait for each of them."""
+        """The live samplers of a base model, with the tokens that wait for each."""
         with self._db.read() as connection:
             names = list(connection.scalars(live_samplers(self._db, base_model)))
             rows = connection.execute(_LOADS, {"base_model": base_model}).all() if names else []
@@ -67,7 +65,7 @@ class Executors:
         return [Candidate(name, tokens.get(name, 0)) for name in names]
 
     def owner_address(self, model_id: str) -> str | None:
-        """Where the engine that owns a run hands over versions; None if it does not, or is not alive."""
+        """The address at which a run's engine serves versions; None if it serves none or is not alive."""
         query = (
             sa.select(ENGINES.c.address)
             .join(MODELS, MODELS.c.engine_id == ENGINES.c.engine_id)
@@ -79,13 +77,13 @@ class Executors:
     # The sampler's side.
 
     def incoming(self, base_model: str, executor: str, after_arrival: int) -> list[Pending]:
-        """What was given to a sampler after `after_arrival`."""
+        """A sampler's requests that arrived after `after_arrival`."""
         asked = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
         with self._db.read() as connection:
             return [Pending(**row._mapping) for row in connection.execute(_INCOMING, asked)]
 
     def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
-        """The same of requests that a wake-up named: they may be older, if another sampler had them before."""
+        """A sampler's requests among those that a wake-up named; they may be older, if passed on from another."""
         found: list[Pending] = []
         for start in range(0, len(request_ids), _CHUNK):
             asked = {"executor": executor, "request_ids": request_ids[start : start + _CHUNK]}
@@ -94,12 +92,12 @@ class Executors:
         return found
 
     def given_ids(self, base_model: str, executor: str) -> set[str]:
-        """Everything that a sampler still has to do."""
+        """The ids of a sampler's pending requests."""
         with self._db.read() as connection:
             return set(connection.scalars(_GIVEN_IDS, {"base_model": base_model, "executor": executor}))
 
     def hand_on(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
-        """Give away what a sampler has not begun: to the other samplers, if there are any, or to the engines."""
+        """Pass on requests that a sampler has not begun: to the other samplers, if there are any, or to the engines."""
         with self._db.write() as connection:
             others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
             names = list(connection.scalars(others)) if to_samplers else []
@@ -111,7 +109,7 @@ class Executors:
 
 
 def live_samplers(db: Database, base_model: str) -> sa.Select[str]:
-    """The samplers of a base model that take samples now."""
+    """A query for the live samplers of a base model."""
     return (
         sa.select(ENGINES.c.engine_id)
         .where(ENGINES.c.base_model == base_model, ENGINES.c.kind == SAMPLER, ENGINES.c.state == "ready")
@@ -121,10 +119,10 @@ def live_samplers(db: Database, base_model: str) -> sa.Select[str]:
 
 
 def pass_on(db: Database, connection: sa.Connection, executor: str, base_model: str) -> None:
-    """In one transaction with whatever else the caller does: what waits for an executor that is gone goes to others.
+    """Within the caller's transaction: pass on the pending requests of an executor that is gone.
 
-    A sampler's go to the samplers that are left, evenly; if there are none, and for engines, they are nobody's. A
-    request to cancel goes where the sample goes that it names.
+    A sampler's requests are spread evenly over the remaining samplers. If there are none, and for engines, they become
+    unassigned. A cancellation goes where its sample goes.
     """
     theirs = (FUTURES.c.base_model == base_model, FUTURES.c.state == "pending", FUTURES.c.executor == executor)
     sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == SAMPLER)
@@ -155,7 +153,7 @@ class Dispatch:
         self._waiting_tokens = Loads(self._look)
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
-        """The same request, given to a sampler if there is one for it."""
+        """The request with an executor, if there is a sampler for it."""
         if inflight:
             return new
         waiting_tokens = self._waiting_tokens.of(new.base_model)

@@ -1,8 +1,9 @@
-"""Notes of what an engine is working on, and whom they make suspects when it dies (`engine.suspects` says what for).
+"""The in-flight journal: which requests an engine is running, so that a request that kills engines can be found.
 
-A note is one line of JSON in a file of the engine's data directory, which outlives the process, though not the machine.
-What it says after a death goes on to whoever works on the same requests next: into the engine's row, by its supervisor
-or by the next engine on its seat. Knows no SQL and no engine.
+A note is one line of JSON in a file of the data directory, written before each step without fsync: it survives the
+process, but not the machine. After a death the supervisor, or the next engine on the seat, derives the suspects from it
+and stores them in the engine's row for the engine that runs the same requests next (`engine.quarantine`). Knows no SQL
+and no engine.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from pathlib import Path
 import orjson
 
 SMALLER = 8
-"""What ran together when an engine died runs in an eighth of the company."""
+"""After a death, the requests that ran together run in batches of this fraction of the size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """How many requests may share its work, and how many engines ended while it was alone."""
+    """The batch size that a suspect may run in, and how many engines died while it ran alone."""
 
     company: int
     deaths: int
@@ -26,7 +27,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What is being worked on, and who is suspected since earlier deaths."""
+    """The running requests, and the suspects of earlier deaths."""
 
     running: list[str]
     suspects: dict[str, Suspect]
@@ -37,7 +38,7 @@ class Note:
 
     @classmethod
     def parse(cls, text: bytes | str) -> Note:
-        """A note, or an empty one if it cannot be read: a death may have cut it short."""
+        """Parse a note; an unreadable one, which a crash may have truncated, is empty."""
         try:
             note = orjson.loads(text)
             suspects = {str(name): Suspect(int(one[0]), int(one[1])) for name, one in note["suspects"].items()}
@@ -47,12 +48,12 @@ class Note:
 
 
 def note_path(data_dir: Path, engine_id: str) -> Path:
-    """Where the engine on a seat notes what it is working on."""
+    """The path of an engine's in-flight note."""
     return data_dir / f"{engine_id}.running"
 
 
 def after_death(path: Path) -> dict[str, Suspect]:
-    """Whom the death of the engine that left this note makes suspects."""
+    """The suspects after the death of the engine that left this note."""
     try:
         note = Note.parse(path.read_bytes().partition(b"\n")[0])
     except OSError:
@@ -67,6 +68,6 @@ def after_death(path: Path) -> dict[str, Suspect]:
 
 
 def left_behind(path: Path) -> str | None:
-    """The same as a note for others; None if nobody is suspected."""
+    """The same as the text of a note; None if there are no suspects."""
     suspects = after_death(path)
     return Note([], suspects).text().decode() if suspects else None

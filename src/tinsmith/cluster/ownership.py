@@ -1,20 +1,18 @@
-"""Ownership: which engine works on a run, and which requests are whose.
+"""Ownership: which engine has a run, and which requests an engine processes.
 
-A run belongs to one engine (`models.engine_id`), which alone has it in memory and settles its requests; or to nobody.
-What is sampled of a run's own versions goes with the run. Every other sample, and a request to cancel, belongs to the
-engine or sampler that it was given to (`futures.executor`), or to nobody. A server gives new work away as it stores it
-(`fleet`); what is nobody's is claimed by an engine that sees it.
+A run belongs to at most one engine (`models.engine_id`), which alone has it in memory and settles its requests. Samples
+of a run's own versions follow the run. Every other sample, and a cancellation, belongs to the engine or sampler in
+`futures.executor`, if any. The server assigns new work as it stores it (`Fleet`); engines claim unassigned work on
+sight.
 
-A run changes hands in one of two ways only: its engine hands it over, idle, to one that has at least two fewer; or
-somebody ends that engine's epoch in the transaction that frees what it had (`engines.vacate`). So whoever is not the
-owner can write nothing.
+A run changes hands in two ways only: its engine hands it over, idle, to an engine with at least two runs fewer, or
+another process ends that engine's epoch in the transaction that frees its runs (`engines.vacate`). So only the owner
+can write.
 
-Fleet: the engines of a base model as a server sees them, for giving new work away as it is stored.
-
-A new run goes to the engine that has the fewest; a sample that is bound to no run goes to any of them, by its name.
-Who there is and what they have is asked at most twice a second; in between, what was given away is added. A view that
-is a moment old does no harm: what was given to an engine that is gone is freed by the others (`ownership`), and what
-nobody was there for is nobody's, and claimed by whoever comes. Called from any thread.
+`Fleet` is a server's view of the engines of a base model. A new run goes to the engine with the fewest runs, a sample
+without a run to any engine, by a hash of its id. The view is read at most twice a second; assignments in between are
+added. A stale view is harmless: requests of a dead engine are freed by the others, and unassigned ones are claimed.
+Thread-safe.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.types import Pending
 
 UNEVEN = 2
-"""How many more runs than another an engine has that hands one over: with one less they would go to and fro."""
+"""An engine hands over a run to one with at least this many fewer; with a smaller number runs would oscillate."""
 
 _CHUNK = 500  # variables of one IN (...) clause
 _CANDIDATES = 16
@@ -43,7 +41,7 @@ _CANDIDATES = 16
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request as its engine finds it: whether it is nobody's yet, and the run that it is about."""
+    """A new request: whether it is unassigned, and its run."""
 
     request: Pending
     free: bool
@@ -82,7 +80,7 @@ _RUNS_OF = sa.select(_RUN).select_from(_REQUESTS).where(_NAMES, _RUN.is_not(None
 _FREE_RUNS = (
     sa.select(MODELS.c.model_id)
     .where(MODELS.c.model_id.in_(_RUNS_OF), MODELS.c.engine_id.is_(None))
-    # What another engine is claiming just now is not waited for, so that two of them never wait for each other.
+    # Rows that another engine is claiming are skipped, so that two engines never wait for each other.
     .with_for_update(skip_locked=True)
 )
 _CLAIM_RUNS = (
@@ -107,10 +105,10 @@ _BUSY_RUNS = (
 
 
 class Ownership:
-    """As one engine sees it."""
+    """Ownership from the side of one engine."""
 
     def __init__(self, db: Database, base_model: str, engine_id: str, idle_s: float = 0.0) -> None:
-        """A run that is idle for `idle_s` may be handed over, to an engine that has been there for as long; 0: none."""
+        """A run idle for `idle_s` may be handed over to an engine that has been ready for as long; 0: never."""
         self._db = db
         self._idle_s = idle_s
         self.base_model = base_model
@@ -118,13 +116,13 @@ class Ownership:
         self._me = {"base_model": base_model, "engine_id": engine_id}
 
     def incoming(self, after_arrival: int) -> list[Arrival]:
-        """What arrived after `after_arrival`, is not another's, and is to be worked on or, if refused, skipped."""
+        """Requests after `after_arrival` that are pending or refused and do not belong to another engine."""
         with self._db.read() as connection:
             found = _INCOMING.rows(connection, {**self._me, "after_arrival": after_arrival})
         return [Arrival(Pending(*values), owner is None, run_id) for *values, owner, run_id in found]
 
     def named(self, request_ids: Sequence[str]) -> list[Arrival]:
-        """The same for requests that a wake-up named: they may have been committed after later arrivals."""
+        """The same for the requests that a wake-up named; they may have been committed after later arrivals."""
         found: list[Arrival] = []
         for start in range(0, len(request_ids), _CHUNK):
             asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
@@ -133,12 +131,12 @@ class Ownership:
         return found
 
     def waiting_ids(self) -> set[str]:
-        """Every unfinished request that is not another's, for the slow poll."""
+        """All unfinished requests that do not belong to another engine, for the slow poll."""
         with self._db.read() as connection:
             return set(connection.scalars(_WAITING_IDS, self._me))
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
-        """Make requests that are nobody's this engine's, with the runs that they are about; returns which are."""
+        """Claim unassigned requests and their runs for this engine; returns the ids that were claimed."""
         mine: set[str] = set()
         for start in range(0, len(request_ids), _CHUNK):
             asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
@@ -151,7 +149,7 @@ class Ownership:
         return mine
 
     def forward(self, cancel_id: str, sample_id: str) -> bool:
-        """Give a request to cancel to whoever has its sample by now; False if that is settled, nobody's or our own."""
+        """Pass a cancellation to the process that has its sample; False if that is settled, unassigned or our own."""
         query = sa.select(_OWNER).select_from(_REQUESTS)
         theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
         query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
@@ -167,7 +165,7 @@ class Ownership:
     # Handing over.
 
     def lighter(self) -> str | None:
-        """The engine that is to get one of our runs, since it has far fewer; None if there is none."""
+        """An engine with at least UNEVEN runs fewer than this one, or None."""
         if not self._idle_s:
             return None
         alive = ENGINES.c.lease_expires_at > self._db.clock()
@@ -183,9 +181,7 @@ class Ownership:
         return str(lightest.engine_id) if me.runs - lightest.runs >= UNEVEN else None
 
     def idle_runs(self) -> list[str]:
-        """Some of our runs of which nothing waits, and nothing took effect for a while; the last used first, since they
-        are the likeliest to work again.
-        """
+        """Some of our idle runs, the most recently used first, since they are the likeliest to be used again."""
         mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
         quiet = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
         query = sa.select(MODELS.c.model_id).where(mine, quiet).order_by(MODELS.c.last_request_at.desc())
@@ -193,13 +189,13 @@ class Ownership:
             return list(connection.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model}))
 
     def hand_over(self, model_id: str, engine_id: str) -> bool:
-        """Make a run another engine's, if nothing waits of it, that engine is there, and it has far fewer still.
+        """Hand a run over, if it has no pending requests and that engine is alive and still has far fewer runs.
 
-        Everything of the run must be in files, and the caller has to forget it if this returns True.
+        All state of the run must be in files, and the caller must drop it from memory if this returns True.
         """
         alive = (ENGINES.c.state == "ready") & (ENGINES.c.lease_expires_at > self._db.clock())
         seat = sa.select(ENGINES.c.engine_id).where(ENGINES.c.engine_id == engine_id, alive)
-        # Of those that give to one engine, one does at a time; and whoever frees what that had, waits or comes later.
+        # Locks the receiving engine's row, or skips it: one hand-over to it at a time, and none while it is freed.
         seat = seat.with_for_update(key_share=True, skip_locked=True)
         both = MODELS.c.engine_id.in_((self.engine_id, engine_id))
         counted = sa.select(MODELS.c.engine_id, sa.func.count()).where(both).group_by(MODELS.c.engine_id)
@@ -217,10 +213,10 @@ class Ownership:
             self._db.notify(connection, engine_mailbox(self.base_model, engine_id), [EVERYTHING])
         return True
 
-    # Those that are gone.
+    # Engines that are gone.
 
     def free_lapsed(self) -> list[str]:
-        """Fence off whoever was not heard of for the length of its lease, and free what it had; returns them."""
+        """End the epochs of engines with expired leases and free their runs; returns the ids of these engines."""
         run = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         given = (FUTURES.c.executor == ENGINES.c.engine_id) & (FUTURES.c.state == "pending")
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
@@ -232,19 +228,19 @@ class Ownership:
 
     def _free(self, engine_id: str) -> bool:
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
-        # One that is in the middle of a transaction is there; and two that free each other must not wait.
+        # An engine in the middle of a transaction is alive; and two that free each other must not wait.
         seat = sa.select(ENGINES.c.state, ENGINES.c.reason).where(ENGINES.c.engine_id == engine_id, silent)
         with self._db.write() as connection:
             row = connection.execute(seat.with_for_update(skip_locked=True)).one_or_none()
             if row is None:
                 return False
-            gone = row.state in ("failed", "stopped", "restarting")  # its supervisor said so
+            gone = row.state in ("failed", "stopped", "restarting")  # set by its supervisor
             state, reason = (row.state, row.reason) if gone else ("lost", "nothing was heard of it")
             vacate(self._db, connection, engine_id, self.base_model, state=state, reason=reason)
         return True
 
     def others(self) -> list[str]:
-        """The other engines of this base model that work now."""
+        """The other live engines of this base model."""
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine")
         query = sa.select(ENGINES.c.engine_id).where(mine, ENGINES.c.state == "ready", alive)
@@ -252,14 +248,14 @@ class Ownership:
             return [name for name in connection.scalars(query) if name != self.engine_id]
 
     def suspects(self) -> list[str]:
-        """What engines of this base model were working on when they died, as they or their supervisors left it."""
+        """The in-flight notes of dead engines of this base model, from their rows."""
         left = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
         with self._db.read() as connection:
             return list(connection.scalars(sa.select(ENGINES.c.suspects).where(left)))
 
 
 def preferred(key: str, engine_ids: Collection[str]) -> str:
-    """Which of some engines is to claim what is nobody's: each of them comes to the same answer, none has most."""
+    """Which engine claims unassigned work, by a hash: all engines agree, and the work is spread evenly."""
     return max(engine_ids, key=lambda engine_id: hashlib.blake2b(f"{engine_id}\n{key}".encode()).digest())
 
 
@@ -275,7 +271,7 @@ class Fleet:
         self._runs = Loads(self._look, clock)
 
     def for_run(self, base_model: str) -> str | None:
-        """The engine of a new run; None if there is none now."""
+        """The engine for a new run; None if there is none now."""
         runs = self._runs.of(base_model)
         with self._runs.lock:
             if not runs:
@@ -285,13 +281,13 @@ class Fleet:
             return engine_id
 
     def for_sample(self, base_model: str, request_id: str) -> str | None:
-        """The engine of a sample of a base model or a checkpoint; None if there is none now."""
+        """The engine for a sample of a base model or checkpoint; None if there is none now."""
         runs = self._runs.of(base_model)
         with self._runs.lock:
             return preferred(request_id, list(runs)) if runs else None
 
     def _look(self, base_model: str) -> dict[str, int]:
-        # One that is loading will be there; if all others are, they are quicker.
+        # Engines that are loading count, unless others are ready.
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & alive
         runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()

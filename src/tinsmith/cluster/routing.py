@@ -1,14 +1,12 @@
-"""Which sampler a sample goes to: a pure function of what it is about and of how much everyone has to do.
+"""Routing: which sampler gets a sample, and a cached view of the load of each.
 
-Samples of one version whose prompts begin alike go to the same sampler, which then has the beginning in its cache: the
-samplers are ranked for each such key by a hash (rendezvous hashing, Thaler and Ravishankar, 1998), so that one that
-comes or goes moves only the keys that it wins or had. The first in the ranking that is not much busier than the mean
-gets the sample (bounded load, after Mirrokni, Thorup and Zadimoghaddam, 2018); there is always one. No I/O, no clock.
+`choose` is a pure function. Samples of one version whose prompts begin alike go to the same sampler, which has the
+prefix in its cache: a hash of version and prefix ranks the samplers (rendezvous hashing, Thaler and Ravishankar, 1998),
+so a sampler that joins or leaves moves only its own keys. The first sampler in the ranking whose load is not far above
+the mean gets the sample (bounded loads, after Mirrokni, Thorup and Zadimoghaddam, 2018).
 
-A view of who there is for a base model and how much each has, that is asked for at most twice a second.
-
-In between, whoever gives work away adds it. If the database cannot be read there is nobody, until the next look: the
-request itself will say what is wrong. Called from any thread.
+`Loads` caches the processes of a base model and their load for FRESH_S; callers add what they assign in between. If the
+database cannot be read, the view is empty until the next look, and the request itself reports the error. Thread-safe.
 """
 
 from __future__ import annotations
@@ -25,30 +23,30 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.types import I32
 
 PREFIX_TOKENS = 64
-"""Prompts that have this many first tokens in common are alike; shorter ones, if they are equal."""
+"""Prompts that share this many first tokens are alike; shorter ones must be equal."""
 
 MOST_OVER_MEAN = 1.25
-"""A sampler with more than this times the mean of waiting tokens gets nothing that another could do ..."""
+"""A sampler with more than this times the mean of waiting tokens is passed over ..."""
 
 SLACK_TOKENS = 8192
-"""... unless that is less than this much more than the mean: a cached prompt is worth a short wait."""
+"""... unless it is within this many tokens of the mean: a cached prefix is worth a short wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A sampler that takes samples, and the tokens that wait for it."""
+    """A live sampler, and the tokens that wait for it."""
 
     executor: str
     waiting_tokens: int
 
 
 def prefix_key(version: str, prompt_T: I32) -> bytes:
-    """What two samples have in common that should find the same cache."""
+    """The key of samples that can share a cached prefix: the version and the first tokens."""
     return version.encode() + b"\n" + prompt_T[:PREFIX_TOKENS].astype("<i4").tobytes()
 
 
 def choose(key: bytes, candidates: Sequence[Candidate]) -> str | None:
-    """The executor of a sample; None if there is no candidate."""
+    """The executor for a sample; None if there is no candidate."""
     if not candidates:
         return None
     mean = sum(candidate.waiting_tokens for candidate in candidates) / len(candidates)
@@ -62,7 +60,7 @@ def _weight(key: bytes, executor: str) -> bytes:
 
 
 FRESH_S = 0.5
-"""How long a view is good for."""
+"""How long a view is used before it is read again."""
 
 log = structlog.get_logger()
 
@@ -74,17 +72,17 @@ class _View:
 
 
 class Loads:
-    """`lock` is held by whoever reads or changes what `of` returned."""
+    """Loads by base model and process. Callers hold `lock` while they read or change what `of` returned."""
 
     def __init__(self, look: Callable[[str], dict[str, int]], clock: Callable[[], float] | None = None) -> None:
-        """`look` reads what each process of a base model has; it may raise SQLAlchemyError."""
+        """`look` reads the load of each process of a base model; it may raise SQLAlchemyError."""
         self._look = look
         self._clock = clock or (lambda: time.monotonic())
         self.lock = threading.Lock()
         self._views: dict[str, _View] = {}
 
     def of(self, base_model: str) -> dict[str, int]:
-        """What each process has, by its name."""
+        """The load of each process, by its id."""
         moment = self._clock()
         with self.lock:
             view = self._views.get(base_model)
@@ -96,7 +94,7 @@ class Loads:
         try:
             loads = self._look(base_model)
         except SQLAlchemyError as error:
-            log.warning("who takes work could not be looked up", base_model=base_model, error=repr(error))
+            log.warning("the processes of a base model could not be read", base_model=base_model, error=repr(error))
         with self.lock:
             self._views[base_model] = _View(moment, loads)
         return loads

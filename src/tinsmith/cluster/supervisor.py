@@ -1,9 +1,9 @@
-"""The supervisor: keeps a process running on each seat of this data directory: engines, and dedicated samplers.
+"""The supervisor keeps a process running on each seat of this data directory: engines and dedicated samplers.
 
-Runs on an event loop. An engine that dies is started again, after a pause that doubles while it keeps dying; what it
-worked on is free for other engines meanwhile, with a note of what it was running (`in_flight_journal`). An engine that
-refuses its model (exit status 3) is not retried: the reason is in its row, and `refused` is set. Engines get their
-settings on standard input and stop when it closes.
+It runs on an event loop. An engine that dies is restarted with back-off; its runs are freed for other engines
+meanwhile, with its in-flight note (`in_flight_journal`). An engine that refuses its model (exit status 3) is not
+restarted: the reason is in its row, and `refused` is set. Engines get their settings on standard input, because a
+command line is visible to other users, and stop when it closes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from tinsmith.types import ModelShape
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""An engine that ran this long was healthy: its next death starts again with the first pause."""
+"""An engine that ran this long was healthy: the pause after its next death is the first one again."""
 STOP_S = 20.0
-"""How long an engine may take to finish its step when told to stop, before it is killed."""
+"""How long a stopping engine may take to finish its step before it is killed."""
 
 MANY_DEATHS = 3
-"""An engine that died so often in a row, each time sooner than it counts as healthy, is not well."""
+"""An engine that died this often in a row, each time before STEADY_S, makes the health check fail."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class _Deaths:
-    """Those of one seat's engines in a row."""
+    """The consecutive deaths on one seat."""
 
     count: int = 0
     reason: str = ""
@@ -65,13 +65,13 @@ class Supervisor:
         freed: Callable[[str], None] = lambda _base_model: None,
         early: EarlyEngine | None = None,
     ) -> None:
-        """`gone` is told the process id of an engine that has ended, `freed` the base model whose runs it had."""
+        """`gone` is called with the pid of an engine that has ended, `freed` with its base model."""
         self._early = early
         self._gone = gone
         self._freed = freed
         self._settings = settings
         secret = load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir)
-        self._peer_key = Signer(secret).key("peers")  # what engines and samplers prove to each other
+        self._peer_key = Signer(secret).key("peers")  # signs requests between engines and samplers
         self._bases = bases
         self._engines = engines
         self._stopping = asyncio.Event()
@@ -82,7 +82,7 @@ class Supervisor:
         self.refusal = ""
 
     def start(self, background: Background | None = None) -> None:
-        """Begin to keep the engines; call on the running event loop."""
+        """Start the engines. Must be called on the running event loop."""
         background = background or Background()
         self._tasks = [
             background.start("engine", partial(self._keep, shape, seat), engine_id=self._engines.id_of(seat))
@@ -91,12 +91,12 @@ class Supervisor:
         ]
 
     def refuse(self, why: str) -> None:
-        """The process cannot go on; the server waits for `refused` and then stops."""
+        """Make the server stop: it waits for `refused`."""
         self.refusal = why
         self.refused.set()
 
     def failing(self) -> str:
-        """What is wrong: that the process cannot go on, or which engines keep dying, and how. Empty if nothing is."""
+        """Why the process is unhealthy: it must stop, or engines keep dying. Empty if it is healthy."""
         if self.refused.is_set():
             return "this process stops, and its log says why"
         at = time.monotonic()
@@ -108,7 +108,7 @@ class Supervisor:
         return "; ".join(told)
 
     async def stop(self) -> None:
-        """Stop all engines and wait until they are gone."""
+        """Stop all engines and wait until they have ended."""
         self._stopping.set()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -126,7 +126,7 @@ class Supervisor:
             await self._note(self._engines.set_state, seat, "starting")
             try:
                 code = await self._run_once(shape, seat)
-            except OSError as error:  # no memory, no room for the log: that passes
+            except OSError as error:  # out of memory, or no space for the log: temporary
                 log.error("an engine could not be started", exc_info=error, **named)
                 code = -1
             if self._stopping.is_set():
@@ -158,7 +158,7 @@ class Supervisor:
         self._freed(seat.base_model)
 
     async def _note(self, write: Callable[..., None], seat: Seat, *news: str | None) -> None:
-        """Tell polls how the engine is; it writes its own row as soon as it runs."""
+        """Write the engine's state for polls; the engine writes its row itself once it runs."""
         with contextlib.suppress(SQLAlchemyError):
             await asyncio.to_thread(write, seat, *news)
 
@@ -195,8 +195,8 @@ class Supervisor:
         return process
 
     def _spec(self, shape: ModelShape, seat: Seat, log_path: Path) -> bytes:
-        """The line that an engine reads first."""
-        settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # not its affair
+        """The line of settings that an engine reads from standard input."""
+        settings = self._settings.model_dump(mode="json", exclude={"signing_secret", "metrics_token"})  # server only
         spec = {"name": shape.name, "path": shape.path, "kind": seat.kind, "index": seat.index, "settings": settings}
         spec |= {"peer_key": self._peer_key.hex(), "log": str(log_path)}
         return json.dumps(spec).encode() + b"\n"
@@ -211,7 +211,7 @@ class Supervisor:
         return await exited
 
     def log_path(self, seat: Seat) -> Path:
-        """Where the output of the engines on a seat goes."""
+        """The log file of the engines on a seat."""
         readable = "".join(letter if letter.isalnum() else "-" for letter in seat.base_model)[-40:]
         key = hashlib.sha256(seat.base_model.encode()).hexdigest()[:8]
         number = f"-{seat.index}" if seat.index else ""

@@ -1,10 +1,9 @@
-"""The only module that speaks to Ray: shells and the controller as detached, named actors, each in its own placement
-group. Whoever imports it has prepared Ray's environment (`settings.prepare_ray`).
+"""The only module that imports Ray: shells and the controller as detached, named actors.
 
-A placement group reserves what one process needs on one node, is seen by Ray's autoscaler while nothing has room for
-it, and moves to another node when its own is lost. Detached actors outlive whoever made them; Ray starts those that
-died again, with the same arguments. Its object store is not used. Names begin with the role; there is one fleet in the
-namespace.
+Each actor has a placement group, which reserves the resources of one process on one node, counts as demand for Ray's
+autoscaler while no node has room, and is rescheduled when its node is lost. Detached actors outlive their creator; Ray
+restarts dead ones with the same arguments. The object store is not used. Names begin with the role, and there is one
+fleet in the namespace. `settings.prepare_ray` must have set Ray's environment before the import.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
 TICK_S = 1.0
 ANSWER_S = 3.0
-"""How long a look at the cluster waits for shells that do not answer."""
+"""How long a query of the cluster waits for shells that do not answer."""
 START_S = 60.0
 OBJECT_STORE_BYTES = 80_000_000
-"""Next to the least that Ray takes: nothing of ours goes there."""
+"""About Ray's minimum; Tinsmith stores nothing there."""
 
-# What is out of reach for a moment, and what is gone.
+# Errors of an actor that is unreachable for now, and of one that is gone.
 SILENT = (RayActorError, GetTimeoutError)
 
 log = structlog.get_logger()
 
 
 def connect(address: str) -> None:
-    """As a driver, on a node of the cluster. Raises SettingsError."""
+    """Connect as a driver on a node of the cluster. Raises SettingsError."""
     if address.startswith("ray://"):
         raise SettingsError(
             f"--ray is {address!r}: the command must run on a node of the cluster; there, give HOST:PORT of its head "
@@ -56,8 +55,8 @@ def connect(address: str) -> None:
 
 
 def start_local(fleet: Fleet, directory: str) -> str:
-    """A cluster of this machine alone, which ends with this process; returns its address. Its processes are not held
-    to what the machine has: all that the fleet may grow to has room."""
+    """Start a cluster of this machine alone, which ends with this process, and return its address. Its declared
+    resources suffice for the largest fleet, whatever the machine has."""
     cpus = sum(role.rule.maximum * role.resources.cpus for role in fleet.roles.values())
     others: dict[str, float] = {}
     for role in fleet.roles.values():
@@ -112,7 +111,7 @@ class RayCluster:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0),
         }
         given = name, name.rpartition("-")[0], fleet.fingerprint, fleet.settings, fleet.signing_key, get_node_ip_address
-        with contextlib.suppress(ValueError):  # somebody else has just started it
+        with contextlib.suppress(ValueError):  # another process has just started it
             remote: Any = ray.remote(Shell)
             remote.options(**options).remote(*given)
 
@@ -131,7 +130,7 @@ class RayCluster:
 
 
 class ControllerActor:
-    """A controller that looks once a second, for as long as the cluster lives."""
+    """The actor of the controller, which reconciles once a second while the cluster exists."""
 
     def __init__(self, fleet: Fleet) -> None:
         from tinsmith.cluster.ray.controller import QueueDepths
@@ -148,7 +147,7 @@ class ControllerActor:
             try:
                 self._controller.tick()
             except (RayError, RuntimeError) as error:
-                log.warning("the cluster cannot be looked at; the next look may", error=repr(error))
+                log.warning("the cluster cannot be read; trying again", error=repr(error))
             time.sleep(TICK_S)
 
     def report(self) -> dict[str, Any]:
@@ -156,7 +155,7 @@ class ControllerActor:
 
 
 def start_controller(fleet: Fleet) -> None:
-    """In place of one that is there: it adopts what that one has started. Raises UserError if it does not come up."""
+    """Start the controller in place of a running one, whose processes it adopts. Raises UserError if it fails."""
     stop_controller()
     options = {"name": CONTROLLER, "namespace": NAMESPACE, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
     remote: Any = ray.remote(ControllerActor)
@@ -170,7 +169,7 @@ def start_controller(fleet: Fleet) -> None:
 
 
 def stop_controller() -> None:
-    """Nothing is started or drained from here on. Returns when its name is free."""
+    """Stop the controller, so that nothing is started or drained; returns when its name is free."""
     made = _actor(CONTROLLER)
     if made is not None:
         ray.kill(made, no_restart=True)
@@ -183,7 +182,7 @@ def has_controller() -> bool:
 
 
 def report() -> dict[str, Any]:
-    """What the controller saw at its last look; empty where there is none, or none that answers."""
+    """The controller's last report; empty if there is no controller, or it does not answer."""
     made = _actor(CONTROLLER)
     if made is None:
         return {}
@@ -194,7 +193,7 @@ def report() -> dict[str, Any]:
 
 
 def stop_all(patience_s: float = DRAIN_S) -> list[str]:
-    """Drain all processes side by side, and take them away; returns the names of those that did not end in time."""
+    """Drain all processes in parallel and remove them; returns the names of those that did not end in time."""
     stop_controller()
     cluster = RayCluster()
     deadline = time.monotonic() + patience_s

@@ -1,13 +1,12 @@
-"""Makes a cluster have what it should: starts what is missing, drains what is too much or was started otherwise.
+"""Reconciles a cluster with the wanted fleet: starts missing processes, and drains surplus or outdated ones.
 
-It remembers nothing that it could not see: what runs has names, so a controller that starts again adopts it. Names are
-unique in the cluster, so nothing is started twice. Of a role, one process at a time is replaced by one with new
-settings, and the next when that runs: settings that are refused cost one process. It knows no Ray (`Cluster` does) and
-asks no questions of the database (`read_depths` does).
+The controller keeps no state that it cannot list again: processes have names that are unique in the cluster, so a
+restarted controller adopts them, and nothing is started twice. New settings replace one process of a role at a time, so
+refused settings cost one process. `Controller` does not import Ray (`Cluster` does) and does not query the database
+(`QueueDepths` does).
 
-How much waits for each role, read from the database: tokens of training, tokens of samples, batches of bulk jobs.
-
-Every query is answered by an index over what is unfinished. What is being worked on still waits: it is not done.
+`QueueDepths` reads how much waits for each role: tokens of training, tokens of samples, batches of bulk jobs. Every
+query uses an index over unfinished work; running work counts as waiting until it is done.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH, FUTURES
 
 LOST_S = 30.0
-"""What is to end and does not answer for this long is taken away without a word."""
+"""A process that should end and does not answer for this long is removed by force."""
 
 GOING = ("draining", "ended")
 
@@ -34,7 +33,7 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """One process and its shell, as the cluster has them. `silent`: nothing was heard of it, for now."""
+    """One process and its shell in the cluster. `silent`: the shell did not answer the last query."""
 
     name: str
     state: str
@@ -57,13 +56,13 @@ class Cluster(Protocol):
     def seats(self) -> list[Seat]: ...
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
-        """Nothing if it is there."""
+        """Start a shell; does nothing if it exists."""
         ...
 
     def drain(self, name: str) -> None: ...
 
     def remove(self, name: str) -> None:
-        """At once, with what was reserved for it."""
+        """Remove a shell and its reservation at once."""
         ...
 
 
@@ -80,7 +79,7 @@ class Controller:
         self._report: dict[str, Any] = {}
 
     def tick(self) -> None:
-        """One look at the cluster and the queues, and what follows from it."""
+        """One round: read the cluster and the queues, and start or drain processes."""
         now = self._clock()
         seats = {seat.name: seat for seat in self._cluster.seats()}
         self._leaving = {name: since for name, since in self._leaving.items() if name in seats}
@@ -90,7 +89,7 @@ class Controller:
         try:
             depths = self._read_depths()
         except SQLAlchemyError as error:
-            log.error("the queues cannot be read; there are as many processes as before", error=repr(error))
+            log.error("the queues cannot be read; the number of processes stays", error=repr(error))
         rules = {name: role.rule for name, role in self._fleet.roles.items()}
         if depths is None:
             counts = {name: rule.bounded(self._past[name].count) for name, rule in rules.items()}
@@ -122,31 +121,31 @@ class Controller:
     def _let_go(self, seat: Seat, now: float) -> None:
         since = self._leaving.setdefault(seat.name, now)
         if seat.state == "ended" or (seat.state == "silent" and now - since > LOST_S):
-            log.info("taken away", name=seat.name)
+            log.info("removed", name=seat.name)
             self._cluster.remove(seat.name)
             del self._leaving[seat.name]
         elif seat.state != "draining":
             self._cluster.drain(seat.name)
 
     def report(self) -> dict[str, Any]:
-        """What the last look came to."""
+        """The result of the last round."""
         return self._report
 
 
 SAMPLED = ("sample", "cancel")
 RUNNABLE = ("PENDING", "RUNNING")
-"""Of a bulk job."""
+"""Statuses of bulk jobs that need workers."""
 
 
 class QueueDepths:
     def __init__(self, db: Database, base_models: Sequence[str], has_samplers: bool) -> None:
-        """Without samplers, samples wait for engines."""
+        """Without samplers, samples count as work of the engines."""
         self._db = db
         self._base_models = base_models
         self._sampling_role = SAMPLER if has_samplers else ENGINE
 
     def read(self) -> dict[str, dict[str, float]]:
-        """role -> base model -> tokens; batches of bulk jobs are nobody's model's."""
+        """role -> base model -> tokens; batches of bulk jobs have no base model."""
         found: dict[str, dict[str, float]] = {role: {} for role in ROLES}
         columns = FUTURES.c.base_model, FUTURES.c.kind
         waiting = (
@@ -157,14 +156,14 @@ class QueueDepths:
         with self._db.read() as connection:
             for base_model, kind, tokens, count in connection.execute(waiting):
                 role = found[self._sampling_role if kind in SAMPLED else ENGINE]
-                # A step of the optimizer has no tokens, and must be done all the same.
+                # An optimizer step has no tokens, but is work.
                 role[base_model] = role.get(base_model, 0.0) + max(float(tokens), float(count))
             found[BATCH_WORKER][""] = float(connection.scalar(sa.select(_batches())) or 0)
         return found
 
 
 def _batches() -> sa.ScalarSelect[int]:
-    """That are not committed; one for a job of which nobody has counted them yet."""
+    """The uncommitted batches; a job whose batches are not counted yet has one."""
     jobs = BATCH.jobs.c
     left = jobs.total_batches - jobs.completed_batches
     batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)

@@ -1,9 +1,8 @@
-"""How many processes of each role there should be: a pure function of what waits, the rules and the time.
+"""How many processes each role should have: a pure function of the waiting work, the rules and the time.
 
-A role grows once, for `up_after_s` without a break, more work waited than it is for, and then to the least that was
-needed in that time. It shrinks to the most that was needed in `down_after_s`. So a burst that is over before it was
-noticed starts nothing, and a pause between two steps ends nothing. A history that is shorter than the time it is asked
-about decides nothing.
+A role grows after more work than its processes can take has waited for `up_after_s` without a break, to the minimum
+that was needed in that time. It shrinks to the maximum that was needed in the last `down_after_s`. So a short burst
+starts nothing, and a pause between two steps ends nothing. A history shorter than its window decides nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from dataclasses import dataclass, field, replace
 from tinsmith.errors import SettingsError
 
 Depths = Mapping[str, Mapping[str, float]]
-"""What waits: role -> base model -> tokens or batches. One process serves all base models, side by side."""
+"""Waiting work: role -> base model -> tokens or batches. One process serves all base models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`work` is how much may wait for each process before there should be one more."""
+    """`work` is how much may wait for each process before another one is needed."""
 
     minimum: int
     maximum: int
@@ -37,13 +36,13 @@ class Rule:
         return min(max(count, self.minimum), self.maximum)
 
     def needed(self, waiting: Mapping[str, float]) -> int:
-        """By the base model for which most waits."""
+        """The number of processes for the base model with the most waiting work."""
         return self.bounded(math.ceil(max(waiting.values(), default=0.0) / self.work))
 
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What one role had, and what was needed at each look, oldest first."""
+    """The current number of one role, and what was needed at each look, oldest first."""
 
     count: int
     looks: tuple[tuple[float, int], ...] = ()
@@ -57,7 +56,7 @@ class Wanted:
 
 
 def wanted(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> Wanted:
-    """`now` never goes back. A role without a past has its minimum."""
+    """`now` must not decrease. A role without a past has its minimum."""
     after = {
         role: _look(rule, past.get(role, Past(rule.minimum)), rule.needed(depths.get(role, {})), now)
         for role, rule in rules.items()
@@ -77,13 +76,13 @@ def _look(rule: Rule, past: Past, needed: int, now: float) -> Past:
 
 
 def _since(looks: tuple[tuple[float, int], ...], start: float) -> list[int]:
-    """What was needed from `start` on; nothing if nobody looked at that time yet."""
+    """The needs from `start` on; empty if the history begins later."""
     kept = _pruned(looks, start)
     return [needed for _, needed in kept] if kept[0][0] <= start else []
 
 
 def _pruned(looks: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[float, int], ...]:
-    """Without what was over by `start`: the last look before it says what was needed then."""
+    """Drop looks before `start`, except for the last one, which holds at `start`."""
     first = max((index for index, (at, _) in enumerate(looks) if at <= start), default=0)
     return looks[first:]
 
@@ -128,21 +127,21 @@ class Fleet:
     base_models: tuple[str, ...]
     settings: Mapping[str, object] = field(repr=False)
     signing_key: bytes = field(default=b"", repr=False)
-    """The file's, where the secret is no setting."""
+    """The key from the file, if the secret is not a setting."""
 
     def knowing(self, ray_address: str) -> Fleet:
-        """With bulk jobs that may use the cluster, too."""
+        """The fleet with the cluster's address, so that bulk jobs can use it."""
         return replace(self, settings={**self.settings, "ray_address": self.settings.get("ray_address") or ray_address})
 
     @property
     def fingerprint(self) -> str:
-        """Of what a process is started with: one that has another is to be started anew."""
+        """A digest of a process's start settings; a process with another one is replaced."""
         given = json.dumps([self.settings, self.signing_key.hex()], sort_keys=True)
         return hashlib.sha256(given.encode()).hexdigest()[:16]
 
 
 def counts_from(flag: str, text: str) -> tuple[int, int]:
-    """`MIN[:MAX]`. Raises SettingsError."""
+    """Parse `MIN[:MAX]`. Raises SettingsError."""
     least, colon, most = text.partition(":")
     if least.isdecimal() and (most.isdecimal() or not colon):
         minimum, maximum = int(least), int(most or least)
@@ -152,7 +151,7 @@ def counts_from(flag: str, text: str) -> tuple[int, int]:
 
 
 def others_from(flag: str, given: list[str]) -> dict[str, float]:
-    """`NAME=AMOUNT`, each a resource that the nodes of the cluster were given. Raises SettingsError."""
+    """Parse `NAME=AMOUNT` texts: custom resources of the cluster's nodes. Raises SettingsError."""
     found: dict[str, float] = {}
     for each in given:
         name, _, amount = each.partition("=")

@@ -1,9 +1,9 @@
-"""Keeps one process of a role: starts it, starts it again when it dies, drains it when it is no longer wanted.
+"""Keeps one process of a role running: starts it, restarts it when it dies, and drains it on request.
 
-A shell is what Ray places. It hands its process the settings on standard input, in one line; the input stays open, and
-closes when the shell dies, however it does: then the process ends at once, since another may be starting in its place.
-A process that refuses its settings is not started again. States: starting -> running -> restarting -> running;
-refused; draining -> ended. Calls return at once; a thread does the rest.
+A shell is the actor that Ray places. It sends its process the settings as one line on standard input, which stays open.
+When the shell dies the input closes, and the process ends at once, since another may be starting in its place. A
+process that refuses its settings is not restarted. States: starting -> running -> restarting -> running; refused;
+draining -> ended. Calls return at once; a thread does the work.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any
 from tinsmith.settings import role_environment
 
 EXIT_REFUSED = 2
-"""How `tinsmith serve` ends when it refuses its settings."""
+"""Exit status of `tinsmith serve` when it refuses its settings."""
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 STEADY_S = 60.0
-"""A process that ran this long was healthy: its next death starts again with the first pause."""
+"""A process that ran this long was healthy: the pause after its next death is the first one again."""
 DRAIN_S = 120.0
-"""How long a process may take to give back what it has; then it is killed, which loses nothing but time."""
+"""How long a process may take to drain before it is killed, which costs only time."""
 TAIL_BYTES = 2000
 
 ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
-"""There is one of them behind each shell, and it listens on no port that another one on the node might want."""
+"""Each shell has one process, without ports that another on the same node might use."""
 
 COMMAND = (sys.executable, "-m", "tinsmith.cli.placed")
 
@@ -50,8 +50,8 @@ class Shell:
         address: Callable[[], str] | None = None,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """The process has a data directory of its own, `name` below the one in `settings`, on whatever node this is.
-        `address` says where others of the cluster reach that."""
+        """The process has its own data directory on this node, `name` below the one in `settings`. `address` is the
+        node's address for other processes of the cluster."""
         self._command = command
         self._fixed = {"name": name, "role": role, "fingerprint": fingerprint, "host": socket.gethostname()}
         directory = Path(str(settings["data_dir"])).expanduser().absolute() / name
@@ -74,7 +74,7 @@ class Shell:
         return {**self._fixed, **found, "shell_pid": os.getpid()}
 
     def drain(self, patience_s: float = DRAIN_S) -> None:
-        """Has the process finish and give back what it has. A second call changes nothing."""
+        """Let the process finish and give back its work. A second call changes nothing."""
         with self._lock:
             if self._stopping.is_set():
                 return
@@ -90,7 +90,7 @@ class Shell:
             began = time.monotonic()
             try:
                 code = self._run_once()
-            except OSError as error:  # no memory, no room for the log: that passes
+            except OSError as error:  # out of memory, or no space for the log: temporary
                 code, why = -1, str(error)
             else:
                 why = self._tail()
@@ -136,7 +136,7 @@ class Shell:
                 self._state = "draining"
 
     def _tail(self) -> str:
-        """The last line of what it said."""
+        """The last line of the process's output."""
         try:
             with self._log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
