@@ -1,1 +1,1 @@
-"""What is known of the past: metrics of runs, steps, samples, what was used, what was done. SQL only."""
+"""The stores: one module for each noun (futures, sessions, models, checkpoints, files, usage, ...). SQL only."""

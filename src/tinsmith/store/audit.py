@@ -1,8 +1,8 @@
-"""The audit log: what was done to whose things, and when.
+"""The audit log: which changes were made to a tenant's resources, and when.
 
-Append-only until the retention ends. An entry is written in the transaction of the change that it speaks of, or
-straight after it; what failed or was asked for twice leaves none. Details are ids, paths and the words of an
-operation, never keys, bodies or metadata. Training and sampling are not in it: `usage` counts those.
+Append-only until the retention ends. An entry is written in the transaction of its change, or right after it, so failed
+and repeated requests leave none. Details are ids, paths and names of operations, never keys, bodies or metadata.
+Training and sampling have no entries; `usage` counts them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import AUDIT
 
 MAX_ENTRIES = 10_000
-"""Most entries of one answer; the newest of a day that has more."""
+"""The limit of entries in one answer; of a day with more, the newest."""
 
 # What the SDK asks for by name -> how the events of it begin.
 PREFIXES: Mapping[str, tuple[str, ...]] = {
@@ -56,7 +56,7 @@ class Audit:
             return [Entry(**row._mapping) for row in connection.execute(query)][::-1]
 
     def sweep(self, before: float) -> int:
-        """Forget what is older; returns how many entries that was."""
+        """Delete entries before `before` (epoch seconds); returns how many."""
         with self._db.write() as connection:
             return connection.execute(AUDIT.delete().where(AUDIT.c.created_at < before)).rowcount
 

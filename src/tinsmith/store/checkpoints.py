@@ -1,9 +1,9 @@
-"""Checkpoints: immutable, named, owned; rows here and one directory each below the checkpoint root.
+"""Checkpoints: immutable, named and owned by a tenant. Each has a row, and a directory below the checkpoint root.
 
-A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. Directory names are made by
-`storage`, never from client text. States: pending -> completed | failed; only completed ones can be seen, and only
-until they expire. The files are durable before the row is completed: a row that is completed has all its bytes. No
-directory is named by two rows: a copy has its own. Directories that no row names are swept.
+A path is `tinker://{training_run_id}/{weights|sampler_weights|external_weights}/{name}`. `storage` generates the
+directory names, never from client text. States: pending -> completed | failed; only completed checkpoints are visible,
+until they expire. Files are durable before the row is completed. Each directory belongs to one row, a copy has its own,
+and directories that no row names are swept.
 """
 
 from __future__ import annotations

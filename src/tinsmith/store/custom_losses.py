@@ -1,8 +1,7 @@
-"""Custom losses: what clients traced, stored as they sent it, immutable.
+"""Custom losses as clients sent them: immutable definitions, opaque bytes here (`wire` parses them).
 
-A loss belongs to a session and is named `{session_id}:loss:{custom_loss_seq_id}`, so that a repeated creation finds
-the first one. It outlives its session as long as something may still be replayed that refers to it. What a
-definition says is the wire's affair; here it is bytes.
+A loss belongs to a session and is named `{session_id}:loss:{custom_loss_seq_id}`, so a repeated creation finds the
+first one. It outlives its session as long as a replay may refer to it.
 """
 
 from __future__ import annotations

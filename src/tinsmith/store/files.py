@@ -1,12 +1,11 @@
-"""Files that tenants upload, and those that are made for them: a row each, and the bytes below one directory or prefix.
+"""Files that tenants upload and files that the server produces: a row each, and bytes below one directory or prefix.
 
 Invariants:
-- Bytes are durable before their row is there, and never change after it. What was written for a row that never came, or
-  whose row is gone, is swept.
-- A file belongs to one tenant; to every other it is not there. An expired one is there for nobody.
-- A file that the server makes has an id that its maker chose: made again after a crash, it is the same file.
+- Bytes are durable before their row exists, and never change afterwards. Bytes without a row are swept.
+- A file is visible to its tenant only, and to no tenant once it has expired.
+- The id of a produced file is derived, so producing it again after a crash gives the same file.
 
-Knows nothing of what files hold. HTTP, and the batches that read and write files, are other modules' business.
+Knows nothing of contents, of HTTP and of the batches that use files.
 """
 
 from __future__ import annotations

@@ -1,26 +1,18 @@
-"""Futures: the durable queue between the server and the engines, and the log that model state is rebuilt from.
+"""Futures: the durable queue between server and engines, and the write-ahead log from which model state is rebuilt.
 
-States: pending -> done | failed; refused is a future that was invalid at admission and is settled at birth.
-Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled
-future never changes; settling a step, and every row that the step changes, is one transaction. The server
-submits and reads; only the engine settles. Payloads are opaque here: they are compared, never read.
+States: pending -> done | failed; refused is a request that was invalid at admission and is settled when it is stored.
+Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_id) exist at most once; a settled future
+never changes; one transaction settles a step with every row that the step changes. The server submits and reads; the
+engine settles. Payloads are compared here, never parsed.
 
-A request to cancel is a future, too, so that it outlives an engine; settling it deletes its row.
+Cancellation: a cancellation is a future, so that it survives an engine, and is deleted when it is settled. It names one
+pending sample, or all samples of a sampling session that one engine or sampler has.
 
-The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
-polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
-engine; a server, what it refuses): on SQLite writers take turns, elsewhere the sampling session's row is locked first.
+Session polls: settled samples of a sampling session are numbered (`settle_order`) by the settling transaction. Engine
+and server may both settle: SQLite has one writer at a time, on Postgres the sampling session's row is locked first.
 
-Requests to cancel: what they name, whom they go to, and what is left of a sample that was cancelled.
-
-Only samples that wait or run can be cancelled. A request to cancel is a future itself, so that it outlives an engine;
-it names one sample, or a sampling session for all of its samples that one engine or sampler has. Reads rows; `futures`
-stores what is found here.
-
-Settled futures of ended sessions are deleted, with their bodies and results, in transactions of some hundred.
-
-What each transaction deletes it tells, from what the database says, and writes in its place what it is answered: so
-nothing that was used is counted twice or forgotten. A session is done with when nothing of it is left.
+Retention: settled futures of ended sessions are deleted in transactions of a few hundred, each of which also stores the
+usage of the rows that the database reports as deleted, so that usage is counted exactly once.
 """
 
 from __future__ import annotations
@@ -48,7 +40,7 @@ _AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a settled future tells of its use."""
+    """The usage of a settled future."""
 
     request_id: str
     tenant_id: str
@@ -64,13 +56,13 @@ class Spent:
 
 
 Keep = Callable[[Sequence[Spent]], Effects]
-"""Is given what one transaction deletes; answers what that transaction is to write instead."""
+"""Called with what a transaction deletes; returns the statements that the transaction executes for it."""
 
 _SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 
 
 def delete_of_sessions(db: Database, session_ids: Sequence[str], keep: Keep) -> int:
-    """How many were deleted."""
+    """Delete the settled futures of ended sessions; returns how many."""
     left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
     deleted = 0
     for session_id in session_ids:
@@ -106,7 +98,7 @@ _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """To be given up: a sample by its request_id, or all of a sampling session's that `owner` has."""
+    """A cancellation: of a sample by its request_id, or of all samples of a sampling session that `owner` has."""
 
     name: str
     tenant_id: str
@@ -190,7 +182,7 @@ UNBOUNDED = 2**62
 
 
 class Give(Protocol):
-    """Which engine gets a sample that is bound to no run; None if nobody is there to get it."""
+    """Which engine gets a sample without a run; None if no engine is available."""
 
     def __call__(self, base_model: str, request_id: str) -> str | None: ...
 
@@ -256,8 +248,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """The end of one future. `effects` are statements of the same transaction; `clean_up` is for whoever settled to run
-    once everyone has been told. `cost` is what a sample took.
+    """The end of one future. `effects` are statements of the same transaction; the settling process runs `clean_up`
+    after the wake-ups. `cost` is a sample's tokens.
     """
 
     request_id: str
@@ -487,12 +479,12 @@ class Futures:
         return found
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
-        """Tell the engine to give up a pending sample; all else stays as it is. Raises NotFoundError."""
+        """Cancel a pending sample; has no effect on other requests. Raises NotFoundError."""
         if found := of_sample(self._db, tenant_id, request_id, reason):
             self._submit_cancel(found)
 
     def cancel_of_closed_sessions(self) -> int:
-        """Tell the engines to give up the samples whose session was closed; returns in how many sampling sessions."""
+        """Cancel the samples of closed sessions; returns the number of their sampling sessions."""
         found = of_closed_sessions(self._db)
         for cancel in found:
             self._submit_cancel(cancel)
@@ -511,7 +503,7 @@ class Futures:
         self.submit(new)
 
     def base_model_of(self, request_id: str) -> str | None:
-        """Whose queue a request waits in."""
+        """The base model in whose queue a request waits."""
         with self._db.read() as connection:
             return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
@@ -527,7 +519,7 @@ class Futures:
         return 1 if highest is None else highest + 1
 
     def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
-        """Forget all settled futures of ended sessions, which are done with when nothing waits; returns how many."""
+        """Delete settled futures of ended sessions and mark the sessions that have none left; returns how many."""
         return delete_of_sessions(self._db, session_ids, keep)
 
     # The engine's side.

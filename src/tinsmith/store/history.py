@@ -1,19 +1,16 @@
-"""Curves: what a run's metrics were, step by step, for people to look at.
+"""History for people to look at: metric curves of runs, some recent samples, and the engines' last steps.
 
-A point belongs to a model, a source and a step. The server's own points are written by the transaction that settles an
-optimizer step, and their step is the number of that optimizer step in the run; a client's are whatever it logs, under a
-step of its own, and what it logs twice for one step is merged. Each source has at most MOST_POINTS points of a run: one
-more, and KEPT_POINTS remain, evenly over the steps. A point that remains is as it was measured, never an average.
+Curves: a point belongs to a model, a source and a step. The server's points are written by the transaction that settles
+an optimizer step, with the number of that step; a client logs points at steps of its own, and numbers for the same step
+are merged. A run has at most MOST_POINTS points of a source; beyond that KEPT_POINTS remain, evenly over the steps, as
+measured and never averaged.
 
-Kept samples: some recent samples of each tenant, with prompts and answers, for the tenant to look at.
+Kept samples: prompts and answers of some recent samples of each tenant. The transaction that settles a sample adds it
+and deletes the oldest beyond a limit; the rest is deleted after KEPT_S. Only the dashboard reads them. A sample
+continues a conversation if its prompt begins with an earlier prompt and one of its answers.
 
-Rows are added by the transaction that settles a sample, and the oldest beyond a number are deleted with it; whatever is
-left is deleted after KEPT_S. Nothing reads them but their tenant: no request is answered from them. A turn of a
-conversation follows another if its prompt begins with the other's prompt and one of its answers.
-
-Recent steps: what each engine ran lately, and whose it was. The last KEPT_STEPS of a base model are kept.
-
-An engine writes what it ran about once a second, in a transaction of its own: losing some to a crash harms nobody.
+Recent steps: the last KEPT_STEPS steps of a base model with the tokens of each tenant. An engine writes them about once
+a second, best effort: up to 1 s may be lost in a crash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sessions that this server keeps itself, for tenants whose clients know no sessions.
+"""Implicit sessions: sessions that the server opens for clients without sessions, such as OpenAI's.
 
-Each tenant has one at a time, opened with its first request and replaced after `REPLACED_EVERY_S`, so that what it
-holds is forgotten in the usual way; within it there is one sampling session for each weight version that is asked for.
-A standing session lives as long as something waits in it: whoever waits calls `keep`. Called from several threads.
+Each tenant has one at a time, opened by its first request and replaced after `REPLACED_EVERY_S`, so that its results
+are deleted by the ordinary retention. It has one sampling session for each weight version in use. A caller that waits
+for a result calls `keep`, which keeps the session alive. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Sampler:
 
 @dataclass(slots=True)
 class _Standing:
-    """One tenant's session now."""
+    """A tenant's current implicit session."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     session_id: str | None = None
@@ -41,7 +41,7 @@ class _Standing:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Where one sample belongs."""
+    """The session and sampling session of one sample."""
 
     tenant_id: str
     session_id: str
@@ -73,7 +73,7 @@ class StandingSessions:
         self._kept_at: dict[str, float] = {}  # sessions by their last heartbeat
 
     def seat(self, tenant_id: str, base_model: str, model_path: str | None) -> Seat:
-        """A place for one more sample of these weights, which the tenant was found to be allowed to read."""
+        """A seat for one more sample of these weights; the caller has checked that the tenant may read them."""
         with self._lock:
             standing = self._standing.setdefault(tenant_id, _Standing())
         with standing.lock:
@@ -85,7 +85,7 @@ class StandingSessions:
             return Seat(tenant_id, session_id, sampler.sampling_session_id, next(sampler.seq_ids))
 
     def keep(self, tenant_id: str, session_id: str) -> None:
-        """A heartbeat, if one is due. Raises GoneError once the session is over."""
+        """Send a heartbeat, if one is due. Raises GoneError once the session has ended."""
         if self._clock() - self._kept_at.get(session_id, -self.heartbeat_s) < self.heartbeat_s:
             return
         self._sessions.heartbeat(tenant_id, session_id)

@@ -1,13 +1,11 @@
-"""Models in training: one row per adapter, from creation to unloading.
+"""Models in training: one row for each adapter, from creation to unloading.
 
-States: creating -> ready | failed; ready -> unloaded; copied is a run that was never trained and never will be: the
-home of a copied checkpoint, `reason` says of which. A model_id is `{session_id}:train:{model_seq_id}`, so a
-repeated creation finds the first one. `applied_seq_id` is the scheduler's memory: every seq_id up to it has taken
-effect or was refused.
+States: creating -> ready | failed; ready -> unloaded; copied is a run that is never trained and only holds a copied
+checkpoint (`reason` names the source). A model_id is `{session_id}:train:{model_seq_id}`, so a repeated creation finds
+the first one. Every seq_id up to `applied_seq_id` has taken effect or was refused.
 
-A model comes back from its newest snapshot, or the one before, and the stored bodies of what came after. The newest is
-of no use to what it does not cover, and the one before is kept for when it turns out to be damaged; so a body is freed
-when both cover it.
+A model is restored from its newest snapshot, or from the one before if that is damaged, and a replay of the request
+bodies after it. So a body is freed once both snapshots cover it.
 """
 
 from __future__ import annotations
@@ -145,10 +143,10 @@ class Models:
         return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
 
     def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
-        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the one before.
+        """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the older one.
 
-        The bodies that both cover are freed. Returns the directory that nobody needs any more: that of the third
-        newest, or this one if the model was unloaded meanwhile or has a newer snapshot.
+        The bodies that both cover are freed. Returns the directory that is not needed any more: the third newest, or
+        this one if the model was unloaded meanwhile or has a newer snapshot.
         """
         mine = MODELS.c.model_id == model_id
         with self._db.write() as connection:
@@ -173,7 +171,7 @@ class Models:
             return row.previous_snapshot_directory
 
     def forget_snapshot(self, model_id: str, directory: str) -> None:
-        """The newest snapshot, in this directory, is of no use: the one before is the newest."""
+        """Drop the newest snapshot, in this directory, because it is damaged; the older one becomes the newest."""
         mine = (MODELS.c.model_id == model_id) & (MODELS.c.snapshot_directory == directory)
         values = {
             "snapshot_seq_id": MODELS.c.previous_snapshot_seq_id,

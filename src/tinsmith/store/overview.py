@@ -1,12 +1,8 @@
-"""Overview: what a tenant has and waits for, over several tables at once, for people to look at. Reads only.
+"""Read-only summaries over several tables: a tenant's overview for the dashboard, and counts for Prometheus.
 
-Every query is of one tenant, and of rows that an index finds. Numbers that describe a queue are of the moment: they are
-shown, and nothing is decided by them.
-
-How many of everything there are now, for operators: counted in the rows at each scrape, across all tenants.
-
-Every query is answered by an index over what is unfinished, so that its cost does not grow with the past. The memory of
-this server's own engines is asked of the system.
+The overview's queries are limited to one tenant and use indexes; its queue lengths are for display only. The counts
+cover all tenants and are read at each scrape, by indexes over unfinished work, so that their cost does not grow with
+history. The resident memory of this server's engines comes from the operating system.
 """
 
 from __future__ import annotations

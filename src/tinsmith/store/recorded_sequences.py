@@ -1,8 +1,8 @@
-"""Recorded sequences: what was sampled with record_stability_info, and whether training may refer to it.
+"""Recorded sequences: samples with record_stability_info, to which passes of stable_reinforce may refer.
 
-A row is written in the transaction that settles its sample, and is good for a day; each training use begins the day
-again. `Sequences.admit` holds a pass of stable_reinforce to what its spans claim (the SDK's types/provenance_spans.py
-says what that is), with one query for the whole pass. The tokens themselves are not kept, so they are not compared.
+A row is written by the transaction that settles its sample and is valid for a day after that and after each training
+use. `Sequences.admit` checks the provenance spans of a pass (defined in the SDK's types/provenance_spans.py) with one
+query. Tokens are not stored, so they are not compared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Sampling sessions: a client's name for one frozen weight version (or the base model, or an inflight target), and
-what was sampled of it, in the order in which it was settled.
+"""Sampling sessions: each names one frozen weight version (or the base model, or an inflight target), and lists its
+samples in the order of settlement.
 
-A row's weights never change: a new version is a new row. The server creates those of base models and checkpoints;
-those of ephemeral publishes are created in the transaction that settles the publish.
-
-Several clients may share a sampling session: each has a number, and a block of CLONE_SIZE seq_ids of its own.
+The weights of a row never change; a new version is a new row. The server creates the rows of base models and
+checkpoints; the transaction that settles an ephemeral publish creates the row of its version. Several clients may share
+a sampling session: each has a number and its own block of CLONE_SIZE seq_ids.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sessions: who is connected, and when that ended.
+"""Sessions of clients, and their ends.
 
-States: active -> finished (the client said so) | expired (its heartbeats stopped). A session that ended is closed
-once its models have been told to unload. A finished session may still be used until it is closed, since the
-SDK's last requests can arrive after its farewell. The first farewell counts, and none after the session expired.
+States: active -> finished (by the client) | expired (no heartbeats). An ended session is closed once the unloading of
+its models is submitted. Until then a finished session still accepts requests, since the SDK's last ones can arrive
+after its finish. The first finish counts, and none after expiry.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Sessions:
         return True
 
     def polled(self, tenant_id: str, session_id: str) -> None:
-        """A client that waits for results is there, whether it sends heartbeats or not."""
+        """Record a poll as a sign of life of the session."""
         mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
         stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
         with self._db.read() as connection:

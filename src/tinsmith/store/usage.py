@@ -1,11 +1,9 @@
-"""Usage: how many tokens, checkpoints and bytes a tenant used, hour by hour.
+"""Usage of a tenant by the hour: tokens, checkpoints and stored bytes.
 
-The rule: a request counts once it is done, in the hour in which it was settled; what failed or was refused does not
-count. Nothing is written for it: the rows of the futures are the record, and whoever deletes them adds `folded` to
-the same transaction, so that a request is counted in one of the two places at any moment. Checkpoints are the
-exception: each one is `added` in the transaction that makes it.
-
-What is stored is read from the checkpoints that exist: of one that was deleted, no history is kept.
+A request counts in the hour in which it was settled, if it succeeded. The futures' rows are the record: the transaction
+that deletes them executes `folded`, which adds their sums to hourly rows, so each request is counted exactly once.
+Saved checkpoints are `added` by the transaction that creates them. Stored bytes are read from the existing checkpoints;
+deleted ones leave no history.
 """
 
 from __future__ import annotations
