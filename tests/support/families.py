@@ -259,9 +259,9 @@ def _write(directory: Path, model: torch.nn.Module, name: str, norm_offset: floa
 INTRODUCTION = """# Model families
 
 Made by `scripts/write-models` from `tests/support/families.py`. `tests/unit/test_families.py` trains, publishes,
-samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are those of
-`transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs all, and
-once more through a server.
+samples and saves two adapters of a small random model of each family: logprobs of training, answers and prompts are
+those of `transformers` to 1e-4 in float32, also with the saved adapter loaded by PEFT. `make test-families` runs
+all, and once more through a server.
 
 By what is special about them. Adapters are on attention, MLP and unembedding, and on experts where there are some.
 `make test` runs those with a star.
