@@ -123,6 +123,10 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 80
 
 
+def test_the_documents_stay_short() -> None:
+    assert sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md")) <= 35_000
+
+
 def test_links_between_documents_lead_somewhere() -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
