@@ -65,7 +65,7 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Outcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import Body, Fields, SequenceNumber, Text, bounds, iso, show
-from tinsmith.wire.sampling import MAX_NUM_SAMPLES, ModelInputBody, TensorDataBody, token_ids
+from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 from tinsmith.wire.training import refuse_chunk
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
@@ -447,7 +447,7 @@ def sample(call: Call, request: SamplesRequest) -> JsonObject:
     request_ids: list[object] = []
     for seq_id, body in enumerate(bodies, first):
         body |= {"sampling_session_id": sampling_session_id, "seq_id": seq_id}
-        draft = Draft(sampling.AsampleRequest, body)
+        draft = Draft(AsampleRequest, body)
         future = stored(call.services, sampling.asample(replace(call, body=orjson.dumps(body)), draft))
         request_ids.append(future["request_id"])
     named = request_ids[0] if len(request_ids) == 1 else f"{request_ids[0]}+{len(request_ids)}"

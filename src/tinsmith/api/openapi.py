@@ -1,7 +1,7 @@
 """`GET /openapi.json`: what this server speaks, as an OpenAPI 3.1 document, without a key.
 
-The document is made of the declarations of the endpoints. This module has the words that describe answers and queries,
-and the answers that several endpoints share. `tests/contract/test_openapi.py` compares it with the types of the SDK.
+The document is made of the declarations of the endpoints. Here are the words in which they describe answers and
+queries, and the answers that several of them share. tests/contract/test_openapi.py holds it to the SDK's types.
 """
 
 from __future__ import annotations

@@ -350,7 +350,9 @@ def _cleaned(schema: object) -> object:
         required = schema.get("required", [])
         inner = {name: cast("Schema", _cleaned(each)) for name, each in properties.items()}
         cleaned["properties"] = {
-            name: each if name in required or {"type": "null"} in each.get("anyOf", []) else _nullable(each)
+            name: each
+            if name in required or {"type": "null"} in cast("list[Schema]", each.get("anyOf", []))
+            else _nullable(each)
             for name, each in inner.items()
         }
         cleaned["required"] = required

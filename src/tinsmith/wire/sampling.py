@@ -159,12 +159,13 @@ class TensorDataBody(ClosedBody):
 
 
 Count = Annotated[Integer, bounds(0, 2**31 - 1)]
+SampleNumber = Annotated[int, Field(ge=0, le=2**62)]
 
 
-class SampleRequest(ClosedBody):
+class AsampleRequest(ClosedBody):
     prompt: ModelInputBody
-    sampling_session_id: Unread = None
-    seq_id: Unread = None
+    sampling_session_id: Text
+    seq_id: SampleNumber
     sampling_params: SamplingParamsBody = SamplingParamsBody()
     num_samples: Annotated[Integer, bounds(1, MAX_NUM_SAMPLES)] = 1
     prompt_logprobs: bool = False
@@ -175,6 +176,13 @@ class SampleRequest(ClosedBody):
     prompt_logprobs_last_n: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
     record_stability_info: bool = False
     type: Unread = None
+
+
+class SampleRequest(AsampleRequest):
+    """The same without a place in a sampling session, or with one that is known already."""
+
+    sampling_session_id: Unread = None
+    seq_id: Unread = None
 
 
 INT32_MAX = 2**31 - 1
@@ -191,7 +199,7 @@ def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
     return sample if extras is None else with_extras(sample, extras)
 
 
-def sample_of(request: SampleRequest, request_id: str, version_id: str | None) -> Sample:
+def sample_of(request: AsampleRequest, request_id: str, version_id: str | None) -> Sample:
     return Sample(
         request_id=request_id,
         version_id=version_id,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
@@ -149,7 +149,8 @@ class SaveWeightsForSampler(SaveRequest):
 
 
 class SaveWeightsExternal(SaveRequest):
-    path: Annotated[Text | None, WithJsonSchema({"type": "string", "maxLength": MAX_TEXT})]
+    model_config = ConfigDict(json_schema_extra={"required": ["model_id", "path"]})
+
     age_encryption_recipients: Recipients = Field(default_factory=list)
 
 

@@ -31,7 +31,7 @@ class File:
 def files() -> dict[str, File]:
     """Everything by name."""
     found: dict[str, File] = {}
-    for one in (resources.files(__package__) / "static").iterdir():
+    for one in resources.files("tinsmith.api.dashboard").joinpath("static").iterdir():
         media_type = MEDIA_TYPES.get(PurePath(one.name).suffix)
         if media_type:
             content = one.read_bytes()

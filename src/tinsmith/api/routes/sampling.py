@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from pydantic import Field
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_sample, most_tokens
@@ -15,19 +12,12 @@ from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.wire.fields import Body, Position, Text
-from tinsmith.wire.sampling import SampleRequest, sample_of
-
-SampleNumber = Annotated[int, Field(ge=0, le=2**62)]
+from tinsmith.wire.sampling import AsampleRequest, SampleNumber, sample_of
 
 
 class NewSample(Body):
     """What an asample cannot do without."""
 
-    sampling_session_id: Text
-    seq_id: SampleNumber
-
-
-class AsampleRequest(SampleRequest):
     sampling_session_id: Text
     seq_id: SampleNumber
 
