@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from inspect import iscoroutinefunction
 from typing import cast
 
 from starlette.applications import Starlette
@@ -145,36 +144,8 @@ class LocalOriginGuard:
         return ""
 
 
-class _Straight:
-    """The way to a route that has no names in its path and takes POST alone, as those do that a client calls all the
-    time: looked up, where the router would compare one path after the other. Errors are answered as the router's are.
-    """
-
-    def __init__(self, app: ASGIApp, routes: Sequence[Route]) -> None:
-        self._app = app
-        self._endpoints = {
-            route.path: route.endpoint
-            for route in reversed(routes)  # the first of a path counts, as it does for the router
-            if route.methods == {"POST"} and not route.param_convertors and iscoroutinefunction(route.endpoint)
-        }
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        if endpoint is None:
-            await self._app(scope, receive, send)
-            return
-        scope["path_params"] = {}
-        request = Request(scope, receive, send)
-        try:
-            response = await endpoint(request)
-        except Exception as error:
-            if (response := _error_response(request, error)) is None:
-                raise
-        await response(scope, receive, send)
-
-
 def _error_response(request: Request, error: Exception) -> Response | None:
-    """As the router answers it; None for what nobody expected, which is answered and logged further out."""
+    """The answer to an expected error, as the router gives it; None for others, which are answered further out."""
     for kind in type(error).__mro__:
         if kind is not Exception and (handler := errors.HANDLERS.get(kind)):
             return cast("Callable[[Request, Exception], Response]", handler)(request, error)
@@ -201,7 +172,6 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
     middleware = [
         Middleware(_Answered, services=services),
         Middleware(LocalOriginGuard, services=services),
-        Middleware(_Straight, routes=API),
     ]
     app = Starlette(
         routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan

@@ -135,24 +135,6 @@ class Fields:
             raise self._wrong(name, "an object")
         return Fields(value, f"{self.where}{name}.")
 
-    def metadata_or_none(self, name: str) -> dict[str, object] | None:
-        """A JSON object of the user's own, bounded in size."""
-        found = self.fields_or(name, None)
-        if found is None:
-            return None
-        size = len(orjson.dumps(found.values))
-        if size > MAX_METADATA_BYTES:
-            raise UserError(f"{self.path(name)} is {size} bytes of JSON; at most {MAX_METADATA_BYTES} are kept")
-        return dict(found.values)
-
-    def text_metadata_or_none(self, name: str) -> dict[str, str] | None:
-        """The same with string values only, which is what the SDK can read back from a checkpoint."""
-        found = self.metadata_or_none(name)
-        if found is None:
-            return None
-        inner = Fields(found, f"{self.where}{name}.")
-        return {key: inner.text_or(key, "", max_length=MAX_METADATA_BYTES) for key in found}
-
     def _required(self, name: str, value: T | None) -> T:
         if value is None:
             raise UserError(f"{self.path(name)} is missing")
