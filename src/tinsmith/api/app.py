@@ -169,10 +169,7 @@ class _Answered:
 
 
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
-    middleware = [
-        Middleware(_Answered, services=services),
-        Middleware(LocalOriginGuard, services=services),
-    ]
+    middleware = [Middleware(_Answered, services=services), Middleware(LocalOriginGuard, services=services)]
     app = Starlette(
         routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
     )

@@ -398,10 +398,7 @@ def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> 
         raise UserError("base_model and model_path are both missing; one of them is needed")
     opened = sessions.create_session(call, sessions.CreateSessionRequest(display_name="create_sampling_client"))
     wanted = sampling.CreateSamplingSessionRequest(
-        session_id=str(opened["session_id"]),
-        sampling_session_seq_id=0,
-        base_model=base_model,
-        model_path=model_path,
+        session_id=str(opened["session_id"]), sampling_session_seq_id=0, base_model=base_model, model_path=model_path
     )
     made = sampling.create_sampling_session(call, wanted)
     return {

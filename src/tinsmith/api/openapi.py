@@ -92,11 +92,7 @@ ANSWERS: Mapping[str, Schema] = {
             "lora_rank": COUNT,
             "last_request_time": TEXT,
         },
-        {
-            "last_checkpoint": ref("Checkpoint"),
-            "last_sampler_checkpoint": ref("Checkpoint"),
-            "user_metadata": ANYTHING,
-        },
+        {"last_checkpoint": ref("Checkpoint"), "last_sampler_checkpoint": ref("Checkpoint"), "user_metadata": ANYTHING},
     ),
     "File": fields(
         {"id": TEXT, "bytes": COUNT, "created_at": COUNT, "filename": TEXT, "purpose": one_of("batch", "batch_output")},

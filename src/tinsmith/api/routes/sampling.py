@@ -129,11 +129,7 @@ def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> 
 )
 def get_sampler(call: Call) -> JsonObject:
     found = call.services.sampling_sessions.get(call.tenant_id, call.path["sampling_session_id"])
-    return {
-        "sampler_id": found.sampling_session_id,
-        "base_model": found.base_model,
-        "model_path": found.model_path,
-    }
+    return {"sampler_id": found.sampling_session_id, "base_model": found.base_model, "model_path": found.model_path}
 
 
 class JoinSamplingSessionRequest(Body):
