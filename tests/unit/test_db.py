@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
@@ -168,68 +167,40 @@ def test_an_error_does_not_repeat_what_was_sent(db: Database) -> None:
     assert "a-secret-body" not in str(caught.value)
 
 
-# Old schemas and new ones.
-
-DUMPS = sorted((Path(__file__).parents[1] / "data").glob("schema-*.sql"))
+# Schema versions.
 
 
-def restored(dump: Path, tmp_path: Path) -> Database:
-    """The database of an earlier release, with a row in every table (`scripts/write-schema-dump`)."""
-    _, kind, _ = dump.name.split(".")
-    db = Database(bare_url(tmp_path, kind))
-    connection = db.engine.raw_connection()
-    if kind == SQLITE:
-        connection.driver_connection.executescript(dump.read_text())  # type: ignore[union-attr]
-    else:
-        connection.cursor().execute(dump.read_text())
-    connection.commit()
-    connection.close()
-    return db
-
-
-def rows_of(db: Database) -> dict[str, list[dict[str, object]]]:
-    found = sa.MetaData()
-    found.reflect(db.engine)
-    with db.read() as connection:
-        return {
-            table.name: [dict(row._mapping) for row in connection.execute(sa.select(table))]
-            for table in found.sorted_tables
-            if table.name != "alembic_version"
-        }
-
-
-@pytest.mark.parametrize("dump", DUMPS, ids=lambda dump: dump.stem)
-def test_a_database_of_an_earlier_release_is_migrated_with_its_rows_and_back(dump: Path, tmp_path: Path) -> None:
-    db = restored(dump, tmp_path)
-    before, old_schema = rows_of(db), schema(db)
-    assert before and all(len(rows) == 1 for rows in before.values())
-    db.migrate()
-    with db.engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
-    after = rows_of(db)
-    for table, (row,) in before.items():
-        assert row.items() <= after[table][0].items(), table
-    with db.migrations() as config:
-        command.downgrade(config, dump.stem.removeprefix("schema-").split(".")[0])
-    assert rows_of(db) == before
-    assert schema(db) == old_schema
-    db.close()
-
-
-def test_every_earlier_schema_has_its_dumps() -> None:
-    versions = Path(__file__).parents[2] / "src" / "tinsmith" / "migrations" / "versions"
-    revisions = sorted(path.name[:4] for path in versions.glob("[0-9]*.py"))
-    expected = {f"schema-{revision}.{kind}.sql" for revision in revisions[:-1] for kind in (SQLITE, POSTGRES)}
-    assert {dump.name for dump in DUMPS} >= expected
-
-
-def test_a_schema_of_a_newer_release_is_refused_and_left_alone(db: Database) -> None:
+def set_version(db: Database, revision: str) -> None:
     with db.write() as connection:
-        connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
-    before = schema(db)
-    with pytest.raises(SettingsError, match=r"schema version 9999.* a newer Tinsmith made it; upgrade this one"):
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+
+
+def version(db: Database) -> str | None:
+    with db.read() as connection:
+        return connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
+
+
+def test_the_last_schema_before_the_first_release_is_accepted_with_its_rows(db: Database) -> None:
+    with db.write() as connection:
+        connection.execute(ENGINES.insert(), ROW)
+    before, newest = schema(db), version(db)
+    set_version(db, "0010")
+    for _ in range(2):
         db.migrate()
+        assert version(db) == newest
     assert schema(db) == before
+    with db.read() as connection:
+        assert connection.scalar(sa.select(ENGINES.c.engine_id)) == "b"
+
+
+@pytest.mark.parametrize("revision", ["9999", "schema_9999", "0001", "0009"])
+def test_a_schema_of_an_unknown_version_is_refused_and_left_alone(db: Database, revision: str) -> None:
+    set_version(db, revision)
+    before = schema(db)
+    words = rf"schema version {revision}, .*a newer Tinsmith made it, upgrade this one.*an empty --data-dir"
+    with pytest.raises(SettingsError, match=words):
+        db.migrate()
+    assert schema(db) == before and version(db) == revision
 
 
 # Addresses.

@@ -51,6 +51,9 @@ FILES_POLL_S = 1.0
 
 _MIGRATION_LOCK = 0x74696E73  # any number that all servers share
 
+_LAST_BEFORE_RELEASE, _FIRST_RELEASE = "0010", "schema_0001"
+"""Two names of one schema: the last revision of the chain before the first release, and the first release's."""
+
 
 Fence = Callable[[Connection], None]
 
@@ -287,7 +290,7 @@ class Database:
                 sqlite_pool.begin(connection)
             else:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-            _refuse_newer(connection, ScriptDirectory.from_config(config))
+            _check_version(connection, ScriptDirectory.from_config(config))
             config.attributes["connection"] = connection
             yield config
             connection.commit()
@@ -348,15 +351,20 @@ def _make_private_file(path: str) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
 
-def _refuse_newer(connection: Connection, scripts: ScriptDirectory) -> None:
+def _check_version(connection: Connection, scripts: ScriptDirectory) -> None:
+    """Accepts a database without tables or of a known schema version. Raises SettingsError for any other."""
     from alembic.migration import MigrationContext
 
-    known = {script.revision for script in scripts.walk_revisions()}
-    unknown = set(MigrationContext.configure(connection).get_current_heads()) - known
+    found = set(MigrationContext.configure(connection).get_current_heads())
+    if found == {_LAST_BEFORE_RELEASE}:
+        connection.execute(sa.text("UPDATE alembic_version SET version_num = :to"), {"to": _FIRST_RELEASE})
+        return
+    unknown = found - {script.revision for script in scripts.walk_revisions()}
     if unknown:
         raise SettingsError(
-            f"the database has schema version {', '.join(sorted(unknown))}, and this Tinsmith knows none after "
-            f"{scripts.get_current_head()}: a newer Tinsmith made it; upgrade this one, or choose another database"
+            f"the database has schema version {', '.join(sorted(unknown))}, which this Tinsmith does not know; its own "
+            f"is {scripts.get_current_head()}. If a newer Tinsmith made it, upgrade this one. If it is older than the "
+            "first release, choose another database_url or an empty --data-dir"
         )
 
 
