@@ -32,7 +32,7 @@ from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import TEMPORARY_DIRECTORY
 from tinsmith.db.database import Database
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings
 
 STEPS = {
@@ -226,7 +226,7 @@ def test_a_server_that_was_thought_dead_changes_nothing_when_it_goes_on(tmp_path
 def lease_s(jobs: BatchJobs, job_id: int) -> float:
     """How long the job's owner has left."""
     with jobs._db.read() as connection:
-        left = sa.select(BATCH.jobs.c.owner_lease_at - jobs._db.clock()).where(BATCH.jobs.c.job_id == job_id)
+        left = sa.select(BATCH_JOBS.c.owner_lease_at - jobs._db.clock()).where(BATCH_JOBS.c.job_id == job_id)
         return float(connection.scalar(left) or 0)
 
 

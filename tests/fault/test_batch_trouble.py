@@ -29,7 +29,7 @@ from tinsmith.batch.types import Outcome, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
 from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import Database
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings
 
 
@@ -92,7 +92,7 @@ def submitted(jobs: BatchJobs, directory: Path, name: str) -> int:
 
 def change(jobs: BatchJobs, job_id: int, **values: object) -> None:
     with jobs._db.write() as connection:
-        connection.execute(BATCH.jobs.update().where(BATCH.jobs.c.job_id == job_id).values(**values))
+        connection.execute(BATCH_JOBS.update().where(BATCH_JOBS.c.job_id == job_id).values(**values))
 
 
 def ended(jobs: BatchJobs, job_id: int) -> bool:

@@ -13,7 +13,7 @@ from tinsmith.api.dashboard import assets
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import Limits
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.db.schema import BATCH, MODELS
+from tinsmith.db.schema import BATCH_JOBS, MODELS
 from tinsmith.db.statements import execute
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.history import Curves, KeptSequence, RecentStep, SampleContent, keeping, new_sample
@@ -232,7 +232,7 @@ def test_a_job_that_is_being_cancelled_is_not_finished(harness: Harness) -> None
     row = {"tenant_id": "alice", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "spec": {}, "sealed": True}
     row |= {"max_failed_rows": 0.0, "cleaned": False, "created_at": 0.0, "updated_at": 0.0}
     with harness.services.models._db.write() as connection:
-        connection.execute(BATCH.jobs.insert(), [row | {"status": one} for one in ("CANCELLING", "RUNNING", "FAILED")])
+        connection.execute(BATCH_JOBS.insert(), [row | {"status": one} for one in ("CANCELLING", "RUNNING", "FAILED")])
     counts = harness.get("dashboard/overview").json()["counts"]
     assert (counts["unfinished_jobs"], counts["jobs"]) == (2, 3)
 

@@ -23,7 +23,7 @@ from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.db.database import Database
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.runtime.failpoints import arm
 from tinsmith.settings import Settings
 
@@ -68,7 +68,7 @@ def submit(
 
 def is_over(jobs: BatchJobs, job_id: int) -> bool:
     """Ended, and nothing is left to be done for it."""
-    query = sa.select(BATCH.jobs.c.status, BATCH.jobs.c.cleaned).where(BATCH.jobs.c.job_id == job_id)
+    query = sa.select(BATCH_JOBS.c.status, BATCH_JOBS.c.cleaned).where(BATCH_JOBS.c.job_id == job_id)
     with jobs._db.read() as connection:
         status, cleaned = connection.execute(query).one()
     return status in TERMINAL and (cleaned or status != "SUCCEEDED")

@@ -28,7 +28,7 @@ from tinsmith.cluster.ray.controller import LOST_S, Controller, QueueDepths, Sea
 from tinsmith.cluster.ray.scaling import Depths, Fleet, Resources, Role, Rule, counts_from, others_from
 from tinsmith.cluster.ray.shell import Shell
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH, FUTURES
+from tinsmith.db.schema import BATCH_JOBS, FUTURES
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load, portable
 
@@ -330,7 +330,7 @@ def add_job(db: Database, status: str, sealed: bool, total: int, completed: int)
     row = {"tenant_id": "t", "name": "", "pool": "local", "priority": 0, "weight": 1.0, "status": status, "spec": {}}
     more = {"sealed": sealed, "total_batches": total, "completed_batches": completed, "max_failed_rows": 0.0}
     with db.write() as connection:
-        insert = BATCH.jobs.insert()
+        insert = BATCH_JOBS.insert()
         connection.execute(insert, {**row, **more, "cleaned": False, "created_at": now(), "updated_at": now()})
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
+from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
 from tinsmith.errors import NotFoundError
 
 LOADED = ("creating", "ready")
@@ -43,7 +43,7 @@ class Census:
             yield from _models(connection)
             opened = sa.select(sa.func.count()).select_from(SESSIONS).where(ACTIVE_SESSION)
             yield Counted("tinsmith_sessions_open", (), float(connection.scalar(opened) or 0))
-            jobs = BATCH.jobs.c.status
+            jobs = BATCH_JOBS.c.status
             for status, count in connection.execute(
                 sa.select(jobs, sa.func.count()).where(jobs.not_in(ENDED_JOB)).group_by(jobs)
             ):
@@ -217,7 +217,7 @@ class Overview:
         unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
         stored = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.state == "completed") & unexpired
         waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
-        sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH.jobs.c.tenant_id == tenant_id
+        sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH_JOBS.c.tenant_id == tenant_id
         queries = {
             "runs": _count(MODELS, MODELS.c.tenant_id == tenant_id),
             "loaded_runs": _count(MODELS, (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)),
@@ -228,8 +228,8 @@ class Overview:
             "waiting_requests": _count(FUTURES, waiting),
             "waiting_bytes": _sum(FUTURES.c.body_bytes, waiting),
             "file_bytes": _sum(UPLOADS.c.size_bytes, UPLOADS.c.tenant_id == tenant_id),
-            "jobs": _count(BATCH.jobs, jobs),
-            "unfinished_jobs": _count(BATCH.jobs, jobs & BATCH.jobs.c.status.not_in(ENDED_JOB)),
+            "jobs": _count(BATCH_JOBS, jobs),
+            "unfinished_jobs": _count(BATCH_JOBS, jobs & BATCH_JOBS.c.status.not_in(ENDED_JOB)),
         }
         with self._db.read() as connection:
             return {name: int(connection.scalar(query) or 0) for name, query in queries.items()}

@@ -15,9 +15,8 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_STATES as STATES
 
-STATES = BATCH.states
 NUMBER = sa.BigInteger
 PENDING = sa.literal_column("'PENDING'")
 

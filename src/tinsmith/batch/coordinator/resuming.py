@@ -15,10 +15,9 @@ from sqlalchemy.engine import Connection
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.types import JobSpec, staging_of
 from tinsmith.db.database import now
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_JOBS as JOBS
+from tinsmith.db.schema import BATCH_STATES as STATES
 from tinsmith.errors import NotFoundError, UserError
-
-JOBS, STATES = BATCH.jobs, BATCH.states
 
 
 class Resumed(NamedTuple):

@@ -31,11 +31,12 @@ from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
 from tinsmith.batch.types import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH
+from tinsmith.db.schema import BATCH_JOBS, BATCH_OUTPUTS, BATCH_ROW_ERRORS, BATCH_STATES, BATCH_WORKERS
 from tinsmith.db.wakeups import SERVER, job_line
 from tinsmith.errors import NotFoundError, UserError
 
-JOBS, STATES, WORKERS, ROW_ERRORS, OUTPUTS = BATCH
+JOBS, STATES, WORKERS = BATCH_JOBS, BATCH_STATES, BATCH_WORKERS
+ROW_ERRORS, OUTPUTS = BATCH_ROW_ERRORS, BATCH_OUTPUTS
 
 ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")

@@ -22,7 +22,7 @@ from sqlalchemy.engine import Connection
 from tinsmith.batch.formats.openai import problem_of
 from tinsmith.batch.openai import MAX_INPUT_BYTES, MAX_REQUESTS
 from tinsmith.db.database import Database, now
-from tinsmith.db.schema import BATCH, OPENAI_BATCHES
+from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
@@ -160,7 +160,7 @@ class OpenAIBatches:
 
     def job_of(self, batch: Batch) -> int | None:
         """The bulk job that was made for a batch: it has its name."""
-        jobs = BATCH.jobs
+        jobs = BATCH_JOBS
         named = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
         with self._db.read() as connection:
             return connection.scalar(named.order_by(jobs.c.job_id).limit(1))

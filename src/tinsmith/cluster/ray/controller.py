@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.ray.scaling import BATCH_WORKER, ENGINE, ROLES, SAMPLER, Depths, Fleet, Past, Role, wanted
 from tinsmith.db.database import Database
-from tinsmith.db.schema import BATCH, FUTURES
+from tinsmith.db.schema import BATCH_JOBS, FUTURES
 
 LOST_S = 30.0
 """A process that should end and does not answer for this long is removed by force."""
@@ -163,8 +163,8 @@ class QueueDepths:
 
 
 def _batches() -> sa.ScalarSelect[int]:
-    """The uncommitted batches; a job whose batches are not counted yet has one."""
-    jobs = BATCH.jobs.c
+    """That are not committed; one for a job of which nobody has counted them yet."""
+    jobs = BATCH_JOBS.c
     left = jobs.total_batches - jobs.completed_batches
     batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)
     return sa.select(sa.func.sum(batches)).where(jobs.status.in_(RUNNABLE)).scalar_subquery()
