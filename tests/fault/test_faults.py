@@ -17,6 +17,7 @@ from typing import NoReturn
 import pytest
 import tinker
 from sqlalchemy import exc
+from sqlalchemy.engine import Connection
 from tinker import types
 
 from fault.test_recovery import DATA, NANO
@@ -105,7 +106,7 @@ class ThreadedWriter:
 def test_a_database_without_patience_limits_waits_for_whoever_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinsmith.db.sqlite.MOST_IN_SQLITE_S", 0.1)
+    monkeypatch.setattr("tinsmith.db.sqlite.MAX_BUSY_TIMEOUT_S", 0.1)
     url = fresh_url(tmp_path)
     database = Database(url, patience_s=float("inf"))
     with contextlib.ExitStack() as waiting:
@@ -279,12 +280,12 @@ def test_a_server_on_a_directory_that_cannot_be_written_says_so(tmp_path: Path) 
 def refuse_writes(database: Database) -> Callable[[], None]:
     """From now on the database is read-only; call the result to end that."""
 
-    def refused(_begin: Callable[[], None]) -> NoReturn:
+    def refused(_connection: Connection) -> NoReturn:
         raise exc.OperationalError("BEGIN IMMEDIATE", None, Exception("attempt to write a readonly database"))
 
     patch = pytest.MonkeyPatch()
-    for name in ("begin", "begin_at_once"):
-        patch.setattr(database._turns, name, refused)
+    for name in ("begin", "begin_nowait"):
+        patch.setattr(database._lock, name, refused)
     return patch.undo
 
 

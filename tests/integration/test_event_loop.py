@@ -232,7 +232,7 @@ def test_no_file_is_opened_on_the_event_loop(tmp_path: Path) -> None:
 
 
 def test_no_writer_waits_on_the_event_loop(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer that may wait for others is a thread's; `write_at_once` waits for nobody."""
+    """A writer that may wait for others is a thread's; `write_nowait` waits for nobody."""
     writers: list[bool] = []
     write: Callable[[Database], object] = Database.write
 

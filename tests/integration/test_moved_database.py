@@ -51,7 +51,7 @@ def written(database: Database, text: str) -> None:
 
 
 def written_at_once(database: Database, text: str) -> None:
-    with database.write_at_once() as connection:
+    with database.write_nowait() as connection:
         assert connection is not None
         connection.execute(TABLE.insert().values(text=text))
 

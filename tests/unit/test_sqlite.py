@@ -1,4 +1,4 @@
-"""Connections that are kept between transactions: none brings anything of the last one along."""
+"""SQLite's connection pool: a connection carries nothing from one transaction into the next."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 
 from tinsmith.db.database import Database
-from tinsmith.db.sqlite import MOST
-from tinsmith.db.statements import Prepared
+from tinsmith.db.sqlite import POOL_SIZE
+from tinsmith.db.statements import Statement
 
 THINGS = sa.Table("things", sa.MetaData(), sa.Column("name", sa.String, primary_key=True))
 PARTS = sa.Table(
@@ -19,8 +19,8 @@ PARTS = sa.Table(
     THINGS.metadata,
     sa.Column("name", sa.ForeignKey("things.name", deferrable=True, initially="DEFERRED")),
 )
-ADD = Prepared(THINGS.insert())
-NAMES = Prepared(sa.select(THINGS.c.name).order_by(THINGS.c.name))
+ADD = Statement(THINGS.insert())
+NAMES = Statement(sa.select(THINGS.c.name).order_by(THINGS.c.name))
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def names(db: Database) -> list[str]:
 
 def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
     with pytest.raises(RuntimeError), lite.write() as connection:
-        ADD.count(connection, {"name": "prepared"})
-        connection.execute(THINGS.insert(), {"name": "sqlalchemys"})
-        ADD.count(connection, {"name": "prepared, too"})
+        ADD.count(connection, {"name": "by the driver"})
+        connection.execute(THINGS.insert(), {"name": "by SQLAlchemy"})
+        ADD.count(connection, {"name": "by the driver again"})
         raise RuntimeError
     assert names(lite) == []
     with lite.write() as connection:
@@ -50,7 +50,7 @@ def test_statements_of_both_kinds_are_one_transaction(lite: Database) -> None:
 
 
 def test_what_one_transaction_left_undone_is_not_done_by_the_next(lite: Database) -> None:
-    for write in (lite.write, lite.write_at_once):
+    for write in (lite.write, lite.write_nowait):
         with pytest.raises(RuntimeError), write() as connection:
             assert connection is not None
             ADD.count(connection, {"name": "lost"})
@@ -58,7 +58,7 @@ def test_what_one_transaction_left_undone_is_not_done_by_the_next(lite: Database
         with write() as connection:
             assert connection is not None
             ADD.count(connection, {"name": write.__name__})
-    assert names(lite) == ["write", "write_at_once"]
+    assert names(lite) == ["write", "write_nowait"]
 
 
 def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_afterwards(lite: Database) -> None:
@@ -69,7 +69,7 @@ def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_aft
             ADD.count(writing, {"name": "meanwhile"})
         assert connection.scalar(count) == 0
     with lite.read() as connection:
-        assert NAMES.one_or_none(connection, {}) == ("meanwhile",)
+        assert NAMES.first(connection, {}) == ("meanwhile",)
         assert connection.scalar(count) == 1
     # A reader that had not let go would keep the log from being emptied.
     with sqlite3.connect(lite.url.removeprefix("sqlite:///")) as other:
@@ -77,35 +77,35 @@ def test_a_read_sees_one_state_of_all_that_sqlalchemy_asks_and_holds_nothing_aft
 
 
 def test_a_commit_that_is_refused_is_sqlalchemys_error_and_changes_nothing(lite: Database) -> None:
-    orphan = Prepared(PARTS.insert())
+    orphan = Statement(PARTS.insert())
     with pytest.raises(IntegrityError), lite.write() as connection:
         ADD.count(connection, {"name": "beside it"})
         orphan.count(connection, {"name": "nothing"})
     assert names(lite) == []
 
 
-def test_no_more_are_kept_than_are_used_together(lite: Database) -> None:
+def test_no_more_connections_stay_open_than_were_used_together(lite: Database) -> None:
     def nested(depth: int) -> None:
         with lite.read() as connection:
             NAMES.rows(connection, {})
             if depth:
                 nested(depth - 1)
 
-    assert len(lite._kept._free) == 1, "the one that made the tables"
+    assert len(lite._pool._idle) == 1, "the one that made the tables"
     nested(1)
-    assert len(lite._kept._free) == 2
-    nested(2 * MOST)
-    assert len(lite._kept._free) == MOST
+    assert len(lite._pool._idle) == 2
+    nested(2 * POOL_SIZE)
+    assert len(lite._pool._idle) == POOL_SIZE
     lite.close()
-    assert not lite._kept._free
+    assert not lite._pool._idle
 
 
-def test_the_time_of_each_use_is_told(lite: Database) -> None:
-    told: list[float] = []
-    lite.time_use(told.append)
+def test_the_duration_of_each_use_is_reported(lite: Database) -> None:
+    used: list[float] = []
+    lite.time_use(used.append)
     names(lite)
     with pytest.raises(RuntimeError), lite.write():
         raise RuntimeError
-    with lite.write_at_once():
+    with lite.write_nowait():
         pass
-    assert len(told) == 3 and all(seconds > 0 for seconds in told)
+    assert len(used) == 3 and all(seconds > 0 for seconds in used)

@@ -1,7 +1,8 @@
-"""A prepared statement does what SQLAlchemy would have done with it, on both databases."""
+"""A `Statement` returns what SQLAlchemy would return, on both databases."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 
 from support.databases import SQLITE, bare_url
 from tinsmith.db.database import Database
-from tinsmith.db.statements import Prepared
+from tinsmith.db.statements import Statement
 
 THINGS = sa.Table(
     "things",
@@ -19,10 +20,12 @@ THINGS = sa.Table(
     sa.Column("name", sa.String(100), primary_key=True),
     sa.Column("size", sa.Float),
     sa.Column("facts", sa.JSON),
+    sa.Column("flag", sa.Boolean),
     sa.Column("body", sa.LargeBinary),
     sa.Column("number", sa.BigInteger),
 )
-ROW = {"name": "a", "size": 3, "facts": {"b": [1, None]}, "body": b"\0\xff", "number": 2**62}
+ROW = {"name": "a", "size": 3, "facts": {"b": [1, None]}, "flag": True, "body": b"\0\xff", "number": 2**62}
+GIVEN = ROW | {"facts": json.dumps(ROW["facts"])}
 ADD = THINGS.insert()
 FIND = (
     sa.select(THINGS, sa.func.coalesce(THINGS.c.number, 7).label("number_or_7"))
@@ -42,9 +45,9 @@ def db(tmp_path: Path, database_kind: str) -> Iterator[Database]:
 
 
 def test_rows_are_the_same_as_sqlalchemys(db: Database) -> None:
-    add, find = Prepared(ADD), Prepared(FIND)
+    add, find = Statement(ADD), Statement(FIND)
     with db.write() as connection:
-        assert add.count(connection, ROW) == 1
+        assert add.count(connection, GIVEN) == 1
         nothing = {**dict.fromkeys(ROW), "name": "b"}
         assert add.count(connection, nothing) == 1
     with db.read() as connection:
@@ -52,15 +55,15 @@ def test_rows_are_the_same_as_sqlalchemys(db: Database) -> None:
             expected = [tuple(row) for row in connection.execute(FIND, {"first": first})]
             found = [tuple(row) for row in find.rows(connection, {"first": first})]
             assert found == expected
-            one = find.one_or_none(connection, {"first": first})
+            one = find.first(connection, {"first": first})
             assert (None if one is None else tuple(one)) == (expected[0] if expected else None)
         assert tuple(find.rows(connection, {"first": "a"})[0]) == (*ROW.values(), 2**62)
 
 
 def test_changes_are_counted_and_roll_back_with_their_transaction(db: Database) -> None:
-    rename = Prepared(RENAME)
+    rename = Statement(RENAME)
     with db.write() as connection:
-        Prepared(ADD).count(connection, ROW)
+        Statement(ADD).count(connection, GIVEN)
     with pytest.raises(ZeroDivisionError), db.write() as connection:
         assert rename.count(connection, {"old": "a", "new": "b"}) == 1
         assert rename.count(connection, {"old": "a", "new": "b"}) == 0
@@ -70,16 +73,16 @@ def test_changes_are_counted_and_roll_back_with_their_transaction(db: Database) 
 
 
 def test_errors_are_sqlalchemys_and_do_not_repeat_what_was_sent(db: Database) -> None:
-    add = Prepared(ADD)
-    secret = ROW | {"body": b"not for the log"}
+    add = Statement(ADD)
+    secret = GIVEN | {"body": b"not for the log"}
     with pytest.raises(IntegrityError) as caught, db.write() as connection:
         add.count(connection, secret)
         add.count(connection, secret)
     assert "not for the log" not in str(caught.value)
     with pytest.raises(DBAPIError), db.write() as connection:
-        Prepared(sa.select(sa.table("nowhere", sa.column("x")))).rows(connection, {})
+        Statement(sa.select(sa.table("nowhere", sa.column("x")))).rows(connection, {})
     with pytest.raises((KeyError, DBAPIError)), db.write() as connection:
-        add.count(connection, {"name": "c"} | dict.fromkeys(("size", "facts", "body")))
+        add.count(connection, {"name": "c"} | dict.fromkeys(("size", "facts", "flag", "body")))
     with db.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(THINGS)) == 0
 
@@ -88,7 +91,7 @@ def test_a_list_of_any_length_is_refused() -> None:
     listed = sa.select(THINGS).where(THINGS.c.name.in_(sa.bindparam("names", expanding=True)))
     db = Database("sqlite://")
     with pytest.raises(AssertionError, match="any length"), db.read() as connection:
-        Prepared(listed).rows(connection, {"names": ["a"]})
+        Statement(listed).rows(connection, {"names": ["a"]})
     db.close()
 
 
@@ -97,8 +100,8 @@ def test_what_waits_in_vain_is_an_operational_error(tmp_path: Path) -> None:
     with one.write() as connection:
         THINGS.create(connection)
     with one.write() as connection, other.read() as reading:
-        Prepared(ADD).count(connection, ROW)
+        Statement(ADD).count(connection, GIVEN)
         with pytest.raises(OperationalError):
-            Prepared(ADD).count(reading, ROW)
+            Statement(ADD).count(reading, GIVEN)
     for database in (one, other):
         database.close()

@@ -31,7 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.cluster.executors import pass_on
 from tinsmith.db.database import Database, Fence, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
-from tinsmith.db.statements import Prepared
+from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.runtime.background import kept_thread
 
@@ -218,13 +218,13 @@ def holder_of(data_dir: Path) -> str:
 
 
 def fence(lease: Lease) -> Fence:
-    """The check that an engine's database runs first in every writing transaction. It raises LeaseLostError."""
-    # Until the transaction ends, this locks the row against a new epoch, but not against a renewal.
-    query = Prepared(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
+    """What an engine's database does first in every writing transaction. Raises LeaseLostError."""
+    # The row stays locked against a next epoch until the transaction ends, and not against a renewal.
+    query = Statement(sa.select(ENGINES.c.epoch).where(*_is(lease)).with_for_update(read=True, key_share=True))
 
     def check(connection: Connection) -> None:
-        if query.one_or_none(connection, {}) is None:
-            raise LeaseLostError(f"{lease.engine_id} was declared dead after epoch {lease.epoch}")
+        if query.first(connection, {}) is None:
+            raise LeaseLostError(f"{lease.engine_id} was taken for dead after epoch {lease.epoch}")
 
     return check
 

@@ -28,7 +28,7 @@ from tinsmith.cluster.engines import vacate
 from tinsmith.cluster.routing import Loads
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS, SAMPLERS
-from tinsmith.db.statements import Prepared
+from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
 from tinsmith.types import Pending
 
@@ -58,7 +58,7 @@ _ME = sa.bindparam("engine_id", type_=sa.String)
 _MINE = _OWNER.is_(None) | (_ME == _OWNER)
 _ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_MINE)
 # The statements of every request, built once.
-_INCOMING = Prepared(
+_INCOMING = Statement(
     _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
     .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
     .where((FUTURES.c.state == "pending") | FUTURES.c.model_id.is_(None) | (FUTURES.c.seq_id > MODELS.c.applied_seq_id))

@@ -1,47 +1,168 @@
-"""Connections to SQLite that are kept open between transactions, and transactions by the driver's own words.
+"""What SQLite needs beside SQLAlchemy: its files, a connection pool and a write lock.
 
-Taking a connection from SQLAlchemy's pool, beginning and committing by it take 0.1 ms of a processor, and SQLite 0.01.
-A kept connection is SQLAlchemy's all the same: a statement of its own finds a transaction that was begun here, and
-joins it. Each has one user at a time, of whatever thread. A connection on which something failed is given back to
-SQLAlchemy, which takes back what was not committed. Knows no table, and nothing of whose turn it is (`turns`).
+Taking a connection from SQLAlchemy's pool, beginning and committing by it cost 0.1 ms of a processor; SQLite needs
+0.01. So connections stay open between transactions, and BEGIN and COMMIT go to the driver. A statement that SQLAlchemy
+executes joins the transaction that is open.
 
-Writers of SQLite take turns: those of one process on a lock, and the one whose turn it is with other processes.
-
-A writer waits for as long as its patience, then gets an error, with nothing done. While another process does not let
-go of the database, those who come later are told at once: each of them would wait on a thread of its own.
+SQLite has one writer at a time. The writers of one process queue on a lock, and only the one that holds it waits for
+other processes. A writer that has waited for its patience gets an error, and nothing is written. While another process
+holds the database for that long, further writers fail at once, since each of them would block a thread.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import math
+import os
 import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+import sqlalchemy as sa
 import structlog
+from sqlalchemy import event
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError, OperationalError, TimeoutError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError, TimeoutError
 
-MOST = 5
-"""Connections that wait for their next user; more are closed."""
+from tinsmith.db.statements import Statement
+
+if TYPE_CHECKING:
+    from sqlalchemy.engine.interfaces import DBAPIConnection, DBAPICursor
+
+POOL_SIZE = 5
+"""Idle connections that stay open."""
+
+MAX_BUSY_TIMEOUT_S = 30.0
+"""The longest wait inside SQLite; a writer with more patience tries again."""
+
+STUCK_S = 1.0
+"""After a writer waited in vain, other writers fail at once for this long."""
+
+TICK_S = 0.1
+"""SQLite's own clock of a wait is less exact than this."""
+
+log = structlog.get_logger()
 
 
-class Kept:
+class DatabaseMovedError(SQLAlchemyError):
+    """The files of a SQLite database are no longer those that this process has open: what it writes is lost."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            f"{path} was moved, deleted or replaced while Tinsmith had it open, so what is written is lost. Stop all "
+            "Tinsmith processes, put the file back with the -wal file beside it (or a backup), and start them again; "
+            "to begin anew, choose an empty --data-dir"
+        )
+
+
+class Files:
+    """The database file, its log and the log's index, as this process opened them.
+
+    SQLite never looks up the names of its files again: it goes on with files that other processes cannot see. SQLite
+    itself replaces none of the three while this process has a connection.
+    """
+
+    def __init__(self, path: str, *, exists: bool) -> None:
+        """Makes the database file, unless it `exists`. Raises DatabaseMovedError if it should exist and does not."""
+        if exists and not os.path.exists(path):
+            raise DatabaseMovedError(path)
+        # SQLite's own files are readable by every user; its log and index take the mode of this one.
+        with contextlib.suppress(OSError):  # it exists already, or SQLite reports the error
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+        self.path = path
+        self._known: dict[str, tuple[int, int] | None] = {path: _identity(path)}
+        self.closed()
+
+    def closed(self) -> None:
+        """To be called without any connection: the last process to close the database deletes its log and index."""
+        self._known |= {f"{self.path}-wal": None, f"{self.path}-shm": None}
+
+    def check(self) -> None:
+        """Raises DatabaseMovedError."""
+        for path, known in self._known.items():
+            found = _identity(path)
+            if known is None:
+                self._known[path] = found
+            elif found != known:
+                raise DatabaseMovedError(path)
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def make_engine(url: str, files: Files | None, timeout_s: float, *, autocheckpoint: bool = True) -> Engine:
+    """Connections that wait for `timeout_s` for a lock. Without `autocheckpoint`, their commits never move the log into
+    the database file. `files` is None for a database in memory.
+    """
+
+    def connect() -> sqlite3.Connection:
+        if files is None:
+            return sqlite3.connect(":memory:", timeout_s, check_same_thread=False)
+        files.check()
+        # mode=rw: SQLite would create a missing file.
+        return sqlite3.connect(f"file:{quote(files.path)}?mode=rw", timeout_s, check_same_thread=False, uri=True)
+
+    def configure(connection: DBAPIConnection, _record: object) -> None:
+        connection.isolation_level = None  # type: ignore[attr-defined]  the driver begins no transactions by itself
+        with contextlib.closing(connection.cursor()) as cursor:
+            _use_wal(cursor)
+            cursor.execute("PRAGMA synchronous=NORMAL")
+            cursor.execute("PRAGMA foreign_keys=ON")
+            # KiB of each connection; the system's page cache holds the file for all of them.
+            cursor.execute("PRAGMA cache_size=-16384")
+            if not autocheckpoint:
+                cursor.execute("PRAGMA wal_autocheckpoint=0")
+
+    # Named parameters, as statements have them on Postgres. hide_parameters: request bodies stay out of the log.
+    engine = sa.create_engine(url, creator=connect, paramstyle="named", hide_parameters=True)
+    event.listen(engine, "connect", configure)
+    event.listen(engine, "begin", _begin_or_join)
+    return engine
+
+
+def _use_wal(cursor: DBAPICursor) -> None:
+    # When two processes set the mode of a new file at once, each waits for the other's lock, and SQLite tells one of
+    # them at once that the file is locked, whatever its timeout.
+    deadline = time.monotonic() + MAX_BUSY_TIMEOUT_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                raise
+        time.sleep(0.005)
+
+
+class ConnectionPool:
+    """Connections that stay open between transactions. Each has one user at a time, on any thread.
+
+    A connection on which something failed goes back to SQLAlchemy, which rolls back what was not committed.
+    """
+
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._free: deque[Connection] = deque()
-        self.used: Callable[[float], None] | None = None
-        """Told how long each connection was out."""
+        self._idle: deque[Connection] = deque()
+        self.on_use: Callable[[float], None] | None = None
+        """Called with the seconds of each use."""
 
     @contextmanager
-    def one(self) -> Iterator[Connection]:
+    def connection(self) -> Iterator[Connection]:
         """A connection, outside of any transaction."""
         since = time.perf_counter()
         try:
-            connection = self._free.pop()
+            connection = self._idle.pop()
         except IndexError:
             connection = self._engine.connect()
         try:
@@ -50,85 +171,68 @@ class Kept:
             connection.close()
             raise
         else:
-            if len(self._free) < MOST:
-                self._free.append(connection)
+            if len(self._idle) < POOL_SIZE:
+                self._idle.append(connection)
             else:
                 connection.close()
         finally:
-            if self.used:
-                self.used(time.perf_counter() - since)
+            if self.on_use:
+                self.on_use(time.perf_counter() - since)
 
     def close(self) -> None:
-        while self._free:
-            self._free.pop().close()
+        while self._idle:
+            self._idle.pop().close()
+        self._engine.dispose()
+
+
+_BEGIN, _BEGIN_WRITE, _COMMIT = (Statement(sa.text(text)) for text in ("BEGIN", "BEGIN IMMEDIATE", "COMMIT"))
 
 
 def begin(connection: Connection) -> None:
-    """A writing transaction, which locks at once, since upgrading a reader can fail without waiting. Raises
+    """Begin to write. It locks the database now: to upgrade a reading transaction can fail without waiting. Raises
     OperationalError.
     """
-    _execute(connection, "BEGIN IMMEDIATE")
+    _BEGIN_WRITE.count(connection, {})
 
 
-def joined(connection: Connection) -> None:
-    """What SQLAlchemy begins for a statement of its own: nothing, where a transaction is open."""
-    if not _driver(connection).in_transaction:
-        _execute(connection, "BEGIN")
+def _begin_or_join(connection: Connection) -> None:
+    """What SQLAlchemy calls before its first statement in a transaction."""
+    driver = connection.connection.dbapi_connection
+    assert isinstance(driver, sqlite3.Connection)
+    if not driver.in_transaction:
+        _BEGIN.count(connection, {})
 
 
 def commit(connection: Connection) -> None:
-    """What was done, if anything was begun. Raises DBAPIError."""
+    """Raises DBAPIError."""
     if connection.in_transaction():  # as SQLAlchemy sees it
         connection.commit()
     else:
-        _execute(connection, "COMMIT")
+        _COMMIT.count(connection, {})
 
 
 def end_reading(connection: Connection) -> None:
-    """What SQLAlchemy began for statements of its own."""
+    """End the transaction that SQLAlchemy began for its own statements, if any."""
     if connection.in_transaction():
         connection.rollback()
 
 
-def _execute(connection: Connection, statement: str) -> None:
-    try:
-        _driver(connection).execute(statement)
-    except sqlite3.Error as error:
-        raise DBAPIError.instance(statement, None, error, sqlite3.Error, dialect=connection.dialect) from error
+class WriteLock:
+    """Held by one writer of this process at a time."""
 
-
-def _driver(connection: Connection) -> sqlite3.Connection:
-    driver = connection.connection.dbapi_connection
-    assert isinstance(driver, sqlite3.Connection)
-    return driver
-
-
-MOST_IN_SQLITE_S = 30.0
-"""The longest wait that is left to SQLite itself; whoever is more patient asks again."""
-
-STUCK_S = 1.0
-"""After somebody waited in vain, others do not begin to wait as long as this."""
-
-TICK_S = 0.1
-"""SQLite's own clock of such a wait is not exact."""
-
-log = structlog.get_logger()
-
-
-class Turns:
-    def __init__(self, patience_s: float = MOST_IN_SQLITE_S) -> None:
+    def __init__(self, patience_s: float = MAX_BUSY_TIMEOUT_S) -> None:
         self._patience_s = patience_s
         self._lock = threading.Lock()
         self._stuck_until = 0.0
 
     @property
-    def timeout_s(self) -> float:
-        """How long SQLite is to wait by itself."""
-        return min(self._patience_s, MOST_IN_SQLITE_S)
+    def busy_timeout_s(self) -> float:
+        """How long SQLite waits by itself."""
+        return min(self._patience_s, MAX_BUSY_TIMEOUT_S)
 
     @contextmanager
-    def mine(self) -> Iterator[None]:
-        """Among the writers of this process. Raises TimeoutError."""
+    def held(self) -> Iterator[None]:
+        """Waits for the other writers of this process. Raises TimeoutError."""
         patience_s = 0.0 if time.monotonic() < self._stuck_until else self._patience_s
         if not self._lock.acquire(timeout=-1 if math.isinf(patience_s) else patience_s):
             raise TimeoutError("another writer has held the database for too long")
@@ -138,31 +242,21 @@ class Turns:
             self._lock.release()
 
     @contextmanager
-    def mine_at_once(self) -> Iterator[bool]:
-        """Whether it is our turn without waiting for the other writers of this process."""
-        mine = self._lock.acquire(blocking=False)
+    def held_nowait(self) -> Iterator[bool]:
+        """Whether the lock was free."""
+        acquired = self._lock.acquire(blocking=False)
         try:
-            yield mine
+            yield acquired
         finally:
-            if mine:
+            if acquired:
                 self._lock.release()
 
-    def begin_at_once(self, begin: Callable[[], None]) -> bool:
-        """Begin a writing transaction on a connection that does not wait; False if another process has one."""
-        try:
-            begin()
-        except OperationalError as error:
-            if not _is_locked(error):
-                raise
-            return False
-        return True
-
-    def begin(self, begin: Callable[[], None]) -> None:
-        """Begin a writing transaction, once other processes are done with theirs. Raises OperationalError."""
+    def begin(self, connection: Connection) -> None:
+        """Begin to write, once no other process writes. Raises OperationalError."""
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                return begin()
+                return begin(connection)
             except OperationalError as error:
                 if not _is_locked(error):
                     raise
@@ -171,6 +265,31 @@ class Turns:
                     raise
                 log.warning("another process does not let go of the database; waiting for it")
 
+    def begin_nowait(self, connection: Connection) -> bool:
+        """Begin to write on a connection without a timeout; False if another process writes."""
+        try:
+            begin(connection)
+        except OperationalError as error:
+            if not _is_locked(error):
+                raise
+            return False
+        return True
+
 
 def _is_locked(error: OperationalError) -> bool:
     return "locked" in str(error.orig)
+
+
+@contextmanager
+def file_lock(path: str) -> Iterator[bool]:
+    """Whether this process got the lock, which ends with the block or the process."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(descriptor)

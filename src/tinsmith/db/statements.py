@@ -1,111 +1,85 @@
-"""Statements of every request: written out once for each kind of database, then given to the driver as they are.
+"""Statements of the hot path: SQL that is compiled once for each kind of database and executed on the driver.
 
-What SQLAlchemy does anew for each execution takes longer than SQLite takes for the statement. A prepared one runs in a
-transaction that `db` opened, on its connection, and errors leave as SQLAlchemy's. Rows are plain tuples in the order of
-the statement's columns. Values are named as the statement's parameters, each execution names the same, and lists of any
-length (`IN`) cannot be written out once. Knows nothing of what rows mean.
+What SQLAlchemy does for each execution takes longer than SQLite takes for the statement. A `Statement` runs in a
+transaction that `Database` opened, on its connection, and raises SQLAlchemy's errors. Its parameters are named, and
+every execution gives all of them: JSON as text, everything else as the driver takes it. Rows are tuples in the order of
+the statement's columns. A list of any length (`IN`) is not supported, since its text differs with its length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Dialect
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.compiler import SQLCompiler
 
-Converter = Callable[[Any], Any]
+Row = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """A statement as one kind of database takes it. `order` is that of its parameters where they have no names."""
+class _Compiled:
+    """The text for one kind of database, the values that it fixes, and what decodes columns of the driver's rows."""
 
     text: str
-    order: Sequence[str] | None
     fixed: Mapping[str, object]
-    to_driver: Mapping[str, Converter]
-    types: Sequence[sa.types.TypeEngine[Any]]
+    decoders: Mapping[int, Callable[[Any], Any]]
 
-    def arguments(self, values: Mapping[str, object]) -> Sequence[object] | Mapping[str, object]:
-        given = {**self.fixed, **values}
-        for name, convert in self.to_driver.items():
-            given[name] = convert(given[name])
-        return given if self.order is None else [given[name] for name in self.order]
-
-    def reader(self, dialect: Dialect, description: Sequence[Sequence[Any]] | None) -> Converter | None:
-        """What makes a row of the driver's; None if that is one already."""
-        converters: dict[int, Converter] = {}
-        for index, (kind, column) in enumerate(zip(self.types, description or (), strict=False)):
-            if convert := kind.dialect_impl(dialect).result_processor(dialect, column[1]):
-                converters[index] = convert
-
-        def read(found: Sequence[Any]) -> Sequence[Any]:
-            row = list(found)
-            for index, convert in converters.items():
-                row[index] = convert(row[index])
-            return row
-
-        return read if converters else None
+    def decoded(self, row: Sequence[Any]) -> Row:
+        if not self.decoders:
+            return tuple(row)
+        values = list(row)
+        for index, decode in self.decoders.items():
+            values[index] = decode(values[index])
+        return tuple(values)
 
 
-class Prepared:
+class Statement:
     """One statement, for any connection."""
 
-    def __init__(self, statement: sa.Executable) -> None:
+    def __init__(self, statement: sa.ClauseElement) -> None:
         self._statement = statement
-        self._forms: dict[str, _Form] = {}
-        self._readers: dict[str, Converter | None] = {}
+        self._compiled: dict[str, _Compiled] = {}
 
     def count(self, connection: Connection, values: Mapping[str, object]) -> int:
-        """Execute it; how many rows it changed."""
-        return self._run(connection, values).rowcount
+        """Execute it; returns the number of rows that it changed."""
+        return self._execute(connection, values)[1].rowcount
 
-    def rows(self, connection: Connection, values: Mapping[str, object]) -> list[Sequence[Any]]:
-        cursor = self._run(connection, values)
-        read = self._reader(connection, cursor)
-        return [read(found) for found in cursor.fetchall()] if read else cursor.fetchall()
+    def rows(self, connection: Connection, values: Mapping[str, object]) -> list[Row]:
+        compiled, cursor = self._execute(connection, values)
+        return [compiled.decoded(row) for row in cursor.fetchall()]
 
-    def one_or_none(self, connection: Connection, values: Mapping[str, object]) -> Sequence[Any] | None:
-        """The first row."""
-        cursor = self._run(connection, values)
-        found = cursor.fetchone()
-        read = self._reader(connection, cursor)
-        cursor.close()  # or SQLite goes on reading
-        return read(found) if read and found is not None else found
+    def first(self, connection: Connection, values: Mapping[str, object]) -> Row | None:
+        compiled, cursor = self._execute(connection, values)
+        row = cursor.fetchone()
+        cursor.close()  # an open cursor would keep SQLite's read transaction open
+        return None if row is None else compiled.decoded(row)
 
-    def _reader(self, connection: Connection, cursor: Any) -> Converter | None:  # noqa: ANN401  any driver's
+    def _execute(self, connection: Connection, values: Mapping[str, object]) -> tuple[_Compiled, Any]:
         dialect = connection.dialect
-        if dialect.name not in self._readers:
-            self._readers[dialect.name] = self._forms[dialect.name].reader(dialect, cursor.description)
-        return self._readers[dialect.name]
-
-    def _run(self, connection: Connection, values: Mapping[str, object]) -> Any:  # noqa: ANN401  any driver's cursor
-        dialect = connection.dialect
-        form = self._forms.get(dialect.name)
-        if form is None:
-            form = self._forms[dialect.name] = _written_out(self._statement, dialect, values)
+        compiled = self._compiled.get(dialect.name)
+        if compiled is None:
+            compiled = self._compiled[dialect.name] = _compile(self._statement, dialect, list(values))
         cursor = connection.connection.cursor()
         try:
-            cursor.execute(form.text, form.arguments(values))
+            cursor.execute(compiled.text, {**compiled.fixed, **values})
         except Exception as error:
-            raise _as_sqlalchemys(error, connection, form.text) from error
-        return cursor
+            raise _translated(error, connection, compiled.text) from error
+        return compiled, cursor
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A prepared statement with its values, to be executed in a transaction of somebody else's."""
+    """A statement with its values, for a transaction that another module opens."""
 
-    statement: Prepared
+    statement: Statement
     values: Mapping[str, object]
 
 
 Effect = sa.Executable | Bound
-"""What goes into a transaction beside what it is for."""
+"""A statement that a transaction executes in addition to its own."""
 
 Effects = Sequence[Effect]
 
@@ -117,27 +91,28 @@ def execute(connection: Connection, effect: Effect) -> None:
         connection.execute(effect)
 
 
-def _written_out(statement: sa.Executable, dialect: Dialect, values: Mapping[str, object]) -> _Form:
-    compiled = statement.compile(dialect=dialect, column_keys=list(values))  # type: ignore[attr-defined]
-    assert isinstance(compiled, SQLCompiler)
-    assert not compiled.post_compile_params, "a list of any length cannot be written out once"
-    to_driver: dict[str, Converter] = {}
-    for parameter, name in compiled.bind_names.items():
-        if convert := parameter.type.dialect_impl(dialect).bind_processor(dialect):
-            to_driver[name] = convert
-    fixed = {name: value for name, value in compiled.params.items() if name not in values}
-    order = list(compiled.positiontup or ()) if compiled.positional else None
-    types = [column.type for column in getattr(statement, "selected_columns", ())]
-    return _Form(str(compiled), order, fixed, to_driver, types)
+def _compile(statement: sa.ClauseElement, dialect: Dialect, names: list[str]) -> _Compiled:
+    compiled = statement.compile(dialect=dialect, column_keys=names)
+    text = str(compiled)
+    assert "[POSTCOMPILE_" not in text, "a list of any length cannot be compiled once"
+    fixed = {name: value for name, value in (compiled.params or {}).items() if name not in names}
+    decoders: dict[int, Callable[[Any], Any]] = {}
+    for index, column in enumerate(getattr(statement, "selected_columns", ())):
+        if isinstance(column.type, sa.JSON | sa.Boolean):
+            decode = column.type.dialect_impl(dialect).result_processor(dialect, None)
+            if decode is not None:
+                decoders[index] = decode
+    return _Compiled(text, fixed, decoders)
 
 
-def _as_sqlalchemys(error: Exception, connection: Connection, text: str) -> BaseException:
+def _translated(error: Exception, connection: Connection, text: str) -> BaseException:
+    """The driver's error as SQLAlchemy would raise it, without the values; a broken connection is invalidated."""
     dialect = connection.dialect
     dbapi: Any = dialect.loaded_dbapi
     if not isinstance(error, dbapi.Error):
         return error
     driver: Any = connection.connection
-    broken = dialect.is_disconnect(cast(Any, error), driver, None)
+    broken = dialect.is_disconnect(error, driver, None)  # pyright: ignore[reportArgumentType]  typed as a Protocol
     if broken:
         connection.invalidate(error)
     return DBAPIError.instance(

@@ -28,7 +28,7 @@ import zstandard
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
-from tinsmith.db.statements import Effects, Prepared, execute
+from tinsmith.db.statements import Effects, Statement, execute
 from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
 from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
@@ -266,14 +266,14 @@ class Settlement:
 # The statements of every request, built once: building and hashing them would cost more than SQLite does.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
-_ADD_BODY = Prepared(BODIES.insert())
-_ADD_RESULT = Prepared(RESULTS.insert())
-_STORED = Prepared(
+_ADD_BODY = Statement(BODIES.insert())
+_ADD_RESULT = Statement(RESULTS.insert())
+_STORED = Statement(
     sa.select(FUTURES.c.kind, FUTURES.c.body_bytes, BODIES.c.body)
     .select_from(FUTURES.outerjoin(BODIES, BODIES.c.request_id == FUTURES.c.request_id))
     .where(FUTURES.c.request_id == sa.bindparam("request_id"))
 )
-_OUTCOME = Prepared(
+_OUTCOME = Statement(
     sa.select(
         FUTURES.c.state,
         FUTURES.c.result_type,
@@ -286,15 +286,15 @@ _OUTCOME = Prepared(
     .where(FUTURES.c.request_id == sa.bindparam("request_id"), FUTURES.c.tenant_id == sa.bindparam("tenant_id"))
 )
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
-_BODY = Prepared(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
-_FREE = Prepared(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
+_BODY = Statement(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
+_FREE = Statement(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
 _COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
 _EARLIER = FUTURES.alias("earlier")
 _LAST_ORDER = sa.select(sa.func.max(_EARLIER.c.settle_order))
 _NEXT_ORDER = _LAST_ORDER.where(_EARLIER.c.sampling_session_id == FUTURES.c.sampling_session_id).correlate(FUTURES)
-_SETTLE = Prepared(
+_SETTLE = Statement(
     FUTURES.update()
     .where(FUTURES.c.request_id == sa.bindparam("settled_id"), FUTURES.c.state == "pending")
     .values({name: sa.bindparam(name) for name in _SETTLED_COLUMNS})
@@ -315,7 +315,7 @@ _LOCK_SESSIONS = _LOCKED_SESSIONS.where(SAMPLERS.c.sampling_session_id.in_(_SESS
 _SETTLED_AMONG = sa.select(FUTURES.c.request_id).where(
     FUTURES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)), FUTURES.c.state != "pending"
 )
-_ADVANCE = Prepared(
+_ADVANCE = Statement(
     MODELS.update()
     .where(MODELS.c.model_id == sa.bindparam("advanced_id"), MODELS.c.applied_seq_id < sa.bindparam("to_seq_id"))
     .values(applied_seq_id=sa.bindparam("to_seq_id"), last_request_at=sa.bindparam("at"))
@@ -358,7 +358,7 @@ def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bo
     A body is compared as far as it is known: its length for good, its bytes until it is freed. Requests without a
     seq_id are named after what they do, and are not compared.
     """
-    found = _STORED.one_or_none(connection, {"request_id": new.request_id})
+    found = _STORED.first(connection, {"request_id": new.request_id})
     owner = f"model {new.model_id!r}" if new.model_id else f"sampling session {new.sampling_session_id!r}"
     if found is None:
         raise SeqIdTakenError(
@@ -388,7 +388,7 @@ class Futures:
         self._wake = wake
         self._count = count
         self._give = give
-        self._add = Prepared(db.insert_once(FUTURES))
+        self._add = Statement(db.insert_once(FUTURES))
 
     # The server's side.
 
@@ -402,7 +402,7 @@ class Futures:
 
     def submit_at_once(self, new: NewFuture, refusal: UserError | None = None) -> bool:
         """The same, if no writer has to be waited for; otherwise False, with nothing done. For an event loop."""
-        return self._submitted(new, refusal, self._db.write_at_once())
+        return self._submitted(new, refusal, self._db.write_nowait())
 
     def _submitted(
         self, new: NewFuture, refusal: UserError | None, writing: AbstractContextManager[sa.Connection | None]
@@ -459,7 +459,7 @@ class Futures:
         """
         asked = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
         with self._db.read() as connection:
-            row = _OUTCOME.one_or_none(connection, asked)
+            row = _OUTCOME.first(connection, asked)
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         state, result_type, error, category, body_bytes, body = row

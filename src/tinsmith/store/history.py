@@ -15,6 +15,7 @@ a second, best effort: up to 1 s may be lost in a crash.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ import zstandard
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CURVE_POINTS, FUTURES, KEPT_SAMPLES, RECENT_STEPS
-from tinsmith.db.statements import Bound, Prepared
+from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import NotFoundError, UserError
 
 MOST_POINTS = 2048
@@ -50,7 +51,7 @@ class Point:
 class Curves:
     def __init__(self, db: Database) -> None:
         self._db = db
-        self._add = Prepared(db.insert_once(CURVE_POINTS))
+        self._add = Statement(db.insert_once(CURVE_POINTS))
 
     # The engine's side.
 
@@ -136,7 +137,7 @@ def _count(model_id: str, source: str) -> sa.Select:
 def _row(model_id: str, source: str, step: int, metrics: Mapping[str, float]) -> dict[str, object]:
     # JSON has no infinity: what is not finite is there, and is null.
     shown = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    return {"model_id": model_id, "source": source, "step": step, "metrics": shown, "recorded_at": now()}
+    return {"model_id": model_id, "source": source, "step": step, "metrics": json.dumps(shown), "recorded_at": now()}
 
 
 KEPT_S = 86400.0
@@ -187,8 +188,8 @@ _OLDEST_KEPT = (
     .offset(sa.bindparam("newer", type_=sa.Integer))
     .limit(1)
 )
-_ADD = Prepared(KEPT_SAMPLES.insert())
-_THIN = Prepared(
+_ADD = Statement(KEPT_SAMPLES.insert())
+_THIN = Statement(
     KEPT_SAMPLES.delete().where(
         KEPT_SAMPLES.c.tenant_id == sa.bindparam("tenant_id"),
         KEPT_SAMPLES.c.position < _OLDEST_KEPT.scalar_subquery(),

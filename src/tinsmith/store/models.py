@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, SESSIONS
-from tinsmith.db.statements import Prepared
+from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.types import LoraSpec
 
@@ -75,7 +75,7 @@ _COLUMNS = [column.name for column in MODELS.columns]
 # Built once: every request asks.
 _BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))
 _SESSION_ENDED = sa.case((SESSIONS.c.closed_at.is_not(None), sa.func.coalesce(SESSIONS.c.reason, ""))).label("ended")
-_WITH_SESSION = Prepared(
+_WITH_SESSION = Statement(
     sa.select(MODELS, _SESSION_ENDED)
     .select_from(MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id))
     .where(MODELS.c.model_id == sa.bindparam("model_id"), MODELS.c.tenant_id == sa.bindparam("tenant_id"))
@@ -113,7 +113,7 @@ class Models:
         """The model, and why its session has ended; None while it may still be used. Raises NotFoundError."""
         asked = {"model_id": model_id, "tenant_id": tenant_id}
         with self._db.read() as connection:
-            row = _WITH_SESSION.one_or_none(connection, asked)
+            row = _WITH_SESSION.first(connection, asked)
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         *columns, ended = row

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import FUTURES, RESULTS, SAMPLERS, SESSIONS
-from tinsmith.db.statements import Bound, Prepared
+from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import NotFoundError, SeqIdTakenError
 
 CLONE_SIZE = 1_000_000_000
@@ -73,8 +73,8 @@ class Completion:
     body_bytes: int | None
 
 
-_ADD = Prepared(SAMPLERS.insert())
-_BY_ID = Prepared(
+_ADD = Statement(SAMPLERS.insert())
+_BY_ID = Statement(
     sa.select(*(SAMPLERS.c[name] for name in SamplingSession.__dataclass_fields__)).where(
         SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")
     )
@@ -116,7 +116,7 @@ class SamplingSessions:
         """
         with self._db.write() as connection:
             if connection.execute(self._db.insert_once(SAMPLERS), asdict(new) | {"created_at": now()}).rowcount == 0:
-                row = _BY_ID.one_or_none(connection, {"sampling_session_id": new.sampling_session_id})
+                row = _BY_ID.first(connection, {"sampling_session_id": new.sampling_session_id})
                 found = None if row is None else SamplingSession(*row)
                 if found and (found.base_model, found.model_path) != (new.base_model, new.model_path):
                     raise SeqIdTakenError(
@@ -134,7 +134,7 @@ class SamplingSessions:
     def find(self, sampling_session_id: str) -> SamplingSession | None:
         """A sampling session whoever owns it; for the engine."""
         with self._db.read() as connection:
-            row = _BY_ID.one_or_none(connection, {"sampling_session_id": sampling_session_id})
+            row = _BY_ID.first(connection, {"sampling_session_id": sampling_session_id})
         return None if row is None else SamplingSession(*row)
 
     def join(self, tenant_id: str, sampling_session_id: str) -> int:

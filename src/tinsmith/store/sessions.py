@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import FUTURES, SESSIONS
-from tinsmith.db.statements import Prepared
+from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError
 from tinsmith.runtime.clocks import TOLERANCE_S
 
@@ -81,7 +81,7 @@ class Search:
 
 
 # Built once: every request asks.
-_BY_ID = Prepared(
+_BY_ID = Statement(
     sa.select(*(SESSIONS.c[name] for name in Session.__dataclass_fields__)).where(
         SESSIONS.c.session_id == sa.bindparam("session_id"), SESSIONS.c.tenant_id == sa.bindparam("tenant_id")
     )
@@ -115,7 +115,7 @@ class Sessions:
 
     def get(self, tenant_id: str, session_id: str) -> Session:
         with self._db.read() as connection:
-            row = _BY_ID.one_or_none(connection, {"session_id": session_id, "tenant_id": tenant_id})
+            row = _BY_ID.first(connection, {"session_id": session_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"session_id {session_id!r} is unknown; create a new ServiceClient")
         return Session(*row)

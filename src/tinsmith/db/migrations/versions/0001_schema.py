@@ -1,5 +1,7 @@
 """Creates the schema as of the first release."""
 
+from typing import Any
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -7,7 +9,7 @@ revision = "schema_0001"
 down_revision = None
 
 
-def _where(condition: str) -> dict[str, sa.TextClause]:
+def _where(condition: str) -> dict[str, Any]:
     """Makes an index partial on both databases."""
     return {"postgresql_where": sa.text(condition), "sqlite_where": sa.text(condition)}
 
