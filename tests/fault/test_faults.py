@@ -285,7 +285,7 @@ def refuse_writes(database: Database) -> Callable[[], None]:
 
     patch = pytest.MonkeyPatch()
     for name in ("begin", "begin_nowait"):
-        patch.setattr(database._lock, name, refused)
+        patch.setattr(database._write_lock, name, refused)
     return patch.undo
 
 

@@ -151,8 +151,7 @@ class Engines:
     def find(self, seat: Seat) -> EngineRow | None:
         """The row of a seat of this holder."""
         query = sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat))
-        with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
+        row = self._db.first(query)
         return None if row is None else EngineRow(**row._mapping)
 
     def of_base(self, base_model: str, kind: str | None = None) -> list[EngineRow]:
@@ -160,16 +159,14 @@ class Engines:
         query = sa.select(ENGINES).where(ENGINES.c.base_model == base_model).order_by(ENGINES.c.engine_id)
         if kind is not None:
             query = query.where(ENGINES.c.kind == kind)
-        with self._db.read() as connection:
-            return [EngineRow(**row._mapping) for row in connection.execute(query)]
+        return [EngineRow(**row._mapping) for row in self._db.rows(query)]
 
     def queue_state(self, base_model: str) -> tuple[str, str | None]:
         """The queue_state of a poll's answer and its reason: paused_capacity while no engine is ready."""
         silent = (ENGINES.c.lease_expires_at <= self._db.clock()).label("silent")
         mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine")
         query = sa.select(ENGINES.c.state, ENGINES.c.reason, silent).where(mine).order_by(ENGINES.c.started_at.desc())
-        with self._db.read() as connection:
-            rows = connection.execute(query).all()
+        rows = self._db.rows(query)
         if any(row.state == "ready" and not row.silent for row in rows):
             return "active", None
         ready = [row for row in rows if row.state == "ready"]

@@ -71,16 +71,14 @@ class Executors:
             .join(MODELS, MODELS.c.engine_id == ENGINES.c.engine_id)
             .where(MODELS.c.model_id == model_id, ENGINES.c.lease_expires_at > self._db.clock())
         )
-        with self._db.read() as connection:
-            return connection.scalar(query)
+        return self._db.scalar(query)
 
     # The sampler's side.
 
     def incoming(self, base_model: str, executor: str, after_arrival: int) -> list[Pending]:
         """A sampler's requests that arrived after `after_arrival`."""
         asked = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
-        with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(_INCOMING, asked)]
+        return [Pending(**row._mapping) for row in self._db.rows(_INCOMING, asked)]
 
     def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
         """A sampler's requests among those that a wake-up named; they may be older, if passed on from another."""

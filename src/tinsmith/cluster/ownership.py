@@ -131,9 +131,8 @@ class Ownership:
         return found
 
     def waiting_ids(self) -> set[str]:
-        """All unfinished requests that do not belong to another engine, for the slow poll."""
-        with self._db.read() as connection:
-            return set(connection.scalars(_WAITING_IDS, self._me))
+        """Every unfinished request that is not another's, for the slow poll."""
+        return set(self._db.scalars(_WAITING_IDS, self._me))
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
         """Claim unassigned requests and their runs for this engine; returns the ids that were claimed."""
@@ -250,8 +249,7 @@ class Ownership:
     def suspects(self) -> list[str]:
         """The in-flight notes of dead engines of this base model, from their rows."""
         left = (ENGINES.c.base_model == self.base_model) & ENGINES.c.suspects.is_not(None)
-        with self._db.read() as connection:
-            return list(connection.scalars(sa.select(ENGINES.c.suspects).where(left)))
+        return self._db.scalars(sa.select(ENGINES.c.suspects).where(left))
 
 
 def preferred(key: str, engine_ids: Collection[str]) -> str:
@@ -292,7 +290,6 @@ class Fleet:
         mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & alive
         runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
         query = sa.select(ENGINES.c.engine_id, ENGINES.c.state, runs.label("runs")).where(mine)
-        with self._db.read() as connection:
-            rows = connection.execute(query).all()
+        rows = self._db.rows(query)
         ready = [row for row in rows if row.state == "ready"]
         return {row.engine_id: int(row.runs) for row in ready or rows if row.state in ("ready", "loading")}

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
@@ -59,6 +59,7 @@ _LAST_BEFORE_RELEASE, _FIRST_RELEASE = "0010", "schema_0001"
 """Two names of one schema: the last revision of the chain before the first release, and the first release's."""
 
 Fence = Callable[[Connection], None]
+Values = Mapping[str, object] | None
 
 __all__ = ["Database", "DatabaseMovedError", "Fence", "now", "sqlalchemy_url"]
 
@@ -80,8 +81,8 @@ class Database:
             path = sa.make_url(self.url).database
             if path and path != ":memory:":
                 self._files = Files(path, exists=exists)
-            self._lock = WriteLock(patience_s)
-            self.engine: Engine = make_engine(self.url, self._files, self._lock.busy_timeout_s)
+            self._write_lock = WriteLock(patience_s)
+            self.engine: Engine = make_engine(self.url, self._files, self._write_lock.busy_timeout_s)
             self._pool = ConnectionPool(self.engine)
             self._nowait_pool = ConnectionPool(make_engine(self.url, self._files, 0.0, autocheckpoint=False))
         else:
@@ -98,8 +99,8 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         if self.is_sqlite:
-            with self._lock.held(), self._pool.connection() as connection:
-                self._lock.begin(connection)
+            with self._write_lock.held(), self._pool.connection() as connection:
+                self._write_lock.begin(connection)
                 with self._writing(connection):
                     yield connection
         else:
@@ -114,12 +115,12 @@ class Database:
         if not self.is_sqlite:
             yield None
             return
-        with self._lock.held_nowait() as held:
+        with self._write_lock.held_nowait() as held:
             if not held:
                 yield None
                 return
             with self._nowait_pool.connection() as connection:
-                if not self._lock.begin_nowait(connection):
+                if not self._write_lock.begin_nowait(connection):
                     yield None
                     return
                 with self._writing(connection):
@@ -150,6 +151,24 @@ class Database:
         else:
             with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 yield connection
+
+    def rows(self, query: sa.Select, values: Values = None) -> Sequence[sa.Row]:
+        with self.read() as connection:
+            return connection.execute(query, values).all()
+
+    def first(self, query: sa.Select, values: Values = None) -> sa.Row | None:
+        with self.read() as connection:
+            return connection.execute(query, values).first()
+
+    def scalars(self, query: sa.Select, values: Values = None) -> list[Any]:
+        """The first column of every row."""
+        with self.read() as connection:
+            return list(connection.scalars(query, values))
+
+    def scalar(self, query: sa.Select, values: Values = None) -> Any:  # noqa: ANN401  of the column's type
+        """The first column of the first row; None without a row."""
+        with self.read() as connection:
+            return connection.scalar(query, values)
 
     def insert_once(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing, and counts no row, if a row with the same key exists or is being inserted."""
@@ -294,6 +313,12 @@ def _configure_postgres(dbapi_connection: sa.engine.interfaces.DBAPIConnection, 
     with contextlib.closing(dbapi_connection.cursor()) as cursor:
         cursor.execute(f"SET idle_in_transaction_session_timeout = '{IDLE_IN_TRANSACTION_S}s'")
     dbapi_connection.commit()
+
+
+def chunks(values: Sequence[str], size: int = 500) -> Iterator[Sequence[str]]:
+    """Parts of a list that are short enough for one IN (...) clause."""
+    for start in range(0, len(values), size):
+        yield values[start : start + size]
 
 
 def now() -> float:

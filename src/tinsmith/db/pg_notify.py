@@ -1,9 +1,9 @@
 """Wake-ups through Postgres: LISTEN and NOTIFY, for processes that share no machine.
 
-The sender's half is `Database.notify`: it is part of the transaction that writes the rows, so that there is no moment
-at which they are committed and nobody is told. Here is the reader's half: a thread with a connection of its own that
-collects ids. A connection that breaks is opened again; what was sent meanwhile is lost, so the reader is woken with an
-empty id, which says: look at all rows. Polls cover the rest (see `notify`).
+`Database.notify` sends: it is part of the transaction that writes the rows, so that they never are committed without
+their notification. This module receives: a thread with a connection of its own collects ids. A broken connection is
+opened again. Notifications sent meanwhile are lost, so the reader is woken with an empty id, which means: read all
+rows. Slow polls cover the rest (see `wakeups`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
     import psycopg
 
 RECONNECT_S = 0.5
-"""Between two attempts to connect again."""
+"""Pause between two attempts to connect."""
 
 QUIET_S = 30.0
-"""A connection on which nothing came for this long is asked whether it is still there."""
+"""A connection without notifications for this long is tested with a query."""
 
 log = structlog.get_logger()
 
 
 def open_mailbox(database_url: str, name: str) -> WakeUps:
-    """One end of the wake-ups that go with this database."""
+    """This process's endpoint for the wake-ups of a database."""
     if database_url.startswith("sqlite"):
         return Mailbox(socket_dir(_shared(database_url)), name)
     return PostgresMailbox(database_url, name)
 
 
 def _shared(database_url: str) -> Path:
-    """What all processes on a SQLite file have in common: its directory, if it is the usual file there."""
+    """A path that all processes on a SQLite file share: its data directory, or the file if it has another name."""
     path = Path(sa.make_url(database_url).database or "").resolve()
     return path.parent if path.name == "tinsmith.db" else path
 
 
 class PostgresMailbox:
-    """The reader of one channel, and of its group's; what is sent goes with the sender's transactions."""
+    """Reads one channel and its group's channel. `wake` sends nothing, since `Database.notify` does."""
 
     def __init__(self, url: str, channel: str) -> None:
         self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
@@ -56,7 +56,7 @@ class PostgresMailbox:
         self._lock = threading.Lock()
         self._ids: set[str] = set()
         self._woken, self._wake = os.pipe()
-        self._told_to_end, self._end = os.pipe()
+        self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
         self._thread = kept_thread(f"listen-{channel}", self._run, self._ends_within)
 
@@ -64,7 +64,7 @@ class PostgresMailbox:
         return self._woken
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Nothing: the transaction that made the news has told them already."""
+        """Nothing to do: `Database.notify` was part of the transaction."""
 
     def drain(self) -> set[str]:
         """All ids that arrived; an empty id says that others may have been missed."""
@@ -82,12 +82,12 @@ class PostgresMailbox:
     def close(self) -> None:
         os.write(self._end, b"x")
         self._thread.join()
-        for descriptor in (self._woken, self._wake, self._told_to_end, self._end):
+        for descriptor in (self._woken, self._wake, self._ending, self._end):
             os.close(descriptor)
 
     def _arrived(self, ids: Iterable[str]) -> None:
         with self._lock:
-            # One byte stands in the pipe as long as there are ids: it cannot fill up.
+            # The pipe holds one byte while there are ids, so it cannot fill up.
             if not self._ids:
                 os.write(self._wake, b"x")
             self._ids.update(ids)
@@ -108,8 +108,8 @@ class PostgresMailbox:
             connection.execute(f'LISTEN "{channel}"'.encode())
         self._arrived([""])
         while True:
-            readable, _, _ = select.select([connection, self._told_to_end], [], [], QUIET_S)
-            if self._told_to_end in readable:
+            readable, _, _ = select.select([connection, self._ending], [], [], QUIET_S)
+            if self._ending in readable:
                 return
             if not readable:
                 connection.execute("SELECT 1")
@@ -117,5 +117,5 @@ class PostgresMailbox:
                 self._arrived(notice.payload.split("\n"))
 
     def _ends_within(self, timeout_s: float) -> bool:
-        readable, _, _ = select.select([self._told_to_end], [], [], timeout_s)
+        readable, _, _ = select.select([self._ending], [], [], timeout_s)
         return bool(readable)

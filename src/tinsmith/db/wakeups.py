@@ -1,11 +1,11 @@
-"""Wake-ups between processes: datagrams over Unix-domain sockets on one machine; `listen` has the way through Postgres.
+"""Wake-ups between processes: datagrams over Unix-domain sockets on one machine. `pg_notify` sends them by Postgres.
 
-A wake-up is a hint and never carries state: whoever is woken reads the database. It may be lost (no reader, full
-buffer), so every waiter also polls slowly. `Mailbox` is one end, `WakeUps` what both kinds of it can do; `Waiters`
-turns the server's incoming ids into woken coroutines.
+A wake-up is a hint and carries no state: the process that receives it reads the database. It may be lost (no reader,
+full buffer), so every reader also polls slowly. `Mailbox` is one endpoint, `WakeUps` the interface of both kinds, and
+`Waiters` wakes the server's coroutines by the ids that arrive.
 
-An end is a member of a group, and its name `GROUP.MEMBER`: the servers are one group, the engines and samplers of a
-base model another. What is sent to a group goes to all of its members.
+An endpoint is a member of a group, and its name is `GROUP.MEMBER`: the servers are one group, the engines and samplers
+of a base model are another. What is sent to a group goes to all of its members.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tinsmith.errors import SettingsError
 SERVER = "server"
 
 EVERYTHING = "*"
-"""In place of an id: rows that were another's are anybody's now, wherever they are in the queue."""
+"""In place of an id: rows of another engine were released, at any place of the queue."""
 
 JOB = "batch-job:"
-"""Before the number of a bulk job, in place of an id: its row has changed."""
+"""The prefix of a bulk job's number, in place of an id: the job's row has changed."""
 
 SAFETY_POLL_S = 1.0
 MAX_DATAGRAM_BYTES = 60_000 if os.uname().sysname == "Linux" else 2_000
@@ -45,7 +45,7 @@ _SETTLED_S = 0.1
 
 
 def engine_mailbox(base_model: str, engine_id: str | None = None) -> str:
-    """The mailbox name of one of a base model's engines and samplers, or of all of them."""
+    """The mailbox name of one engine or sampler of a base model, or of all of them."""
     group = _group_of(base_model)
     return f"{group}.{engine_id}" if engine_id else group
 
@@ -56,7 +56,7 @@ def _group_of(base_model: str) -> str:
 
 
 def job_line(job_id: int) -> str:
-    """What servers are sent when a bulk job has changed."""
+    """What is sent to the servers when a bulk job has changed."""
     return f"{JOB}{job_id}"
 
 
@@ -66,13 +66,13 @@ def server_mailbox(data_dir: Path) -> str:
 
 
 def socket_dir(data_dir: Path) -> Path:
-    """Where a data directory's sockets live: a short path, since a socket's path may hold about 100 bytes."""
+    """The directory of a data directory's sockets: a short path, since a socket's path has about 100 bytes at most."""
     key = hashlib.sha256(str(data_dir).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"tinsmith-{os.getuid()}" / key
 
 
 class WakeUps(Protocol):
-    """One end: hints arrive here, and go to others by the names of their ends."""
+    """One endpoint: it receives hints, and sends them to other endpoints by name."""
 
     def fileno(self) -> int: ...
     def wake(self, name: str, ids: Iterable[str] = ()) -> None: ...
@@ -82,13 +82,13 @@ class WakeUps(Protocol):
 
 
 class Waker(Protocol):
-    """Tells one of a base model's engines and samplers that there is work, or all of them."""
+    """Wakes one engine or sampler of a base model, or all of them, since there is work."""
 
     def __call__(self, base_model: str, engine_id: str | None = None) -> None: ...
 
 
 class Mailbox:
-    """A bound datagram socket that others can wake by name."""
+    """A bound datagram socket, which other processes reach by its name."""
 
     def __init__(self, directory: Path, name: str) -> None:
         _make_own(directory.parent)
@@ -108,7 +108,7 @@ class Mailbox:
         return self._socket.fileno()
 
     def wake(self, name: str, ids: Iterable[str] = ()) -> None:
-        """Send a hint to the mailbox `name`, or to all of a group; silently nothing to whom it cannot be delivered."""
+        """Send a hint to the mailbox `name`, or to all of a group; one that cannot be delivered is dropped."""
         texts = [payload.encode() for payload in payloads(ids, MAX_DATAGRAM_BYTES)]
         for end in self._known_ends():
             if end == name or end.startswith(f"{name}."):
@@ -124,7 +124,7 @@ class Mailbox:
             if changed_at != self._ends_at:
                 self._ends = os.listdir(self._directory)
                 self._ends_at = changed_at if time.time_ns() - changed_at > _SETTLED_S * 1e9 else 0
-        except OSError:  # whoever tidies up temporary files has removed it
+        except OSError:  # temporary files were cleaned up
             return []
         return self._ends
 
@@ -152,9 +152,9 @@ class Mailbox:
 
 
 def _make_own(directory: Path) -> None:
-    """Make a directory that nobody else can enter; anybody may have made one of its name before. Raises SettingsError.
+    """Make a directory that only this user can enter. Raises SettingsError if another user could change it.
 
-    The directory of all temporary files is everybody's, and protects what is in it.
+    The directory of all temporary files passes: its sticky bit protects what is in it.
     """
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700, parents=True)
@@ -183,10 +183,10 @@ def payloads(ids: Iterable[str], max_bytes: int) -> Iterator[str]:
 
 
 class EngineWaker:
-    """Wakes engines from any thread, as soon as the event loop has sent what it is sending.
+    """Wakes engines from any thread, after the event loop has sent the response in hand.
 
-    An engine that wakes before takes a core from the answer that the client still waits for: a submission takes half as
-    long again. The client asks for the result while the engine works.
+    An engine that wakes earlier competes with that response for a core, and a submission takes half as long again. The
+    client asks for the result while the engine works.
     """
 
     def __init__(self, mailbox: WakeUps) -> None:
@@ -195,7 +195,7 @@ class EngineWaker:
         self._thread_id = 0
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """To be called on the loop's own thread."""
+        """Call it on the loop's own thread."""
         self._loop, self._thread_id = loop, threading.get_ident()
 
     def __call__(self, base_model: str, engine_id: str | None = None) -> None:
@@ -213,8 +213,8 @@ class EngineWaker:
 
 
 class Waiters:
-    """Coroutines that wait for futures to settle: for one by its request_id, or for any of a sampling session, whose
-    samples' ids begin with its own; or for a bulk job to change. Lives on one event loop.
+    """Coroutines of one event loop that wait for a future to settle, for any sample of a sampling session (whose
+    request_ids begin with the session's id), or for a bulk job to change.
     """
 
     def __init__(self) -> None:
@@ -250,11 +250,11 @@ class Waiters:
                 del events[name]
 
     def watched(self) -> tuple[list[str], list[str]]:
-        """The request_ids and the sampling sessions that somebody waits for."""
+        """The request_ids and the sampling sessions that have waiters."""
         return list(self._events), list(self._session_events)
 
     def settled(self, request_ids: Iterable[str]) -> None:
-        """Wake whoever waits for these, or for the bulk jobs that they name."""
+        """Wake the waiters of these requests, or of the bulk jobs that the ids name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
             if request_id.startswith(JOB):
@@ -266,24 +266,24 @@ class Waiters:
         self.sessions_settled(sampling_session_ids)
 
     def sessions_settled(self, sampling_session_ids: Iterable[str]) -> None:
-        """Wake whoever waits for any sample of these."""
+        """Wake the waiters of any sample of these sampling sessions."""
         for sampling_session_id in sampling_session_ids:
             _set(self._session_events.get(sampling_session_id, ()))
 
     def settled_from_thread(self, request_ids: Sequence[str]) -> None:
-        """`settled` for what the server itself ended, from whatever thread."""
+        """`settled` from any thread, for requests that the server itself settled."""
         if self._loop is not None and (self._events or self._session_events):
-            with contextlib.suppress(RuntimeError):  # the loop has just ended, and everybody who waited with it
+            with contextlib.suppress(RuntimeError):  # the loop has just ended, with all waiters
                 self._loop.call_soon_threadsafe(self.settled, request_ids)
 
     def wake_all(self) -> None:
-        """Have every waiter look again."""
+        """Wake every waiter, to read its row again."""
         for events in (self._events, self._session_events, self._job_events):
             for watchers in events.values():
                 _set(watchers)
 
     def close(self) -> None:
-        """The server is stopping: whoever waits must answer now."""
+        """The server is stopping: waiters answer now."""
         self.closed = True
         self.wake_all()
 

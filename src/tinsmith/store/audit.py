@@ -52,8 +52,7 @@ class Audit:
             .order_by(AUDIT.c.created_at.desc(), AUDIT.c.entry_id.desc())
             .limit(MAX_ENTRIES)
         )
-        with self._db.read() as connection:
-            return [Entry(**row._mapping) for row in connection.execute(query)][::-1]
+        return [Entry(**row._mapping) for row in self._db.rows(query)][::-1]
 
     def sweep(self, before: float) -> int:
         """Delete entries before `before` (epoch seconds); returns how many."""

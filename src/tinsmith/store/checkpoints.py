@@ -151,13 +151,12 @@ class Checkpoints:
 
     def find(self, ref: CheckpointRef) -> Checkpoint | None:
         """A completed, unexpired checkpoint whoever owns it."""
-        query = sa.select(CHECKPOINTS).where(_is(ref), _visible())
-        with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
+        query = sa.select(CHECKPOINTS).where(_is(ref), visible())
+        row = self._db.first(query)
         return None if row is None else Checkpoint(**row._mapping)
 
     def _select(self, where: sa.ColumnElement[bool], limit: int | None, offset: int) -> tuple[list[Checkpoint], int]:
-        where = where & _visible()
+        where = where & visible()
         query = sa.select(CHECKPOINTS).where(where).order_by(CHECKPOINTS.c.created_at.desc())
         with self._db.read() as connection:
             rows = connection.execute(query.limit(limit).offset(offset)).all()
@@ -168,7 +167,7 @@ class Checkpoints:
 
     def delete(self, tenant_id: str, ref: CheckpointRef) -> None:
         """Delete the tenant's own checkpoint, files too."""
-        mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & _visible()
+        mine = _is(ref) & (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         with self._db.write() as connection:
             # Looked up in the same transaction: an overwrite in between would leave its files behind.
             row = connection.execute(sa.select(CHECKPOINTS.c.directory).where(mine).with_for_update()).one_or_none()
@@ -309,7 +308,8 @@ def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:
     )
 
 
-def _visible() -> sa.ColumnElement[bool]:
+def visible() -> sa.ColumnElement[bool]:
+    """Completed and not expired."""
     unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
     return (CHECKPOINTS.c.state == "completed") & unexpired
 

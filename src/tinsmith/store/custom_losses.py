@@ -14,6 +14,7 @@ import zstandard
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CUSTOM_LOSSES, FUTURES, MODELS, SESSIONS
 from tinsmith.errors import NotFoundError
+from tinsmith.store.models import LOADED
 
 MAX_DEFINITION_BYTES = 1 << 20
 MAX_LOSSES = 1024
@@ -50,7 +51,7 @@ class CustomLosses:
 
     def sweep(self, closed_before: float) -> int:
         """Forget the losses of sessions closed before `closed_before` that nothing can refer to any more."""
-        loaded = sa.exists().where(MODELS.c.session_id == SESSIONS.c.session_id, MODELS.c.state.in_(_LOADED))
+        loaded = sa.exists().where(MODELS.c.session_id == SESSIONS.c.session_id, MODELS.c.state.in_(LOADED))
         waiting = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state == "pending")
         over = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < closed_before, ~loaded, ~waiting)
         has_losses = sa.select(CUSTOM_LOSSES.c.session_id).distinct()
@@ -60,9 +61,6 @@ class CustomLosses:
             with self._db.write() as connection:
                 connection.execute(CUSTOM_LOSSES.delete().where(CUSTOM_LOSSES.c.session_id.in_(session_ids)))
         return len(session_ids)
-
-
-_LOADED = ("creating", "ready")
 
 
 def insertion(new: NewCustomLoss) -> sa.Executable:

@@ -112,8 +112,7 @@ class Files:
     def find(self, tenant_id: str, file_id: str) -> File:
         """Raises NotFoundError."""
         query = sa.select(*_COLUMNS).where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id, _alive())
-        with self._db.read() as connection:
-            row = connection.execute(query).one_or_none()
+        row = self._db.first(query)
         if row is None:
             raise NotFoundError(f"there is no file {file_id[:80]!a}; it may have been deleted, or have expired")
         return File(*row)
@@ -129,8 +128,7 @@ class Files:
             position = self.find(tenant_id, after).position
             query = query.where(UPLOADS.c.position > position if ascending else UPLOADS.c.position < position)
         order = UPLOADS.c.position.asc() if ascending else UPLOADS.c.position.desc()
-        with self._db.read() as connection:
-            rows = connection.execute(query.order_by(order).limit(limit + 1)).all()
+        rows = self._db.rows(query.order_by(order).limit(limit + 1))
         return [File(*row) for row in rows[:limit]], len(rows) > limit
 
     def delete(self, tenant_id: str, file_id: str) -> None:

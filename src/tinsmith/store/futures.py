@@ -5,14 +5,16 @@ Invariants: a request_id, a (model_id, seq_id) and a (sampling_session_id, seq_i
 never changes; one transaction settles a step with every row that the step changes. The server submits and reads; the
 engine settles. Payloads are compared here, never parsed.
 
-Cancellation: a cancellation is a future, so that it survives an engine, and is deleted when it is settled. It names one
-pending sample, or all samples of a sampling session that one engine or sampler has.
+The settled samples of a sampling session are numbered (`settle_order`) in the order in which they become visible, for
+polls that follow a whole session. The number is given in the settling transaction. Two processes may settle (the
+engine, and a server that refuses): SQLite has one writer at a time; on Postgres the sampling session's row is locked
+first.
 
-Session polls: settled samples of a sampling session are numbered (`settle_order`) by the settling transaction. Engine
-and server may both settle: SQLite has one writer at a time, on Postgres the sampling session's row is locked first.
+Cancellation: only samples that wait or run can be cancelled. A request to cancel is a future, too, so that it outlives
+an engine. It names one sample, or a sampling session for all of its samples that one engine or sampler has; settling it
+deletes its row.
 
-Retention: settled futures of ended sessions are deleted in transactions of a few hundred, each of which also stores the
-usage of the rows that the database reports as deleted, so that usage is counted exactly once.
+Retention: the settled futures of ended sessions are deleted with their bodies and results, some hundred a transaction.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Protocol
 import sqlalchemy as sa
 import zstandard
 
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Effects, Statement, execute
 from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
@@ -35,12 +37,12 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.telemetry.tracing import CURRENT
 from tinsmith.types import Pending
 
-_AT_ONCE = 500
+_DELETED_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """The usage of a settled future."""
+    """What a settled future used."""
 
     request_id: str
     tenant_id: str
@@ -56,40 +58,13 @@ class Spent:
 
 
 Keep = Callable[[Sequence[Spent]], Effects]
-"""Called with what a transaction deletes; returns the statements that the transaction executes for it."""
+"""Gets what a transaction deletes; returns what that transaction writes in its place."""
 
 _SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 
 
-def delete_of_sessions(db: Database, session_ids: Sequence[str], keep: Keep) -> int:
-    """Delete the settled futures of ended sessions; returns how many."""
-    left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
-    deleted = 0
-    for session_id in session_ids:
-        while some := _delete_some(db, session_id, keep):
-            deleted += some
-        with db.write() as connection:
-            done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
-            connection.execute(done_with.values(forgotten_at=now()))
-    return deleted
-
-
-def _delete_some(db: Database, session_id: str, keep: Keep) -> int:
-    settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
-    # What was deleted is what was kept, since the database itself tells: another future may settle meanwhile.
-    deletion = FUTURES.delete().where(FUTURES.c.arrival.in_(settled.limit(_AT_ONCE))).returning(*_SPENT_COLUMNS)
-    with db.write() as connection:
-        spent = [Spent(**row._mapping) for row in connection.execute(deletion)]
-        ids = [one.request_id for one in spent]
-        for table in (RESULTS, BODIES):
-            connection.execute(table.delete().where(table.c.request_id.in_(ids)))
-        for effect in keep(spent):
-            execute(connection, effect)
-    return len(spent)
-
-
 _CANCEL = ":cancel"
-# Who is to do a sample, or does what is asked of its run: see `ownership`.
+# The engine or sampler that works on a sample or its run; see `ownership`.
 _WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURES.c.sampling_session_id).outerjoin(
     MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
 )
@@ -98,7 +73,7 @@ _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """A cancellation: of a sample by its request_id, or of all samples of a sampling session that `owner` has."""
+    """Names a sample by its request_id, or a sampling session for all samples that `owner` has of it."""
 
     name: str
     tenant_id: str
@@ -114,57 +89,6 @@ class Cancel:
         return f"{self.name}{_CANCEL}.{hashlib.blake2b(self.owner.encode(), digest_size=4).hexdigest()}"
 
 
-def of_sample(db: Database, tenant_id: str, request_id: str, reason: str) -> Cancel | None:
-    """None for what has ended, and for every other kind of request: operations on a model are ordered, and a later one
-    may have been sent in the belief that an earlier one takes effect. Raises NotFoundError.
-    """
-    query = (
-        sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER)
-        .select_from(_WITH_OWNERS)
-        .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
-    )
-    with db.read() as connection:
-        row = connection.execute(query).one_or_none()
-    if row is None:
-        raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
-    if row.kind != "sample" or row.state != "pending":
-        return None
-    return Cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason)
-
-
-def of_closed_sessions(db: Database) -> list[Cancel]:
-    """The samples whose session was closed, by sampling session and owner."""
-    samples = sa.and_(FUTURES.c.state == "pending", FUTURES.c.kind == "sample")
-    query = (
-        sa.select(
-            FUTURES.c.sampling_session_id,
-            FUTURES.c.tenant_id,
-            FUTURES.c.session_id,
-            FUTURES.c.base_model,
-            _OWNER,
-            SESSIONS.c.reason,
-        )
-        .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
-        # An engine's rows by the index of its queue: the settled ones are many.
-        .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)), samples)
-        .where(SESSIONS.c.closed_at.is_not(None))
-        .distinct()
-    )
-    with db.read() as connection:
-        rows = connection.execute(query).all()
-    return [
-        Cancel(
-            row.sampling_session_id,
-            row.tenant_id,
-            row.session_id,
-            row.base_model,
-            row.owner,
-            f"its session ended ({row.reason})",
-        )
-        for row in rows
-    ]
-
-
 def cancelled_name(request_id: str) -> str:
     """What a request to cancel names: a sample, or a sampling session for all of its samples."""
     return request_id.rpartition(_CANCEL)[0]
@@ -177,7 +101,6 @@ def deletion(request_id: str) -> sa.Executable:
 
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
-_CHUNK = 500  # variables of one IN (...) clause
 UNBOUNDED = 2**62
 
 
@@ -473,22 +396,43 @@ class Futures:
         """Which of these have ended."""
         found: list[str] = []
         with self._db.read() as connection:
-            for start in range(0, len(request_ids), _CHUNK):
-                some = request_ids[start : start + _CHUNK]
+            for some in chunks(request_ids):
                 found += connection.scalars(_SETTLED_AMONG, {"request_ids": some})
         return found
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
-        """Cancel a pending sample; has no effect on other requests. Raises NotFoundError."""
-        if found := of_sample(self._db, tenant_id, request_id, reason):
-            self._submit_cancel(found)
+        """Have the engine give up a pending sample. Raises NotFoundError.
+
+        Nothing happens to a settled request and to every other kind: operations on a model are ordered, and the client
+        may have sent a later one in the belief that an earlier one takes effect.
+        """
+        query = (
+            sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER)
+            .select_from(_WITH_OWNERS)
+            .where(FUTURES.c.request_id == request_id, FUTURES.c.tenant_id == tenant_id)
+        )
+        row = self._db.first(query)
+        if row is None:
+            raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
+        if row.kind == "sample" and row.state == "pending":
+            self._submit_cancel(Cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason))
 
     def cancel_of_closed_sessions(self) -> int:
-        """Cancel the samples of closed sessions; returns the number of their sampling sessions."""
-        found = of_closed_sessions(self._db)
-        for cancel in found:
-            self._submit_cancel(cancel)
-        return len({cancel.name for cancel in found})
+        """Have the engines give up the samples whose session was closed; returns in how many sampling sessions."""
+        sampling_session = (FUTURES.c.sampling_session_id, FUTURES.c.tenant_id, FUTURES.c.session_id)
+        query = (
+            sa.select(*sampling_session, FUTURES.c.base_model, _OWNER, SESSIONS.c.reason)
+            .select_from(_WITH_OWNERS.join(SESSIONS, SESSIONS.c.session_id == FUTURES.c.session_id))
+            # By the index of the engines' queues: the settled rows are many.
+            .where(FUTURES.c.base_model.in_(sa.select(ENGINES.c.base_model)))
+            .where(FUTURES.c.state == "pending", FUTURES.c.kind == "sample", SESSIONS.c.closed_at.is_not(None))
+            .distinct()
+        )
+        rows = self._db.rows(query)
+        for name, tenant_id, session_id, base_model, owner, reason in rows:
+            reason = f"its session ended ({reason})"
+            self._submit_cancel(Cancel(name, tenant_id, session_id, base_model, owner, reason))
+        return len({row.sampling_session_id for row in rows})
 
     def _submit_cancel(self, cancel: Cancel) -> None:
         new = NewFuture(
@@ -503,14 +447,12 @@ class Futures:
         self.submit(new)
 
     def base_model_of(self, request_id: str) -> str | None:
-        """The base model in whose queue a request waits."""
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
+        """Whose queue a request waits in."""
+        return self._db.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
     def kind_of(self, tenant_id: str, request_id: str) -> str | None:
         mine = (FUTURES.c.request_id == request_id) & (FUTURES.c.tenant_id == tenant_id)
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(FUTURES.c.kind).where(mine))
+        return self._db.scalar(sa.select(FUTURES.c.kind).where(mine))
 
     def next_seq_id(self, model_id: str) -> int:
         """The number after the highest that any request of a model has; another request may take it first."""
@@ -519,8 +461,33 @@ class Futures:
         return 1 if highest is None else highest + 1
 
     def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
-        """Delete settled futures of ended sessions and mark the sessions that have none left; returns how many."""
-        return delete_of_sessions(self._db, session_ids, keep)
+        """Delete all settled futures of ended sessions, with bodies and results; returns how many.
+
+        `keep` is given what a transaction deletes, as the database reports it, and returns what that transaction writes
+        in its place: no use is counted twice or lost. A session is marked as forgotten once nothing of it is left.
+        """
+        left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
+        deleted = 0
+        for session_id in session_ids:
+            while some := self._delete_some(session_id, keep):
+                deleted += some
+            with self._db.write() as connection:
+                done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
+                connection.execute(done_with.values(forgotten_at=now()))
+        return deleted
+
+    def _delete_some(self, session_id: str, keep: Keep) -> int:
+        settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
+        some = FUTURES.c.arrival.in_(settled.limit(_DELETED_AT_ONCE))
+        with self._db.write() as connection:
+            deleted = connection.execute(FUTURES.delete().where(some).returning(*_SPENT_COLUMNS))
+            spent = [Spent(**row._mapping) for row in deleted]
+            ids = [one.request_id for one in spent]
+            for table in (RESULTS, BODIES):
+                connection.execute(table.delete().where(table.c.request_id.in_(ids)))
+            for effect in keep(spent):
+                execute(connection, effect)
+        return len(spent)
 
     # The engine's side.
 
@@ -528,16 +495,14 @@ class Futures:
         """A model's requests from `from_seq_id` on that are to be skipped."""
         mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
         query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
-        with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(query)]
+        return [Pending(**row._mapping) for row in self._db.rows(query)]
 
     def bodies(self, request_ids: Sequence[str]) -> dict[str, bytes]:
         """The request bodies, as the client sent them."""
         found: dict[str, bytes] = {}
         unpack = zstandard.ZstdDecompressor().decompress
         with self._db.read() as connection:
-            for start in range(0, len(request_ids), _CHUNK):
-                some = request_ids[start : start + _CHUNK]
+            for some in chunks(request_ids):
                 one = len(some) == 1  # as it mostly is; a list is written out each time
                 rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
                 for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
@@ -588,9 +553,7 @@ class Futures:
             .where(FUTURES.c.seq_id > after_seq_id, FUTURES.c.seq_id <= up_to_seq_id)
             .order_by(FUTURES.c.seq_id)
         )
-        with self._db.read() as connection:
-            return [Pending(**row._mapping) for row in connection.execute(query)]
+        return [Pending(**row._mapping) for row in self._db.rows(query)]
 
     def settled_at(self, request_id: str) -> float | None:
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))
+        return self._db.scalar(sa.select(FUTURES.c.settled_at).where(FUTURES.c.request_id == request_id))

@@ -221,8 +221,7 @@ class KeptSamples:
     def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
         mine = (KEPT_SAMPLES.c.tenant_id == tenant_id) & (KEPT_SAMPLES.c.request_id == request_id)
         query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(mine)
-        with self._db.read() as connection:
-            row = connection.execute(query.order_by(KEPT_SAMPLES.c.position.desc())).first()
+        row = self._db.first(query.order_by(KEPT_SAMPLES.c.position.desc()))
         if row is None:
             raise NotFoundError(f"no sample {request_id!r} is kept; only some recent ones are")
         *facts, packed = row
@@ -235,8 +234,7 @@ class KeptSamples:
         query = sa.select(KEPT_SAMPLES.c.request_id, KEPT_SAMPLES.c.content).where(mine, shorter)
         if content.prompt_cut:
             return []
-        with self._db.read() as connection:
-            rows = connection.execute(query.order_by(KEPT_SAMPLES.c.prompt_tokens)).all()
+        rows = self._db.rows(query.order_by(KEPT_SAMPLES.c.prompt_tokens))
         prompt = list(content.prompt)
         return [row.request_id for row in rows if _leads_to(_read(row.content), prompt)]
 
@@ -326,5 +324,4 @@ class RecentSteps:
         """The newest steps of a base model with their positions, newest first."""
         query = sa.select(RECENT_STEPS.c.position, *_STEP_COLUMNS).where(RECENT_STEPS.c.base_model == base_model)
         query = query.order_by(RECENT_STEPS.c.position.desc()).limit(limit)
-        with self._db.read() as connection:
-            return [(position, RecentStep(*values)) for position, *values in connection.execute(query)]
+        return [(position, RecentStep(*values)) for position, *values in self._db.rows(query)]

@@ -71,12 +71,14 @@ class Model:
             raise GoneError(f"model {self.model_id!r} was unloaded: {self.reason}")
 
 
-_COLUMNS = [column.name for column in MODELS.columns]
-# Built once: every request asks.
-_BY_ID = sa.select(MODELS).where(MODELS.c.model_id == sa.bindparam("model_id"))
+LOADED = ("creating", "ready")
+"""The states of a model that an engine has, or is to have, in memory."""
+
+_COLUMNS = [MODELS.c[name] for name in Model.__dataclass_fields__]
+_BY_ID = Statement(sa.select(*_COLUMNS).where(MODELS.c.model_id == sa.bindparam("model_id")))
 _SESSION_ENDED = sa.case((SESSIONS.c.closed_at.is_not(None), sa.func.coalesce(SESSIONS.c.reason, ""))).label("ended")
 _WITH_SESSION = Statement(
-    sa.select(MODELS, _SESSION_ENDED)
+    sa.select(*_COLUMNS, _SESSION_ENDED)
     .select_from(MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id))
     .where(MODELS.c.model_id == sa.bindparam("model_id"), MODELS.c.tenant_id == sa.bindparam("tenant_id"))
 )
@@ -99,7 +101,7 @@ class Models:
                 row = connection.execute(sa.select(MODELS).where(MODELS.c.model_id == new.model_id)).one()
                 return Model(**row._mapping)
             if admit:
-                loaded = (MODELS.c.tenant_id == new.tenant_id) & MODELS.c.state.in_(("creating", "ready"))
+                loaded = (MODELS.c.tenant_id == new.tenant_id) & MODELS.c.state.in_(LOADED)
                 admit((connection.scalar(sa.select(sa.func.count()).where(loaded)) or 1) - 1)
         return model
 
@@ -117,25 +119,24 @@ class Models:
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         *columns, ended = row
-        return Model(**dict(zip(_COLUMNS, columns, strict=True))), ended
+        return Model(*columns), ended
 
     def find(self, model_id: str) -> Model | None:
         """A model whoever owns it; for the engine."""
         with self._db.read() as connection:
-            row = connection.execute(_BY_ID, {"model_id": model_id}).one_or_none()
-        return None if row is None else Model(**row._mapping)
+            row = _BY_ID.first(connection, {"model_id": model_id})
+        return None if row is None else Model(*row)
 
     def of_session(self, session_id: str) -> list[Model]:
         query = sa.select(MODELS).where(MODELS.c.session_id == session_id).order_by(MODELS.c.created_at)
-        with self._db.read() as connection:
-            return [Model(**row._mapping) for row in connection.execute(query)]
+        return [Model(**row._mapping) for row in self._db.rows(query)]
 
     def orphaned(self) -> list[tuple[Model, str]]:
         """Models still loaded although their session is closed, and why it ended."""
         query = (
             sa.select(MODELS, SESSIONS.c.reason.label("session_reason"))
             .join(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
-            .where(SESSIONS.c.closed_at.is_not(None), MODELS.c.state.in_(("creating", "ready")))
+            .where(SESSIONS.c.closed_at.is_not(None), MODELS.c.state.in_(LOADED))
         )
         with self._db.read() as connection:
             rows = [dict(row._mapping) for row in connection.execute(query)]

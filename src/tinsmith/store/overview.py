@@ -17,8 +17,9 @@ import sqlalchemy as sa
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS, SESSIONS, UPLOADS
 from tinsmith.errors import NotFoundError
+from tinsmith.store.checkpoints import visible
+from tinsmith.store.models import LOADED
 
-LOADED = ("creating", "ready")
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
 """The client's heartbeats come. One that said farewell is kept open for its last requests, and is no longer active."""
@@ -176,8 +177,7 @@ class Overview:
 
     def run(self, tenant_id: str, model_id: str) -> Run:
         mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
-        with self._db.read() as connection:
-            row = connection.execute(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine)).one_or_none()
+        row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine))
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         return Run(*row)
@@ -193,8 +193,7 @@ class Overview:
             .group_by(FUTURES.c.base_model, FUTURES.c.kind, lane)
             .order_by(oldest)
         )
-        with self._db.read() as connection:
-            rows = connection.execute(query).all()
+        rows = self._db.rows(query)
         return [Waiting(base, kind, where, count, int(total), at) for base, kind, where, count, total, at in rows]
 
     def seats(self, tenant_id: str) -> list[SeatRow]:
@@ -209,13 +208,11 @@ class Overview:
         columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.kind, state, ENGINES.c.reason)
         query = sa.select(*columns, ENGINES.c.started_at, runs, waiting)
         query = query.order_by(ENGINES.c.base_model, ENGINES.c.kind, ENGINES.c.engine_id)
-        with self._db.read() as connection:
-            return [SeatRow(*row) for row in connection.execute(query)]
+        return [SeatRow(*row) for row in self._db.rows(query)]
 
     def counts(self, tenant_id: str) -> dict[str, int]:
         """How many of everything the tenant has now."""
-        unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
-        stored = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.state == "completed") & unexpired
+        stored = (CHECKPOINTS.c.tenant_id == tenant_id) & visible()
         waiting = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
         sessions, jobs = SESSIONS.c.tenant_id == tenant_id, BATCH_JOBS.c.tenant_id == tenant_id
         queries = {

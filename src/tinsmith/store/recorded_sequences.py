@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import sqlalchemy as sa
 
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import SEQUENCES
 from tinsmith.errors import UserError
 from tinsmith.types import DatumSpans, Pass, Span, SparseRows
@@ -56,7 +56,7 @@ class Sequences:
         ageing = [sequence_id for sequence_id in sequence_ids if found[sequence_id].valid_until < soon]
         if ageing and not pass_.forward_only:
             with self._db.write() as connection:
-                for some in _cut(ageing):
+                for some in chunks(ageing, _MAX_VARIABLES):
                     connection.execute(_RENEW, {"sequence_ids": some, "until": soon + SLACK_S})
 
     def sweep(self) -> int:
@@ -67,7 +67,7 @@ class Sequences:
     def _find(self, sequence_ids: Sequence[str]) -> dict[str, RecordedSequence]:
         found: dict[str, RecordedSequence] = {}
         with self._db.read() as connection:
-            for some in _cut(sequence_ids):
+            for some in chunks(sequence_ids, _MAX_VARIABLES):
                 for row in connection.execute(_FIND, {"sequence_ids": some}):
                     found[row.sequence_id] = RecordedSequence(
                         row.session_id, row.prompt_tokens, row.sampled_tokens, row.valid_until
@@ -158,8 +158,3 @@ def _all_spans(datum: DatumSpans) -> Iterator[tuple[str, int, Span]]:
     for name, spans in (("model_input_spans", datum.model_input), ("loss_fn_input_spans", datum.loss_fn_inputs)):
         for number, span in enumerate(spans):
             yield name, number, span
-
-
-def _cut(sequence_ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(sequence_ids), _MAX_VARIABLES):
-        yield sequence_ids[start : start + _MAX_VARIABLES]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
 
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import FUTURES, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Bound, Statement
 from tinsmith.errors import NotFoundError, SeqIdTakenError
@@ -24,8 +24,6 @@ CLONE_SIZE = 1_000_000_000
 
 MAX_COMPLETIONS = 1000
 """Of one answer; whoever follows asks again for the rest."""
-
-_CHUNK = 500  # variables of one IN (...) clause
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +152,13 @@ class SamplingSessions:
             "last_seq_id": clone * CLONE_SIZE + CLONE_SIZE - 1,
             "after_order": after_order,
         }
-        with self._db.read() as connection:
-            return [Completion(**row._mapping) for row in connection.execute(_COMPLETIONS, asked)]
+        return [Completion(**row._mapping) for row in self._db.rows(_COMPLETIONS, asked)]
 
     def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
         """The newest settlement of each of these sampling sessions."""
         found: dict[str, int | None] = {}
         with self._db.read() as connection:
-            for start in range(0, len(sampling_session_ids), _CHUNK):
-                some = sampling_session_ids[start : start + _CHUNK]
+            for some in chunks(sampling_session_ids):
                 rows = connection.execute(_LAST_ORDERS, {"sampling_session_ids": some})
                 found |= {row.sampling_session_id: row.settle_order for row in rows}
         return found
@@ -181,9 +177,9 @@ class SamplingSessions:
         Not at once: a write for each poll would be in the way of every other.
         """
         ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
-        for start in range(0, len(ids), _CHUNK):
+        for some in chunks(ids):
             with self._db.write() as connection:
-                connection.execute(_DELETE_RESULTS, {"request_ids": ids[start : start + _CHUNK]})
+                connection.execute(_DELETE_RESULTS, {"request_ids": some})
         return len(ids)
 
     def written(self, version_id: str, directory: str) -> str | None:
@@ -201,13 +197,11 @@ class SamplingSessions:
     def directory_of(self, version_id: str) -> str | None:
         """Where a version's files are, if it has any."""
         query = sa.select(sa.func.max(SAMPLERS.c.directory)).where(SAMPLERS.c.version_id == version_id)
-        with self._db.read() as connection:
-            return connection.scalar(query)
+        return self._db.scalar(query)
 
     def directories(self) -> set[str]:
         """The directories of all versions that may be sampled."""
-        with self._db.read() as connection:
-            return set(connection.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
+        return set(self._db.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
 
     def forget_written(self) -> list[str]:
         """The directories of versions whose session is closed; they are forgotten here and now."""
@@ -225,9 +219,9 @@ class SamplingSessions:
         found: set[str] = set()
         silent = SESSIONS.c.last_heartbeat_at < now() - silent_s
         with self._db.read() as connection:
-            for start in range(0, len(session_ids), _CHUNK):
-                some = SESSIONS.c.session_id.in_(session_ids[start : start + _CHUNK])
-                found.update(connection.scalars(sa.select(SESSIONS.c.session_id).where(some, silent)))
+            for some in chunks(session_ids):
+                query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.session_id.in_(some), silent)
+                found.update(connection.scalars(query))
         return found
 
     def of_session(self, session_id: str) -> list[str]:
@@ -236,8 +230,7 @@ class SamplingSessions:
             .where(SAMPLERS.c.session_id == session_id)
             .order_by(SAMPLERS.c.created_at)
         )
-        with self._db.read() as connection:
-            return list(connection.scalars(query))
+        return self._db.scalars(query)
 
 
 def insertion(new: NewSamplingSession) -> Bound:

@@ -175,14 +175,12 @@ class Sessions:
         if project_id is not None:
             query = query.where(SESSIONS.c.project_id == project_id)
         query = query.order_by(SESSIONS.c.created_at.desc(), SESSIONS.c.session_id.desc()).limit(limit).offset(offset)
-        with self._db.read() as connection:
-            return list(connection.scalars(query))
+        return self._db.scalars(query)
 
     def of_ids(self, session_ids: Sequence[str]) -> dict[str, Session]:
         """Sessions whoever owns them; the caller has their ids from rows of its tenant."""
         query = sa.select(SESSIONS).where(SESSIONS.c.session_id.in_(session_ids))
-        with self._db.read() as connection:
-            return {row.session_id: Session(**row._mapping) for row in connection.execute(query)}
+        return {row.session_id: Session(**row._mapping) for row in self._db.rows(query)}
 
     def search(
         self, tenant_id: str, asked: Search, has_metadata: Callable[[Session], bool]
@@ -215,8 +213,7 @@ class Sessions:
         if after is not None:
             query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
         query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
-        with self._db.read() as connection:
-            return [Session(**row._mapping) for row in connection.execute(query)]
+        return [Session(**row._mapping) for row in self._db.rows(query)]
 
     def forget_future_heartbeats(self) -> None:
         """A clock that was set back must not keep silent sessions for as long: what is to come counts as now."""
@@ -229,8 +226,7 @@ class Sessions:
         query = sa.select(SESSIONS).where(
             SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
         )
-        with self._db.read() as connection:
-            return [Session(**row._mapping) for row in connection.execute(query)]
+        return [Session(**row._mapping) for row in self._db.rows(query)]
 
     def close(self, session_id: str, reason: str, *, timeout_s: float = 0.0) -> bool:
         """Close a session silent for `timeout_s`; False if a heartbeat or another sweep came first."""
@@ -258,8 +254,7 @@ class Sessions:
         query = sa.select(SESSIONS.c.session_id).where(unforgotten, ready).limit(_FORGOTTEN_AT_A_TIME)
         if tenant_id is not None:
             query = query.where(SESSIONS.c.tenant_id == tenant_id)
-        with self._db.read() as connection:
-            return list(connection.scalars(query))
+        return self._db.scalars(query)
 
 
 def session_has_ended(session_id: str, reason: str | None) -> GoneError:

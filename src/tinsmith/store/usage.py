@@ -16,6 +16,7 @@ import sqlalchemy as sa
 
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import CHECKPOINTS, FUTURES, MODELS, SESSIONS, USAGE
+from tinsmith.store.checkpoints import visible
 from tinsmith.store.futures import Spent
 
 HOUR_S = 3600
@@ -113,12 +114,11 @@ class Usage:
             .select_from(CHECKPOINTS)
             .outerjoin(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
             .outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
-            .where(CHECKPOINTS.c.tenant_id == tenant_id, _kept())
+            .where(CHECKPOINTS.c.tenant_id == tenant_id, visible())
         )
         if project_id is not None:
             query = query.where(project == project_id)
-        with self._db.read() as connection:
-            return [Stored(**row._mapping) for row in connection.execute(query)]
+        return [Stored(**row._mapping) for row in self._db.rows(query)]
 
     def stored_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """How many checkpoints each of these sessions has now, and their bytes; without an entry, none."""
@@ -126,11 +126,10 @@ class Usage:
             sa.select(MODELS.c.session_id, sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.size_bytes), 0))
             .select_from(CHECKPOINTS)
             .join(MODELS, MODELS.c.model_id == CHECKPOINTS.c.training_run_id)
-            .where(MODELS.c.session_id.in_(session_ids), _kept())
+            .where(MODELS.c.session_id.in_(session_ids), visible())
             .group_by(MODELS.c.session_id)
         )
-        with self._db.read() as connection:
-            return {session_id: (count, int(size)) for session_id, count, size in connection.execute(query)}
+        return {session_id: (count, int(size)) for session_id, count, size in self._db.rows(query)}
 
     def storage_rows(self, tenant_id: str, start: float, end: float) -> list[StorageRow]:
         """For each hour, how long how many bytes of what exists now were kept in it."""
@@ -145,11 +144,6 @@ class Usage:
                 bucket += HOUR_S
         rows = [StorageRow(*key, byte_seconds) for key, byte_seconds in totals.items()]
         return sorted(rows, key=lambda row: (row.bucket_start, row.project_id or "", row.base_model))
-
-
-def _kept() -> sa.ColumnElement[bool]:
-    unexpired = CHECKPOINTS.c.expires_at.is_(None) | (CHECKPOINTS.c.expires_at > now())
-    return (CHECKPOINTS.c.state == "completed") & unexpired
 
 
 def _folded(tenant_id: str, start: float, end: float) -> sa.Select:
