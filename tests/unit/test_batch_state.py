@@ -10,8 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from tinsmith.batch.coordinator.attempts import MAX_INFRA_RETRIES, Claim, Lost
-from tinsmith.batch.coordinator.inserting import CHUNK
-from tinsmith.batch.coordinator.state import BatchJobs, Job, SupersededError
+from tinsmith.batch.coordinator.state import INSERT_CHUNK, BatchJobs, Job, SupersededError
 from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
 from tinsmith.db.database import Database
 from tinsmith.errors import NotFoundError, UserError
@@ -269,7 +268,7 @@ class Broken(list[int]):
     """The first rows of batches that can be told up to the second chunk."""
 
     def __getitem__(self, wanted: object) -> object:
-        if isinstance(wanted, slice) and wanted.start >= CHUNK:
+        if isinstance(wanted, slice) and wanted.start >= INSERT_CHUNK:
             raise OSError("the input went away")
         return super().__getitem__(wanted)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
@@ -278,16 +277,16 @@ def test_what_a_crash_left_of_a_split_is_begun_anew(jobs: BatchJobs) -> None:
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
     with pytest.raises(OSError, match="went away"):
-        jobs.save_batch_states(job_id, "one", Broken(range(CHUNK + 1)), CHUNK + 1)
+        jobs.save_batch_states(job_id, "one", Broken(range(INSERT_CHUNK + 1)), INSERT_CHUNK + 1)
     assert not jobs.find("alice", job_id).sealed
-    assert len(jobs.get_batch_states(job_id)) == CHUNK
+    assert len(jobs.get_batch_states(job_id)) == INSERT_CHUNK
     assert jobs.save_batch_states(job_id, "one", range(0, 3, 2), 3).total_batches == 2
     assert [(state["start_idx"], state["end_idx"]) for state in jobs.get_batch_states(job_id)] == [(0, 1), (2, 2)]
 
 
 @pytest.mark.parametrize("even", [True, False])
 def test_batches_of_many_chunks_cover_each_row_once(jobs: BatchJobs, even: bool) -> None:
-    rows = 5 * CHUNK + 7
+    rows = 5 * INSERT_CHUNK + 7
     starts = range(0, rows, 2) if even else array("q", (start for start in range(rows) if start % 3 != 2))
     job_id = jobs.create("alice", spec())
     jobs.acquire_batch_coordinator(job_id, "one", "here", LEASE_S)
@@ -300,7 +299,7 @@ def test_batches_of_many_chunks_cover_each_row_once(jobs: BatchJobs, even: bool)
 
 
 def test_the_dispatched_batches_of_a_large_job_are_found_without_the_others(jobs: BatchJobs, db: Database) -> None:
-    job = owned(jobs, rows=2 * CHUNK, size=1)
+    job = owned(jobs, rows=2 * INSERT_CHUNK, size=1)
     claim(jobs, job, 3)
     statements: list[str] = []
 

@@ -422,7 +422,7 @@ def _writer(given: str) -> OutputWriter:
 
 def _found(registry: Registry[T], given: str) -> T:
     """The reader or writer of `[FORMAT:]PATH`."""
-    from tinsmith.batch.formats.paths import format_of
+    from tinsmith.batch.formats.registry import format_of
 
     name, path = _format(given, registry.names())
     try:

@@ -17,9 +17,8 @@ from tinsmith.batch.client import adapters, functions
 from tinsmith.batch.client.http import Client, Status
 from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
-from tinsmith.batch.formats.paths import format_of, sent
 from tinsmith.batch.formats.publishing import check_output
-from tinsmith.batch.formats.registry import InputReader, OutputWriter
+from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
 from tinsmith.batch.operations.base import Operation
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Limits, Row, identity_of
 from tinsmith.errors import NotSupportedError, UserError

@@ -18,9 +18,8 @@ from typing import Any
 from tinsmith.batch.client.http import FINAL, Client, Status
 from tinsmith.batch.client.results import CommittedRows
 from tinsmith.batch.formats import publishing, registry
-from tinsmith.batch.formats.paths import in_format, sent
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
-from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.formats.registry import OutputWriter, in_format, sent, writer_of_part
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
 from tinsmith.batch.worker.reducing import delete_staging
 from tinsmith.errors import UserError
@@ -102,7 +101,7 @@ def _check_name(writer: OutputWriter, target: str) -> None:
 
 
 def _writer_for(target: str) -> OutputWriter:
-    from tinsmith.batch.formats.paths import format_of
+    from tinsmith.batch.formats.registry import format_of
 
     return registry.OUTPUT_WRITER_REGISTRY.find(format_of(target))(target)
 

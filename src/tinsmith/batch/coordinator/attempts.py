@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from tinsmith.batch.coordinator.inserting import PENDING
 from tinsmith.batch.types import DEATHS, Outcome, Span
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_ROW_ERRORS as ROW_ERRORS
 from tinsmith.db.schema import BATCH_STATES as STATES
+
+PENDING = sa.literal_column("'PENDING'")
 
 MAX_INFRA_RETRIES = 20
 """A batch that was lost this often with its worker is no accident any more."""

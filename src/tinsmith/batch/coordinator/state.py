@@ -15,21 +15,21 @@ Invariants:
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError, SQLAlchemyError, StatementError
 
-from tinsmith.batch.coordinator.attempts import Attempts, Claim, Lost, Settled
-from tinsmith.batch.coordinator.inserting import PENDING, delete_batches, insert_batches
-from tinsmith.batch.coordinator.resuming import copy_batches, resumable
+from tinsmith.batch.coordinator.attempts import PENDING, Attempts, Claim, Lost, Settled
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span
+from tinsmith.batch.types import MAX_RETRIES, JobSpec, OutputInfo, ProgramError, Span, staging_of
 from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, BATCH_OUTPUTS, BATCH_ROW_ERRORS, BATCH_STATES, BATCH_WORKERS
 from tinsmith.db.wakeups import SERVER, job_line
@@ -42,6 +42,13 @@ ACTIVE = ("PENDING", "RUNNING", "WINDING_DOWN", "CANCELLING")
 TERMINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 CHUNK = 10_000
 """Rows in one page of a listing."""
+INSERT_CHUNK = 2000
+"""Rows in one transaction: some milliseconds."""
+CHECKPOINT_CHUNKS = 8
+"""So many chunks stay below SQLite's limit of its log, at which whoever commits must empty it while all others wait."""
+PAUSE_S = 0.0002
+"""For those who wait: on SQLite a lock that is taken again at once would be taken past them."""
+_NUMBER = sa.BigInteger
 SAID_ALONE = (ProgramError.__name__, InputChangedError.__name__)
 """Errors whose text says all: which rule was broken."""
 DISPATCHED = sa.literal_column("'DISPATCHED'")
@@ -156,13 +163,13 @@ class BatchJobs:
         with self._db.write() as connection:
             if spec.resume_from is None:
                 return _inserted(connection, values)
-            old = resumable(connection, tenant_id, spec, other_outputs)
+            old = _resumable(connection, tenant_id, spec, other_outputs)
             values |= {"root_job_id": old.root_job_id, "sealed": old.sealed, "total_rows": old.total_rows}
             if old.sealed:
                 values["spec"] |= {"input_version": old.input_version, "part_formats": old.part_formats}
             job_id = _inserted(connection, values)
             if old.sealed:
-                copy_batches(connection, old.job_id, job_id)
+                _copy_batches(connection, old.job_id, job_id)
             return job_id
 
     def find(self, tenant_id: str, job_id: int) -> Job:
@@ -309,8 +316,8 @@ class BatchJobs:
         def fence(connection: Connection) -> None:
             _fence(connection, job_id, token)
 
-        delete_batches(self._db, job_id, fence)
-        insert_batches(self._db, job_id, starts, total_rows, fence)
+        _delete_batches(self._db, job_id, fence)
+        _insert_batches(self._db, job_id, starts, total_rows, fence)
         with self._changing(job_id) as connection:
             planned: dict[str, Any] = {"total_rows": total_rows, "total_batches": len(starts)}
             if input_version is not None:
@@ -494,3 +501,149 @@ def _chunks(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 def _plain(row: sa.Row[Any]) -> dict[str, Any]:
     """With keys that are plain strings, and not the names of columns, which orjson does not know."""
     return {str(name): value for name, value in row._mapping.items()}
+
+
+# Jobs that resume one another. Of the jobs of one root at most one is active. Once one has succeeded, or parts were
+# deleted, none can be resumed: a job that resumes another finds every part that its rows name. It reads the same rows:
+# input, outputs and `rows` must be the same, and mappers refuse an input that has changed since.
+
+
+class Resumed(NamedTuple):
+    job_id: int
+    root_job_id: int
+    sealed: bool
+    total_rows: int
+    input_version: Version | None
+    part_formats: dict[str, dict[str, Any]]
+    """`JobSpec.part_formats` of the job that resumes it."""
+
+
+def _resumable(connection: Connection, tenant_id: str, spec: JobSpec, other_outputs: bool = False) -> Resumed:
+    """The job to go on with, its row locked. Raises NotFoundError, UserError."""
+    wanted = sa.select(JOBS.c.job_id, JOBS.c.root_job_id, JOBS.c.sealed, JOBS.c.total_rows, JOBS.c.spec).where(
+        JOBS.c.job_id == spec.resume_from, JOBS.c.tenant_id == tenant_id
+    )
+    row = connection.execute(wanted.with_for_update()).one_or_none()
+    if row is None:
+        raise NotFoundError(f"resume_from is {spec.resume_from}, and there is no such bulk job")
+    root = row.root_job_id or row.job_id
+    same = sa.select(JOBS.c.job_id, JOBS.c.status, JOBS.c.cleaned, JOBS.c.spec)
+    chain = connection.execute(same.where(sa.or_(JOBS.c.root_job_id == root, JOBS.c.job_id == root))).all()
+    for other in chain:
+        if other.status not in ("FAILED", "CANCELLED"):
+            what = "has succeeded" if other.status == "SUCCEEDED" else f"is {other.status}: cancel it first"
+            raise UserError(f"bulk job {row.job_id} cannot be resumed: job {other.job_id} {what}")
+    for other in chain:
+        if other.cleaned or other.spec.get("purge"):
+            raise UserError(f"bulk job {row.job_id} cannot be resumed: the parts of job {other.job_id} were deleted")
+    for name in ("batch_input_format", "rows", *(() if other_outputs else ("batch_output_formats",))):
+        before, after = row.spec.get(name), getattr(spec, name)
+        if before != after:
+            raise UserError(f"bulk job {row.job_id} has another {name} than the one that resumes it")
+    written = dict(row.spec.get("part_formats") or {})
+    before = row.spec["batch_output_formats"]
+    if len(before) != len(spec.batch_output_formats):
+        count = len(spec.batch_output_formats)
+        raise UserError(f"bulk job {row.job_id} has {len(before)} outputs, and the one that resumes it has {count}")
+    for index, (old, new) in enumerate(zip(before, spec.batch_output_formats, strict=True)):
+        if old != new:
+            written = {staging_of(old["path"], each.job_id, index): old for each in chain} | written
+    return Resumed(row.job_id, root, row.sealed, row.total_rows, row.spec.get("input_version"), written)
+
+
+def _copy_batches(connection: Connection, old_id: int, job_id: int) -> None:
+    """What was completed without a failed row stays completed; all else is done again."""
+    kept = sa.and_(STATES.c.status == "COMPLETED", STATES.c.rows_failed == 0)
+    copied = {
+        "job_id": sa.literal(job_id),
+        "status": sa.case((kept, "COMPLETED"), else_="PENDING"),
+        "updated_at": sa.literal(now()),
+        "parts": STATES.c.parts,
+        "rows_ok": sa.case((kept, STATES.c.rows_ok), else_=0),
+        "tokens_in": sa.case((kept, STATES.c.tokens_in), else_=0),
+        "tokens_out": sa.case((kept, STATES.c.tokens_out), else_=0),
+        **{name: STATES.c[name] for name in ("batch_idx", "start_idx", "end_idx", "attempt_id", "worker_cluster")},
+    }
+    source = sa.select(*copied.values()).where(STATES.c.job_id == old_id, STATES.c.status != "SPLIT")
+    connection.execute(STATES.insert().from_select(list(copied), source))
+    done = STATES.c.status == "COMPLETED"
+    sums = sa.select(
+        sa.func.count().label("total_batches"),
+        sa.func.coalesce(sa.func.sum(sa.case((done, 1), else_=0)), 0).label("completed_batches"),
+        *(
+            sa.func.coalesce(sa.func.sum(STATES.c[name]), 0).label(name)
+            for name in ("rows_ok", "tokens_in", "tokens_out")
+        ),
+    ).where(STATES.c.job_id == job_id)
+    totals = {name: int(total) for name, total in connection.execute(sums).one()._mapping.items()}
+    connection.execute(JOBS.update().where(JOBS.c.job_id == job_id).values(**totals))
+
+
+# All batches of one job made into rows, or such rows deleted: a million of them, in transactions that are short. The
+# database makes the rows itself, of one array for each chunk: one statement, whatever the number of its rows. After
+# each chunk other writers have their turn. The caller's `begin` checks, in every transaction, that it may write.
+
+
+Begin = Callable[[Connection], None]
+
+
+def _insert_batches(db: Database, job_id: int, starts: Sequence[int], total_rows: int, begin: Begin) -> None:
+    """`starts` has the first row of each batch, ascending; a batch ends where the next one begins."""
+    for count, first in enumerate(range(0, len(starts), INSERT_CHUNK), 1):
+        chunk = list(starts[first : first + INSERT_CHUNK])
+        after = starts[first + INSERT_CHUNK] if first + INSERT_CHUNK < len(starts) else total_rows
+        given = {"job": job_id, "first": first, "after": after, "at": now()}
+        with db.write() as connection:
+            begin(connection)
+            if db.is_sqlite:
+                connection.execute(_INSERT_SQLITE, {**given, "starts": json.dumps(chunk)})
+            else:
+                connection.execute(_INSERT_POSTGRES, {**given, "starts": chunk})
+        _let_others(db, count)
+
+
+def _delete_batches(db: Database, job_id: int, begin: Begin) -> None:
+    mine = STATES.c.job_id == job_id
+    with db.read() as connection:
+        last = connection.scalar(sa.select(sa.func.max(STATES.c.batch_idx)).where(mine))
+    for count, first in enumerate(range(0, -1 if last is None else last + 1, INSERT_CHUNK), 1):
+        with db.write() as connection:
+            begin(connection)
+            connection.execute(STATES.delete().where(mine, STATES.c.batch_idx.between(first, first + INSERT_CHUNK - 1)))
+        _let_others(db, count)
+
+
+def _let_others(db: Database, chunks_done: int) -> None:
+    if chunks_done % CHECKPOINT_CHUNKS == 0:
+        db.checkpoint()
+    time.sleep(PAUSE_S)
+
+
+def _insert(offset: sa.ColumnElement[int], start: sa.ColumnElement[int]) -> sa.Insert:
+    next_start = sa.func.lead(start, 1, sa.bindparam("after", type_=_NUMBER)).over(order_by=offset)
+    columns = {
+        "job_id": sa.bindparam("job", type_=_NUMBER),
+        "batch_idx": sa.bindparam("first", type_=_NUMBER) + offset,
+        "start_idx": start,
+        "end_idx": next_start - 1,
+        "status": PENDING,
+        "updated_at": sa.bindparam("at", type_=sa.Float),
+    }
+    return STATES.insert().from_select(list(columns), sa.select(*columns.values()))
+
+
+def _of_json() -> sa.Insert:
+    """SQLite has no arrays."""
+    columns = [sa.column("key", _NUMBER), sa.column("value", _NUMBER)]
+    each = sa.func.json_each(sa.bindparam("starts", type_=sa.String)).table_valued(*columns, name="each_start")
+    return _insert(each.c.key, each.c.value)
+
+
+def _of_array() -> sa.Insert:
+    starts = sa.bindparam("starts", type_=postgresql.ARRAY(_NUMBER))
+    each = sa.func.unnest(starts).table_valued(sa.column("start", _NUMBER), with_ordinality="number", name="each_start")
+    each = each.render_derived()
+    return _insert(each.c.number - 1, each.c.start)
+
+
+_INSERT_SQLITE, _INSERT_POSTGRES = _of_json(), _of_array()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dataclasses
 import hashlib
 import importlib
 import inspect
@@ -280,6 +281,44 @@ def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -
         if part.path.startswith(f"{prefix}/"):
             return OutputWriter.from_dict(data)
     return None
+
+
+FORMAT_OF = {ending: name for name, each in FORMATS.items() for ending in each.extensions}
+PACKED = (".gz", ".zst")
+
+
+def format_of(path: str) -> str:
+    """The format that a path's ending names. Raises UserError."""
+    plain = path.removesuffix(".gz").removesuffix(".zst").rstrip("*")
+    for ending, name in FORMAT_OF.items():
+        if plain.endswith(ending):
+            return name
+    raise UserError(f"the format of {path!r} cannot be told from its name; use batch.read_json or another")
+
+
+def in_format(writer: OutputWriter, format: str) -> OutputWriter:
+    """A writer of another format beside this one's output: `out.parquet`, or `out/`, in `jsonl` is `out.jsonl`. Raises
+    UserError."""
+    names = {ending: name for ending, name in FORMAT_OF.items() if FORMATS[name].resumes_as}
+    ending = f".{format.removeprefix('.')}"
+    if ending not in names:
+        raise UserError(f"format is {format!r}; it must be one of {[each[1:] for each in names]}")
+    base = writer.path.rstrip("/")
+    for known in (*PACKED, *FORMAT_OF):
+        base = base.removesuffix(known)
+    kind = OUTPUT_WRITER_REGISTRY.find(names[ending])
+    takes = {each.name for each in dataclasses.fields(kind)}
+    column = getattr(writer, "column", None)
+    keeps = {"column": column} if "column" in takes and column is not None else {}
+    return kind(base + ending, **keeps)  # type: ignore[call-arg]
+
+
+def sent(one: InputReader | OutputWriter) -> dict[str, Any]:
+    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
+    data = one.to_dict()
+    if one.in_store and "://" not in one.path:
+        data["path"] = os.path.join(os.getcwd(), one.path)
+    return data
 
 
 def ship(cls: type) -> dict[str, Any]:
