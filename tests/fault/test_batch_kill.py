@@ -110,7 +110,7 @@ def kill_server(directory: Path, url: str, step: str) -> Cost:
 _case = threading.local()
 
 
-def reach_or_kill(point: str) -> None:
+def hit_or_kill(point: str) -> None:
     """In place of `failpoints.hit`: at the step, kill a worker or what it started."""
     if point != getattr(_case, "step", ""):
         return
@@ -140,7 +140,7 @@ def kill_below(directory: Path, url: str, step: str, victim: str) -> Cost:
 def test_whoever_is_killed_at_whatever_step_the_output_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "reach", reach_or_kill)
+    monkeypatch.setattr(tinsmith.batch.coordinator.job_run, "hit", hit_or_kill)
     costs: dict[tuple[str, str], Future[Cost]] = {}
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         for step in STEPS:
