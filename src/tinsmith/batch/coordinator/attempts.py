@@ -16,7 +16,6 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_ROW_ERRORS as ROW_ERRORS
 from tinsmith.db.schema import BATCH_STATES as STATES
 
-STATES, ROW_ERRORS = BATCH.states, BATCH.row_errors
 PENDING = sa.literal_column("'PENDING'")
 
 MAX_INFRA_RETRIES = 20
