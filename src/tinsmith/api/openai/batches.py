@@ -1,4 +1,4 @@
-"""OpenAI's batches: made, looked at, listed and cancelled. `batch/openai/reconciler.py` does the rest.
+"""OpenAI's batches: made, looked at, listed and cancelled. `openai_batches.keeper` does the rest.
 
 The file of a batch is read after it was made, as OpenAI does it: what is wrong with it is told by a batch that failed.
 """
@@ -62,7 +62,7 @@ def create(call: Call) -> JsonObject:
     )
     services = call.services
     made = services.openai_batches.create(call.tenant_id, asked, services.settings.openai_batch_window_s)
-    services.batch_reconciler.wake()
+    services.batch_keeper.wake()
     return shown(made)
 
 
@@ -188,7 +188,7 @@ def listing(call: Call) -> JsonObject:
 )
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
-    call.services.batch_reconciler.wake()
+    call.services.batch_keeper.wake()
     return shown(found)
 
 
