@@ -34,7 +34,6 @@ from tinsmith.api.openapi import (
     PAGE,
     PROJECT,
     SCOPE,
-    SUBMITTED,
     TEXT,
     TEXTS,
     fields,
@@ -43,6 +42,7 @@ from tinsmith.api.openapi import (
     shown,
 )
 from tinsmith.api.operation import (
+    SUBMITTED,
     Access,
     Call,
     Draft,
@@ -330,8 +330,6 @@ def list_sessions(call: Call) -> JsonObject:
     body=models.UnloadModelRequest,
     answer=fields({"model_id": TEXT, "status": TEXT}),
     errors=(404, 410, 429, 501),
-    access=Access.IDS,
-    example={"model_id": "{model_id}"},
 )
 async def delete_model(request: Request) -> Response:
     """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
@@ -353,8 +351,6 @@ async def delete_model(request: Request) -> Response:
     "/get_tokenizer",
     "Facts of a tokenizer",
     answer=fields({"vocab_size": COUNT}),
-    errors=(404,),
-    access=Access.IDS,
     query={"model_id": TEXT},
     example="?model_id={model_id}",
 )
@@ -384,7 +380,6 @@ class CreateSamplingClientRequest(Body):
     body=CreateSamplingClientRequest,
     answer=fields({"session_id": TEXT}),
     errors=(404, 410, 501),
-    access=Access.IDS,
     example={"model_path": "{tinker_path}"},
 )
 def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> JsonObject:
@@ -429,7 +424,6 @@ class SamplesRequest(CreateSamplingClientRequest):
     body=SamplesRequest,
     answer=fields({"request_id": TEXT, "request_ids": TEXTS, "sampling_client_id": TEXT}),
     errors=SUBMITTED,
-    access=Access.IDS,
     example={"sampling_client_id": "{sampling_session_id}", "prompts": [[1, 2]]},
 )
 def sample(call: Call, request: SamplesRequest) -> JsonObject:
@@ -463,14 +457,7 @@ def _sampling_session(call: Call, request: SamplesRequest) -> str:
 # Futures.
 
 
-@operation(
-    "GET POST",
-    "/retrieve_future/{request_id}",
-    "A result as JSON",
-    answer=BY_PATH,
-    errors=(404, 410),
-    access=Access.IDS,
-)
+@operation("GET POST", "/retrieve_future/{request_id}", "A result as JSON", answer=BY_PATH, errors=(404, 410))
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     request_id = request.path_params["request_id"]

@@ -57,7 +57,6 @@ def shown(model: type[Body]) -> Schema:
 
 COUNT = integer(0, 2**63 - 1)
 TAR_TYPE, FILE_TYPE = "application/x-tar", "application/octet-stream"
-FUTURE = ref("Future")
 PROTO_PASS = "a ForwardBackwardRequest (wire/tinker_public.proto), plain or as one zstd frame"
 PROTO_RESULT = "a ForwardBackwardOutput or a SampleResponse (wire/tinker_public.proto)"
 
@@ -108,8 +107,6 @@ SCOPE: Mapping[str, Schema] = {"access_scope": one_of("owned", "accessible")}
 PROJECT: Mapping[str, Schema] = {"project_id": TEXT}
 LINK: Mapping[str, Schema] = {"expires": TEXT, "signature": TEXT}
 
-# Statuses beside those that follow from the form of a request.
-SUBMITTED = (404, 410, 429, 501)
 LINKED = (403, 404, 410)
 
 

@@ -33,9 +33,10 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from http import HTTPStatus
 from inspect import iscoroutinefunction
 from types import ModuleType
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import orjson
 from starlette.requests import Request
@@ -193,6 +194,11 @@ Handler = Callable[..., object]
 H = TypeVar("H", bound=Handler)
 Endpoint = Callable[[Request], Awaitable[Response]]
 FORM_TYPE = "multipart/form-data"
+FUTURE: Schema = {"$ref": "#/components/schemas/Future"}
+SUBMITTED = (404, 410, 429, 501)
+"""What a request that becomes a future is refused with, beside the statuses of its form."""
+IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
+"""Fields that name things of a tenant, by the names that examples give them."""
 
 
 class Access(Enum):
@@ -248,11 +254,11 @@ def operation(  # noqa: PLR0913
     path: str,
     summary: str,
     *,
-    answer: Schema | str,
-    access: Access,
+    answer: Schema | str = FUTURE,
+    access: Access = Access.IDS,
     body: type[Body] | Schema | None = None,
     takes: tuple[str, ...] = (bodies.JSON_TYPE,),
-    errors: tuple[int, ...] = (),
+    errors: tuple[int, ...] | None = None,
     query: Mapping[str, Schema] | None = None,
     example: object = None,
     filters: tuple[object, ...] = (),
@@ -264,6 +270,9 @@ def operation(  # noqa: PLR0913
     quick: bool = False,
 ) -> Callable[[H], H]:
     """Declare the handler of a path, below each of the prefixes. Several declarations may stand above one handler.
+
+    What most endpoints have need not be said: an access by ids, 404 among its errors, those of SUBMITTED where the
+    answer is a future, and in the example the required ids of a typed body.
 
     `methods` are separated by spaces. `at_root` serves the path without a prefix, too, where probes look for it.
     `submits` and `late` say what the handler answers and takes, as the module says; a handler that submits is late.
@@ -288,9 +297,9 @@ def operation(  # noqa: PLR0913
                 access=access,
                 body=body,
                 takes=takes if body is not None else (),
-                errors=errors,
+                errors=_errors(errors, access, answer),
                 query=query or {},
-                example=example,
+                example=_example(example, access, body),
                 filters=filters,
                 keyed=keyed,
                 at_root=at_root,
@@ -302,6 +311,20 @@ def operation(  # noqa: PLR0913
         return handler
 
     return declare
+
+
+def _errors(errors: tuple[int, ...] | None, access: Access, answer: Schema | str) -> tuple[int, ...]:
+    if errors is not None:
+        return errors
+    return SUBMITTED if answer is FUTURE else (HTTPStatus.NOT_FOUND,) if access is Access.IDS else ()
+
+
+def _example(example: object, access: Access, body: type[Body] | Schema | None) -> object:
+    if access is not Access.IDS or not isinstance(body, type) or isinstance(example, str):
+        return example
+    required = [name for name, field in body.model_fields.items() if field.is_required() and name in IDS]
+    found = {name: f"{{{name}}}" for name in required} | cast("dict[str, object]", example or {})
+    return found or None
 
 
 def declared_in(*modules: ModuleType) -> list[Operation]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from tinsmith.api.openapi import COUNT, LIST, NUMBER, TEXT, fields
-from tinsmith.api.operation import Access, Call, JsonObject, operation
+from tinsmith.api.operation import Call, JsonObject, operation
 from tinsmith.errors import UserError
 from tinsmith.store.history import MOST_NAMES
 from tinsmith.wire.fields import ClosedBody, Fields, Text, show
@@ -33,8 +33,6 @@ class LogMetricsRequest(ClosedBody):
     "Log a run's metrics",
     body=LogMetricsRequest,
     answer=fields({"model_id": TEXT, "step": COUNT}),
-    errors=(404,),
-    access=Access.IDS,
     example={"model_id": "{model_id}", "metrics": {"reward": 1.0}},
 )
 def log_metrics(call: Call, request: LogMetricsRequest) -> JsonObject:
@@ -58,8 +56,6 @@ def _metrics(fields: Fields) -> dict[str, float]:
     "/training_runs/{run_id}/metrics",
     "A run's metrics, step by step",
     answer=fields({"points": LIST, "cursor": NUMBER}),
-    errors=(404,),
-    access=Access.IDS,
     query={"after": {"type": "number", "minimum": 0}},
 )
 def metrics(call: Call) -> JsonObject:

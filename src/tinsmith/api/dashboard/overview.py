@@ -100,14 +100,7 @@ def runs(call: Call) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    "/dashboard/runs/{run_id}",
-    "One run",
-    answer=fields({"model_id": TEXT, "metrics": ANYTHING}),
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("GET", "/dashboard/runs/{run_id}", "One run", answer=fields({"model_id": TEXT, "metrics": ANYTHING}))
 def run(call: Call) -> JsonObject:
     found = call.services.overview.run(call.tenant_id, call.path["run_id"])
     return _run(found, call.services.curves.newest([found.model_id]).get(found.model_id))

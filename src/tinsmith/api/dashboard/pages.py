@@ -44,7 +44,4 @@ def _answer(request: Request, name: str) -> Response:
     return Response(found.content, headers=headers, media_type=found.media_type)
 
 
-ROUTES = [
-    Route("/", page, methods=["GET"]),
-    Route("/dashboard/{file}", file, methods=["GET"]),
-]
+ROUTES = [Route("/", page, methods=["GET"]), Route("/dashboard/{file}", file, methods=["GET"])]

@@ -42,8 +42,6 @@ def samples(call: Call) -> JsonObject:
     "/dashboard/samples/{request_id}",
     "A kept sample, token by token",
     answer=fields({"request_id": TEXT, "prompt": ANYTHING, "sequences": LIST}),
-    errors=(404,),
-    access=Access.IDS,
 )
 def sample(call: Call) -> JsonObject:
     found, content = call.services.kept_samples.get(call.tenant_id, call.path["request_id"])

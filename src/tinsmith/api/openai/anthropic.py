@@ -14,17 +14,7 @@ from tinsmith.api.openai.chat import GENERATION, MESSAGES, read_fields
 from tinsmith.api.openai.generation import Prepared, give_up, prepare, sampled, seated
 from tinsmith.api.openai.streaming import Events, event, follow, unless_gone
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, SHORT_TEXT, TEXT, TEXTS, fields, integer
-from tinsmith.api.operation import (
-    ANTHROPIC,
-    Access,
-    JsonObject,
-    Services,
-    answer,
-    authenticate,
-    operation,
-    read_body,
-    run,
-)
+from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, authenticate, operation, read_body, run
 from tinsmith.chat.messages import Blocks, message, read_counted, read_message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
 from tinsmith.store.implicit_sessions import Seat
@@ -52,7 +42,6 @@ MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usa
     body=MESSAGE_BODY,
     answer=MESSAGE,
     errors=(404, 429, 503),
-    access=Access.IDS,
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
     prefixes=ANTHROPIC,
 )
@@ -75,8 +64,6 @@ async def messages(request: Request) -> Response:
     "Its prompt's tokens",
     body=COUNT_BODY,
     answer=fields({"input_tokens": COUNT}),
-    errors=(404,),
-    access=Access.IDS,
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
     prefixes=ANTHROPIC,
 )

@@ -43,8 +43,6 @@ MAX_RETRIES = 3
     "Have the requests of a file answered",
     body=BATCH_BODY,
     answer=ref("Batch"),
-    errors=(404,),
-    access=Access.IDS,
     example={"input_file_id": "{file_id}", "endpoint": "/v1/completions", "completion_window": "24h"},
     prefixes=OPENAI,
 )
@@ -147,15 +145,7 @@ async def answer_request(services: Services, question: Question) -> dict[str, ob
             return {"status_code": status, "request_id": request_id, "body": answered}
 
 
-@operation(
-    "GET",
-    "/batches/{batch_id}",
-    "A batch",
-    answer=ref("Batch"),
-    errors=(404,),
-    access=Access.IDS,
-    prefixes=OPENAI,
-)
+@operation("GET", "/batches/{batch_id}", "A batch", answer=ref("Batch"), prefixes=OPENAI)
 def batch(call: Call) -> JsonObject:
     return shown(call.services.openai_batches.find(call.tenant_id, call.path["batch_id"]))
 
@@ -177,15 +167,7 @@ def listing(call: Call) -> JsonObject:
     return page([shown(each) for each in found], more)
 
 
-@operation(
-    "POST",
-    "/batches/{batch_id}/cancel",
-    "End it",
-    answer=ref("Batch"),
-    errors=(404,),
-    access=Access.IDS,
-    prefixes=OPENAI,
-)
+@operation("POST", "/batches/{batch_id}/cancel", "End it", answer=ref("Batch"), prefixes=OPENAI)
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
     call.services.batch_keeper.wake()

@@ -76,7 +76,6 @@ ANSWER = fields({"id": TEXT, "object": TEXT, "model": TEXT, "choices": LIST, "us
     body=CHAT,
     answer=ANSWER,
     errors=(404, 429, 503),
-    access=Access.IDS,
     example={"model": "{model}", "messages": [{"role": "user", "content": "hi"}]},
     prefixes=OPENAI,
 )
@@ -91,7 +90,6 @@ async def chat_completions(request: Request) -> Response:
     body=COMPLETION,
     answer=ANSWER,
     errors=(404, 429, 503),
-    access=Access.IDS,
     example={"model": "{model}", "prompt": "hi"},
     prefixes=OPENAI,
 )

@@ -167,43 +167,19 @@ def page(data: list[JsonObject], more: bool) -> JsonObject:
     return {"object": "list", "data": data, "first_id": ends[0], "last_id": ends[1], "has_more": more}
 
 
-@operation(
-    "GET",
-    "/files/{file_id}",
-    "A file",
-    answer=ref("File"),
-    errors=(404,),
-    access=Access.IDS,
-    prefixes=OPENAI,
-)
+@operation("GET", "/files/{file_id}", "A file", answer=ref("File"), prefixes=OPENAI)
 def file(call: Call) -> JsonObject:
     return shown(call.services.files.find(call.tenant_id, call.path["file_id"]))
 
 
-@operation(
-    "DELETE",
-    "/files/{file_id}",
-    "Delete it",
-    answer=fields({"id": TEXT, "deleted": FLAG}),
-    errors=(404,),
-    access=Access.IDS,
-    prefixes=OPENAI,
-)
+@operation("DELETE", "/files/{file_id}", "Delete it", answer=fields({"id": TEXT, "deleted": FLAG}), prefixes=OPENAI)
 def delete(call: Call) -> JsonObject:
     file_id = call.path["file_id"]
     call.services.files.delete(call.tenant_id, file_id)
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-@operation(
-    "GET",
-    "/files/{file_id}/content",
-    "Its bytes",
-    answer=JSONL_TYPE,
-    errors=(206, 404, 416),
-    access=Access.IDS,
-    prefixes=OPENAI,
-)
+@operation("GET", "/files/{file_id}/content", "Its bytes", answer=JSONL_TYPE, errors=(206, 404, 416), prefixes=OPENAI)
 async def content(request: Request) -> Response:
     """The bytes, whole or in ranges."""
     services, tenant_id = await authenticate(request)

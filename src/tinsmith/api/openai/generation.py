@@ -27,14 +27,7 @@ from tinsmith.chat.generation_request import Plan, Target, read_target
 from tinsmith.chat.refusals import ContextLengthError, RequestError, not_supported
 from tinsmith.chat.results import Head, whole
 from tinsmith.chat.texts import Text
-from tinsmith.errors import (
-    EngineFailedError,
-    NotFoundError,
-    NotSupportedError,
-    StoppingError,
-    TinsmithError,
-    UserError,
-)
+from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, StoppingError, TinsmithError, UserError
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture, Outcome
 from tinsmith.store.implicit_sessions import Seat

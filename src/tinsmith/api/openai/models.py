@@ -111,25 +111,14 @@ def _anthropic(served: Served) -> JsonObject:
 
 
 @operation(
-    "GET",
-    "/models",
-    "What can be sampled",
-    answer=fields({"data": LIST}),
-    access=Access.LISTING,
-    prefixes=ANTHROPIC,
+    "GET", "/models", "What can be sampled", answer=fields({"data": LIST}), access=Access.LISTING, prefixes=ANTHROPIC
 )
 async def models(request: Request) -> Response:
     return await (_ANTHROPICS_MODELS if is_anthropic(request) else _OPENAIS_MODELS)(request)
 
 
 @operation(
-    "GET",
-    "/models/{model:path}",
-    "Whether it can",
-    answer=fields({"id": TEXT}),
-    errors=(404, 410),
-    access=Access.IDS,
-    prefixes=ANTHROPIC,
+    "GET", "/models/{model:path}", "Whether it can", answer=fields({"id": TEXT}), errors=(404, 410), prefixes=ANTHROPIC
 )
 async def model(request: Request) -> Response:
     return await (_ANTHROPICS_MODEL if is_anthropic(request) else _OPENAIS_MODEL)(request)

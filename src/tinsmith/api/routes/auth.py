@@ -8,11 +8,7 @@ from tinsmith.auth import Caller, user_email
 
 
 @operation(
-    "GET",
-    "/auth/apikey/me",
-    "Whose the key is",
-    answer=fields({"key_id": COUNT, "name": TEXT}),
-    access=Access.NOTHING,
+    "GET", "/auth/apikey/me", "Whose the key is", answer=fields({"key_id": COUNT, "name": TEXT}), access=Access.NOTHING
 )
 def apikey_me(call: Call) -> JsonObject:
     caller = _caller(call)
@@ -20,13 +16,7 @@ def apikey_me(call: Call) -> JsonObject:
     return {"key_id": caller.key_id, "name": caller.name or caller.tenant_id, "note": caller.name, "details": details}
 
 
-@operation(
-    "DELETE",
-    "/auth/apikey/me",
-    "Revoke the key",
-    answer=ANYTHING,
-    access=Access.NOTHING,
-)
+@operation("DELETE", "/auth/apikey/me", "Revoke the key", answer=ANYTHING, access=Access.NOTHING)
 def delete_apikey_me(call: Call) -> JsonObject:
     call.services.tenants.revoke(_caller(call))
     return {}

@@ -70,7 +70,6 @@ JOB = fields(
     body=JOB,
     answer=fields({"job_id": COUNT}),
     errors=(403, 404),
-    access=Access.IDS,
     example={
         "batch_serialized_fn": "",
         "batch_input_format": {"format": "json", "path": "/nowhere/in.jsonl"},
@@ -111,55 +110,26 @@ def jobs(call: Call) -> JsonObject:
     return {"jobs": [_shown(job) for job in found], "total_count": count}
 
 
-@operation(
-    "GET",
-    "/batch/jobs/{job_id}",
-    "One bulk job",
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("GET", "/batch/jobs/{job_id}", "One bulk job", answer=ANYTHING)
 def job(call: Call) -> JsonObject:
     return _whole(call.services, _job(call))
 
 
-@operation(
-    "GET",
-    "/batch/jobs/{job_id}/batches",
-    "Its batches",
-    answer=fields({"batches": LIST}),
-    errors=(404,),
-    access=Access.IDS,
-    query=PAGE,
-)
+@operation("GET", "/batch/jobs/{job_id}/batches", "Its batches", answer=fields({"batches": LIST}), query=PAGE)
 def batches(call: Call) -> JsonObject:
     found = _job(call)
     limit, offset = call.page(MAX_PAGE)
     return {"batches": call.services.batch_jobs.get_batch_states(found.job_id, limit, offset)}
 
 
-@operation(
-    "POST",
-    "/batch/jobs/{job_id}/cancel",
-    "End it",
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("POST", "/batch/jobs/{job_id}/cancel", "End it", answer=ANYTHING)
 def cancel(call: Call) -> JsonObject:
     found = call.services.batch_jobs.cancel(call.tenant_id, _job(call).job_id)
     call.services.coordinator.wake(found.job_id)
     return _whole(call.services, found)
 
 
-@operation(
-    "POST",
-    "/batch/jobs/{job_id}/purge",
-    "Delete the parts of a job that failed",
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("POST", "/batch/jobs/{job_id}/purge", "Delete the parts of a job that failed", answer=ANYTHING)
 def purge(call: Call) -> JsonObject:
     found = call.services.batch_jobs.purge(call.tenant_id, _job(call).job_id)
     call.services.coordinator.sweep_soon()
@@ -178,7 +148,6 @@ class ResumeRequest(ClosedBody):
     late=True,
     answer=fields({"job_id": COUNT}),
     errors=(403, 404),
-    access=Access.IDS,
 )
 def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     """A new job as the old one was, or with other outputs, into which the old one's parts are then made; one with
@@ -192,15 +161,7 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 
-@operation(
-    "GET",
-    "/batch/jobs/{job_id}/errors",
-    "Its failed rows",
-    answer=fields({"errors": LIST}),
-    errors=(404,),
-    access=Access.IDS,
-    query=AFTER,
-)
+@operation("GET", "/batch/jobs/{job_id}/errors", "Its failed rows", answer=fields({"errors": LIST}), query=AFTER)
 def errors(call: Call) -> JsonObject:
     found = _job(call)
     after, limit = _after(call)
@@ -212,8 +173,6 @@ def errors(call: Call) -> JsonObject:
     "/batch/jobs/{job_id}/partial",
     "The parts that are committed",
     answer=fields({"outputs": LIST, "batches": LIST}),
-    errors=(404,),
-    access=Access.IDS,
     query=AFTER,
 )
 def partial(call: Call) -> JsonObject:
@@ -239,8 +198,6 @@ def partial(call: Call) -> JsonObject:
     "/batch/jobs/{job_id}/logs",
     "What its workers printed",
     answer=fields({"workers": LIST, "lines": LIST, "after": COUNT}),
-    errors=(404,),
-    access=Access.IDS,
     query={"worker": TEXT, "after": integer(-1)},
 )
 def logs(call: Call) -> JsonObject:
@@ -255,14 +212,7 @@ def logs(call: Call) -> JsonObject:
     return {"workers": workers, "lines": lines, "after": max(after, 0)}
 
 
-@operation(
-    "GET",
-    "/batch/jobs/{job_id}/events",
-    "Its status whenever it changes",
-    answer=EVENT_STREAM,
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("GET", "/batch/jobs/{job_id}/events", "Its status whenever it changes", answer=EVENT_STREAM)
 async def events(request: Request) -> Response:
     """The job's status now, whenever it changes, and at its end."""
     services, tenant_id = await authenticate(request)
@@ -293,13 +243,7 @@ async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncItera
                     await asyncio.sleep(EVENTS_PAUSE_S)
 
 
-@operation(
-    "GET",
-    "/batch/pools",
-    "Where bulk jobs can run",
-    answer=fields({"pools": LIST}),
-    access=Access.LISTING,
-)
+@operation("GET", "/batch/pools", "Where bulk jobs can run", answer=fields({"pools": LIST}), access=Access.LISTING)
 def pools(call: Call) -> JsonObject:
     return {"pools": call.services.coordinator.pools(call.tenant_id)}
 
@@ -354,11 +298,7 @@ def _shown(job: Job) -> JsonObject:
         "resume_from error created_at started_at ended_at"
     )
     shown: JsonObject = {name: getattr(job, name) for name in names.split()}
-    return {
-        **shown,
-        "batch_total_batches": job.total_batches,
-        "batch_completed_batches": job.completed_batches,
-    }
+    return {**shown, "batch_total_batches": job.total_batches, "batch_completed_batches": job.completed_batches}
 
 
 def _whole(services: Services, job: Job) -> JsonObject:

@@ -57,28 +57,13 @@ def list_training_runs(call: Call) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    RUN,
-    "A training run",
-    answer=ref("TrainingRun"),
-    errors=(404,),
-    access=Access.IDS,
-    query=SCOPE,
-)
+@operation("GET", RUN, "A training run", answer=ref("TrainingRun"), query=SCOPE)
 def get_training_run(call: Call) -> JsonObject:
     check_scope(call)
     return _run(call, call.services.models.get(call.tenant_id, call.path["run_id"]))
 
 
-@operation(
-    "GET",
-    RUN + "/checkpoints",
-    "Its checkpoints",
-    answer=fields({"checkpoints": CHECKPOINTS}),
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("GET", RUN + "/checkpoints", "Its checkpoints", answer=fields({"checkpoints": CHECKPOINTS}))
 def list_run_checkpoints(call: Call) -> JsonObject:
     model = call.services.models.get(call.tenant_id, call.path["run_id"])
     found = call.services.checkpoints.of_run(call.tenant_id, model.model_id)
@@ -113,8 +98,6 @@ class WeightsInfoRequest(Body):
     body=WeightsInfoRequest,
     answer=fields({"base_model": TEXT, "is_lora": FLAG}),
     errors=(404, 410),
-    access=Access.IDS,
-    example={"tinker_path": "{tinker_path}"},
 )
 def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
     found = call.services.checkpoints.get(call.tenant_id, parse_path(request.tinker_path, "tinker_path"))
@@ -129,36 +112,15 @@ def weights_info(call: Call, request: WeightsInfoRequest) -> JsonObject:
     }
 
 
-@operation(
-    "DELETE",
-    CHECKPOINT,
-    "Delete a checkpoint",
-    answer=ANYTHING,
-    errors=(404, 410),
-    access=Access.IDS,
-)
+@operation("DELETE", CHECKPOINT, "Delete a checkpoint", answer=ANYTHING, errors=(404, 410))
 def delete(call: Call) -> JsonObject:
     call.services.checkpoints.delete(call.tenant_id, ref_of(call))
     record(call, "checkpoint_deleted", ref_of(call))
     return {}
 
 
-@operation(
-    "DELETE",
-    BARE_CHECKPOINT,
-    "Refused: the id lacks its kind",
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-)
-@operation(
-    "GET",
-    BARE_CHECKPOINT + "/archive",
-    "Refused: the id lacks its kind",
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("DELETE", BARE_CHECKPOINT, "Refused: the id lacks its kind", answer=ANYTHING)
+@operation("GET", BARE_CHECKPOINT + "/archive", "Refused: the id lacks its kind", answer=ANYTHING)
 def without_kind(call: Call) -> JsonObject:
     """A checkpoint's name does not say which of a run's checkpoints of that name is meant."""
     call.services.models.get(call.tenant_id, call.path["run_id"])
@@ -169,28 +131,14 @@ def without_kind(call: Call) -> JsonObject:
     )
 
 
-@operation(
-    "POST",
-    CHECKPOINT + "/publish",
-    "Let everyone read it",
-    answer=ANYTHING,
-    errors=(404, 410),
-    access=Access.IDS,
-)
+@operation("POST", CHECKPOINT + "/publish", "Let everyone read it", answer=ANYTHING, errors=(404, 410))
 def publish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), True):
         record(call, "checkpoint_published", ref_of(call))
     return {}
 
 
-@operation(
-    "DELETE",
-    CHECKPOINT + "/publish",
-    "Let nobody else read it",
-    answer=ANYTHING,
-    errors=(404, 410),
-    access=Access.IDS,
-)
+@operation("DELETE", CHECKPOINT + "/publish", "Let nobody else read it", answer=ANYTHING, errors=(404, 410))
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
@@ -210,7 +158,6 @@ class SetTtlRequest(Body):
     body=SetTtlRequest,
     answer=ANYTHING,
     errors=(404, 410),
-    access=Access.IDS,
     example={"ttl_seconds": 3600},
 )
 def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
@@ -298,7 +245,6 @@ class CopyWeightsRequest(Body):
     body=CopyWeightsRequest,
     answer=fields({"tinker_path": TEXT}),
     errors=(404, 410, 429),
-    access=Access.IDS,
     example={"source_path": "{tinker_path}", "destination_project_id": "p"},
 )
 def copy_weights(call: Call, request: CopyWeightsRequest) -> JsonObject:

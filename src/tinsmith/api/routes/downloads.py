@@ -125,7 +125,6 @@ CHUNK_BYTES = 1 << 20
     "Links to the files of an export",
     answer=fields({"urls": {"type": "object", "additionalProperties": TEXT}, "expires": TEXT}),
     errors=(404, 410),
-    access=Access.IDS,
 )
 def external_weights_urls(call: Call) -> JsonObject:
     checkpoint = _readable(call)
@@ -150,7 +149,6 @@ def external_weights_urls(call: Call) -> JsonObject:
     "The same link, as JSON",
     answer=fields({"url": TEXT, "expires": TEXT}),
     errors=(404, 410),
-    access=Access.IDS,
 )
 def archive_url(call: Call) -> JsonObject:
     """A link to one tar of all files, for a checkpoint of any kind."""
@@ -165,14 +163,7 @@ def _link_to_archive(call: Call) -> Link:
     return link
 
 
-@operation(
-    "GET",
-    CHECKPOINT + "/archive",
-    "302 to a tar of all files",
-    answer=ANYTHING,
-    errors=(302, 404, 410),
-    access=Access.IDS,
-)
+@operation("GET", CHECKPOINT + "/archive", "302 to a tar of all files", answer=ANYTHING, errors=(302, 404, 410))
 async def archive_link(request: Request) -> Response:
     """302 to the same."""
     services, tenant_id = await authenticate(request)

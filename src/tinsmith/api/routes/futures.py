@@ -20,18 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
-from tinsmith.api.operation import (
-    Access,
-    Call,
-    JsonObject,
-    Services,
-    answer,
-    authenticate,
-    operation,
-    read_json,
-    run,
-    traced,
-)
+from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, operation, read_json, run, traced
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import UNBOUNDED, Outcome
 from tinsmith.store.sampling_sessions import Completion
@@ -72,8 +61,6 @@ class RetrieveFutureRequest(Body):
     body=RetrieveFutureRequest,
     answer={"anyOf": [ref("Failure"), ANYTHING]},
     errors=(404, 408, 410),
-    access=Access.IDS,
-    example={"request_id": "{request_id}"},
 )
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
@@ -187,7 +174,6 @@ class RetrieveFuturesRequest(Body):
     body=RetrieveFuturesRequest,
     answer=fields({"completions": LIST, "cursor": COUNT}),
     errors=(404, 410),
-    access=Access.IDS,
     example={"target": {"type": "sampling_session", "sampling_session_id": "{sampling_session_id}"}, "timeout": 0},
 )
 async def retrieve_futures(request: Request) -> Response:
@@ -212,16 +198,7 @@ class CancelFutureRequest(Body):
     request_id: Text
 
 
-@operation(
-    "POST",
-    "/cancel_future",
-    "Stop a sample",
-    body=CancelFutureRequest,
-    answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
-    example={"request_id": "{request_id}"},
-)
+@operation("POST", "/cancel_future", "Stop a sample", body=CancelFutureRequest, answer=ANYTHING)
 def cancel_future(call: Call, request: CancelFutureRequest) -> JsonObject:
     """Only samples can be cancelled; for everything else this is an answer without an effect."""
     call.services.futures.cancel(call.tenant_id, request.request_id, "cancelled by the client")

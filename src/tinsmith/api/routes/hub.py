@@ -50,22 +50,13 @@ def whoami(call: Call) -> JsonObject:
     }
 
 
-@operation(
-    "GET",
-    MODELS + "/tree/{revision}",
-    "Its files",
-    answer=LIST,
-    errors=(403, 404),
-    access=Access.IDS,
-    prefixes=(HUB,),
-)
+@operation("GET", MODELS + "/tree/{revision}", "Its files", answer=LIST, errors=(403, 404), prefixes=(HUB,))
 @operation(
     "GET",
     MODELS + "/tree/{revision}/{directory:path}",
     "Files of a directory",
     answer=LIST,
     errors=(403, 404),
-    access=Access.IDS,
     prefixes=(HUB,),
 )
 def tree(call: Call) -> list[JsonObject]:
@@ -89,23 +80,9 @@ def tree(call: Call) -> list[JsonObject]:
 
 # After the paths that are longer, since a repository's name may hold slashes.
 @operation(
-    "GET",
-    MODELS + "/revision/{revision}",
-    "A repository",
-    answer=REPOSITORY,
-    errors=(403, 404),
-    access=Access.IDS,
-    prefixes=(HUB,),
+    "GET", MODELS + "/revision/{revision}", "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,)
 )
-@operation(
-    "GET",
-    MODELS,
-    "A repository",
-    answer=REPOSITORY,
-    errors=(403, 404),
-    access=Access.IDS,
-    prefixes=(HUB,),
-)
+@operation("GET", MODELS, "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,))
 def model(call: Call) -> JsonObject:
     """Facts of a repository; with the query `blobs`, its files' sizes and digests."""
     found = _repository(call)
@@ -144,7 +121,6 @@ def _listed(name: str, file: HubFile) -> JsonObject:
     "A file, whole or by Range",
     answer=FILE_TYPE,
     errors=(403, 404),
-    access=Access.IDS,
     prefixes=(HUB,),
 )
 async def resolve(request: Request) -> Response:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tinsmith.api.admission import check_lora
-from tinsmith.api.openapi import ANYTHING, FUTURE, SUBMITTED, TEXT, fields
-from tinsmith.api.operation import Access, B, Call, Draft, JsonObject, operation, owned_model, stored
+from tinsmith.api.openapi import ANYTHING, TEXT, fields
+from tinsmith.api.operation import B, Call, Draft, JsonObject, operation, owned_model, stored
 from tinsmith.api.routes.weights import exchange_token, load_into_model, loadable
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
@@ -32,9 +32,6 @@ class CreationRequest(Body):
     "/create_model",
     "A new model",
     body=CreateModel,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"session_id": "{session_id}", "model_seq_id": 5, "base_model": "{base_model}"},
     late=True,
 )
@@ -71,9 +68,6 @@ def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
     "/load_weights",
     "A model from a checkpoint, or a checkpoint into a model",
     body=LoadWeights,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "{tinker_path}", "optimizer": False},
     late=True,
 )
@@ -172,9 +166,6 @@ class GetInfoRequest(Body):
     "What a model is",
     body=GetInfoRequest,
     answer=fields({"model_id": TEXT, "model_data": ANYTHING}),
-    errors=(404,),
-    access=Access.IDS,
-    example={"model_id": "{model_id}"},
 )
 def get_info(call: Call, request: GetInfoRequest) -> JsonObject:
     model = call.services.models.get(call.tenant_id, request.model_id)
@@ -203,16 +194,7 @@ class UnloadModelRequest(Body):
     model_id: Text
 
 
-@operation(
-    "POST",
-    "/unload_model",
-    "End a model",
-    body=UnloadModelRequest,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
-    example={"model_id": "{model_id}"},
-)
+@operation("POST", "/unload_model", "End a model", body=UnloadModelRequest)
 def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
     model = owned_model(call, request.model_id)
     new = NewFuture(

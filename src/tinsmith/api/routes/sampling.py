@@ -5,8 +5,8 @@ from __future__ import annotations
 from structlog.contextvars import bind_contextvars
 
 from tinsmith.api.admission import check_sample, most_tokens
-from tinsmith.api.openapi import COUNT, FUTURE, SUBMITTED, TEXT, fields
-from tinsmith.api.operation import Access, Call, Draft, JsonObject, Submission, operation
+from tinsmith.api.openapi import COUNT, TEXT, fields
+from tinsmith.api.operation import Call, Draft, JsonObject, Submission, operation
 from tinsmith.errors import UserError
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import NewFuture
@@ -27,9 +27,6 @@ class NewSample(Body):
     "/asample",
     "Sample",
     body=AsampleRequest,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
         "sampling_session_id": "{sampling_session_id}",
@@ -88,7 +85,6 @@ class CreateSamplingSessionRequest(Body):
     body=CreateSamplingSessionRequest,
     answer=fields({"sampling_session_id": TEXT}),
     errors=(404, 410, 501),
-    access=Access.IDS,
     example={"session_id": "{session_id}", "sampling_session_seq_id": 5, "base_model": "{base_model}"},
 )
 def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -> JsonObject:
@@ -119,14 +115,7 @@ def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> 
     return checkpoint.base_model
 
 
-@operation(
-    "GET",
-    "/samplers/{sampling_session_id}",
-    "What it samples from",
-    answer=fields({"base_model": TEXT}),
-    errors=(404,),
-    access=Access.IDS,
-)
+@operation("GET", "/samplers/{sampling_session_id}", "What it samples from", answer=fields({"base_model": TEXT}))
 def get_sampler(call: Call) -> JsonObject:
     found = call.services.sampling_sessions.get(call.tenant_id, call.path["sampling_session_id"])
     return {"sampler_id": found.sampling_session_id, "base_model": found.base_model, "model_path": found.model_path}
@@ -143,8 +132,6 @@ class JoinSamplingSessionRequest(Body):
     body=JoinSamplingSessionRequest,
     answer=fields({"client_counter": COUNT}),
     errors=(404, 410, 501),
-    access=Access.IDS,
-    example={"sampling_session_id": "{sampling_session_id}"},
 )
 def join_sampling_session(call: Call, request: JoinSamplingSessionRequest) -> JsonObject:
     joined = call.services.sampling_sessions.join(call.tenant_id, request.sampling_session_id)

@@ -155,14 +155,7 @@ KINDS = frozenset(("SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENER
 SEVERITIES = frozenset(("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
 OTHER = "other"
 TELEMETRY = fields(
-    {},
-    {
-        "events": {"type": "array"},
-        "platform": TEXT,
-        "sdk_version": TEXT,
-        "session_id": TEXT,
-        "process_uuid": TEXT,
-    },
+    {}, {"events": {"type": "array"}, "platform": TEXT, "sdk_version": TEXT, "session_id": TEXT, "process_uuid": TEXT}
 )
 
 log = structlog.get_logger()

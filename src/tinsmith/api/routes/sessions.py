@@ -85,9 +85,7 @@ class SessionHeartbeatRequest(Body):
     body=SessionHeartbeatRequest,
     answer=fields({"type": TEXT}),
     errors=(404, 410),
-    access=Access.IDS,
     quick=True,
-    example={"session_id": "{session_id}"},
 )
 def session_heartbeat(call: Call, request: SessionHeartbeatRequest) -> JsonObject:
     call.services.sessions.heartbeat(call.tenant_id, request.session_id)
@@ -110,7 +108,6 @@ class FinishRequest(Body):
     body=FinishRequest,
     answer=ANYTHING,
     errors=(404, 410),
-    access=Access.IDS,
     example={"reason": {"type": "success"}},
     late=True,
 )
@@ -134,8 +131,6 @@ class SetProjectRequest(Body):
     "Count it for a project",
     body=SetProjectRequest,
     answer=ANYTHING,
-    errors=(404,),
-    access=Access.IDS,
     example={"project_id": "p"},
     late=True,
 )
@@ -168,8 +163,6 @@ def list_sessions(call: Call) -> JsonObject:
     "/sessions/{session_id}",
     "What a session holds",
     answer=fields({"training_run_ids": TEXTS, "sampler_ids": TEXTS}),
-    errors=(404,),
-    access=Access.IDS,
     query=SCOPE,
 )
 def get_session(call: Call) -> JsonObject:
@@ -330,12 +323,7 @@ PURPOSE = "trace"
 
 
 @operation(
-    "GET",
-    "/sessions/{session_id}/trace_export",
-    "A link to its timeline",
-    answer=fields({"status": TEXT, "url": TEXT}),
-    errors=(404,),
-    access=Access.IDS,
+    "GET", "/sessions/{session_id}/trace_export", "A link to its timeline", answer=fields({"status": TEXT, "url": TEXT})
 )
 def trace_export(call: Call) -> JsonObject:
     """Ready at once: there is nothing to prepare. The wire's 'pending' and 'failed' are never answered."""

@@ -16,9 +16,7 @@ from starlette.responses import Response
 
 from tinsmith.api.admission import check_optimizer
 from tinsmith.api.legacy import JSON_PASS, pass_message
-from tinsmith.api.openapi import FUTURE, SUBMITTED
 from tinsmith.api.operation import (
-    Access,
     Call,
     Draft,
     Endpoint,
@@ -110,9 +108,6 @@ def _refuse(call: Call, kind: str, named: ModelRequest, error: UserError) -> Sub
     "/optim_step",
     "One step of the optimizer",
     body=OptimStepRequest,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "adam_params": {"learning_rate": 0.1}},
     submits=True,
 )
@@ -130,9 +125,6 @@ def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
     "One pass, with gradients or without",
     body=JSON_PASS,
     takes=PASS_TYPES,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )
 async def forward_backward(request: Request) -> Response:
@@ -145,9 +137,6 @@ async def forward_backward(request: Request) -> Response:
     "One pass without gradients",
     body=JSON_PASS,
     takes=PASS_TYPES,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )
 async def forward(request: Request) -> Response:
@@ -168,9 +157,6 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
     "/create_custom_loss",
     "Store a loss that a client traced",
     body=CreateCustomLossRequest,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={
         "session_id": "{session_id}",
         "custom_loss_seq_id": 0,

@@ -7,8 +7,7 @@ from dataclasses import replace
 import orjson
 
 from tinsmith.api.admission import check_ttl
-from tinsmith.api.openapi import FUTURE, SUBMITTED
-from tinsmith.api.operation import Access, Call, Draft, Submission, operation, submit_json_operation
+from tinsmith.api.operation import Call, Draft, Submission, operation, submit_json_operation
 from tinsmith.errors import LateLoadError, NotAuthenticatedError, UserError
 from tinsmith.storage.encryption import read_recipients
 from tinsmith.store.checkpoints import Checkpoint, check_name, parse_path
@@ -29,9 +28,6 @@ from tinsmith.wire.weights import (
     "/save_weights",
     "Save a training checkpoint",
     body=SaveWeights,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
     submits=True,
 )
@@ -63,9 +59,6 @@ def _refuse_recipients(asked: SaveRequest) -> None:
     "/save_weights_external",
     "Export the adapter",
     body=SaveWeightsExternal,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
     submits=True,
 )
@@ -84,9 +77,6 @@ def _check_export(_model: Model, asked: SaveRequest) -> None:
     "/save_weights_for_sampler",
     "Save weights to sample from",
     body=SaveWeightsForSampler,
-    answer=FUTURE,
-    errors=SUBMITTED,
-    access=Access.IDS,
     example={"model_id": "{model_id}", "seq_id": 5, "path": "mine"},
     submits=True,
 )
