@@ -212,12 +212,6 @@ def check_seq_id(seq_id: int, *, first: int) -> int:
     return seq_id
 
 
-def check_position(name: str, value: int) -> int:
-    """A number that becomes part of an id."""
-    _check_integer(name, value, 0, 2**31 - 1)
-    return value
-
-
 def _check_integer(name: str, value: int, low: int, high: int, hint: str = "") -> None:
     if not low <= value <= high:
         raise UserError(f"{name} is {value}; it must lie between {low} and {high}{hint}")
