@@ -236,7 +236,7 @@ def test_a_server_that_stops_answers_its_polls(tmp_path: Path) -> None:
         ({"prev_cursor": -1}, "prev_cursor is -1"),
         ({"prev_cursor": "a"}, "prev_cursor is 'a'"),
         ({"timeout": -1}, "timeout is -1"),
-        ({"retrieved_request_ids": [1]}, "retrieved_request_ids is 1"),
+        ({"retrieved_request_ids": [1]}, "retrieved_request_ids[0] is 1"),
     ],
 )
 def test_a_wrong_poll_is_a_400_that_names_the_field(harness: Harness, changes: dict[str, object], words: str) -> None:

@@ -197,7 +197,7 @@ FORM_TYPE = "multipart/form-data"
 FUTURE: Schema = {"$ref": "#/components/schemas/Future"}
 SUBMITTED = (404, 410, 429, 501)
 """What a request that becomes a future is refused with, beside the statuses of its form."""
-IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
+_IDS = ("session_id", "model_id", "sampling_session_id", "request_id", "tinker_path")
 """Fields that name things of a tenant, by the names that examples give them."""
 
 
@@ -271,18 +271,13 @@ def operation(  # noqa: PLR0913
 ) -> Callable[[H], H]:
     """Declare the handler of a path, below each of the prefixes. Several declarations may stand above one handler.
 
-    What most endpoints have need not be said: an access by ids, 404 among its errors, those of SUBMITTED where the
-    answer is a future, and in the example the required ids of a typed body.
-
-    `methods` are separated by spaces. `at_root` serves the path without a prefix, too, where probes look for it.
-    `submits` and `late` say what the handler answers and takes, as the module says; a handler that submits is late.
-    `quick` is for what every client needs in time, however busy the other threads are.
+    The defaults are those of most endpoints; an example has the required ids of a typed body by itself. `methods` are
+    separated by spaces. `at_root` serves the path without a prefix, too. `submits` and `late` say what the handler
+    answers and takes. `quick` is for what every client needs in time, however busy the other threads are.
     """
 
     def declare(handler: H) -> H:
-        if iscoroutinefunction(handler):
-            endpoint: Endpoint = handler
-        elif submits:
+        if submits:
             assert isinstance(body, type)
             endpoint = submission(handler, takes[0], body)
         else:
@@ -292,7 +287,7 @@ def operation(  # noqa: PLR0913
                 method=method,
                 route=prefix + path,
                 summary=summary,
-                endpoint=endpoint,
+                endpoint=handler if iscoroutinefunction(handler) else endpoint,
                 answer=answer,
                 access=access,
                 body=body,
@@ -322,7 +317,7 @@ def _errors(errors: tuple[int, ...] | None, access: Access, answer: Schema | str
 def _example(example: object, access: Access, body: type[Body] | Schema | None) -> object:
     if access is not Access.IDS or not isinstance(body, type) or isinstance(example, str):
         return example
-    required = [name for name, field in body.model_fields.items() if field.is_required() and name in IDS]
+    required = [name for name, field in body.model_fields.items() if field.is_required() and name in _IDS]
     found = {name: f"{{{name}}}" for name in required} | cast("dict[str, object]", example or {})
     return found or None
 
