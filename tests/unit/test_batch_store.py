@@ -124,7 +124,7 @@ def test_joining_checks_each_source_and_shows_nothing_if_one_is_wrong(base: str)
     assert (size, digest) == (8, hashlib.sha256(b"H:onetwo").hexdigest())
     store.put(sources[1].key, b"head,TWO")
     _, other = open_store(f"{base}/other")
-    with pytest.raises(CorruptFilesError, match="sha256"):
+    with pytest.raises(CorruptFilesError, match="SHA-256"):
         store.concat(sources, other, exclusive=False)
     assert not store.exists(other)
 
