@@ -224,7 +224,7 @@ class DeadlySampler:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr("engine_bench.FlakyBackend", DeadlyBackend)
+    monkeypatch.setattr("support.engine_bench.FlakyBackend", DeadlyBackend)
     with tempfile.TemporaryDirectory(prefix="tn-") as sockets:  # a socket's path must be short
         made = Bench(tmp_path, Path(sockets))
         yield made
