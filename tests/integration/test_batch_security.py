@@ -28,7 +28,7 @@ from tinsmith.batch.operations.sample import Sample
 from tinsmith.batch.types import JobSpec
 from tinsmith.db.database import Database
 from tinsmith.errors import ForbiddenError
-from tinsmith.storage import locations, stores
+from tinsmith.storage import locations
 
 MARKER = "a text that only the code of this job holds"
 
@@ -284,7 +284,7 @@ def test_a_worker_holds_every_location_against_the_roots_again(tmp_path: Path, m
         (directory / "in.jsonl").write_text('{"a": 1}\n')
     (own / "link.jsonl").symlink_to(other / "in.jsonl")
     (own / "link").symlink_to(other)
-    monkeypatch.setattr(stores, "_confines", None)
+    monkeypatch.setattr(locations, "_confines", None)
     locations.confine([str(own), f"{tmp_path}/cache", "s3://bucket/own"])
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
