@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 # With an empty HOME and temporary directory, outside of which nothing may be written, and no process left behind.
 ISOLATED := $(BIN)/python scripts/isolated
 PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
-# One worker a core; the tests of a file stay together, since they share its servers.
-PARALLEL := -n $${TEST_WORKERS:-2} --dist loadfile
+# More workers than cores, since many tests wait; the tests of a file stay together, since they share its servers.
+PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile
+TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz browser recipes)
 STAMP := $(VENV)/.installed
 
 .PHONY: demo docs lint test test-extended test-all attack test-postgres test-crash test-roles test-recipes test-examples \
@@ -19,14 +20,12 @@ demo: $(STAMP)
 # docs/testing.md says what each part is for and how long it takes.
 test: $(STAMP)
 	scripts/setup-browser
-	$(PYTEST) $(PARALLEL) -m "not slow and not extended" tests/unit tests/integration tests/contract tests/e2e tests/fault \
-		tests/cluster tests/fuzz tests/browser tests/recipes
+	$(PYTEST) $(PARALLEL) -m "not slow and not extended" $(TESTS)
 
-# The rest of tests/e2e, fault, cluster, fuzz and browser.
+# The rest of tests/e2e, fault, cluster, fuzz and browser, and the longer tests of the other directories.
 test-extended: $(STAMP)
 	scripts/setup-browser
-	$(PYTEST) $(PARALLEL) -m "extended and not slow" tests/e2e tests/fault tests/cluster tests/fuzz tests/browser \
-		tests/recipes
+	$(PYTEST) $(PARALLEL) -m "extended and not slow" $(TESTS)
 
 # All parts that need nothing which setup does not install, one after the other, with one closing line.
 test-all: $(STAMP)

@@ -93,11 +93,13 @@ def test_sft_and_evaluation(run: Run) -> None:
     assert adapter >= base + 10
 
 
+@pytest.mark.extended
 def test_rl(run: Run) -> None:
     rewards = numbers(r"mean reward ([\d.]+)", run(EXAMPLES / "rl.py"))
     assert sum(rewards[-3:]) > 1.15 * sum(rewards[:3])
 
 
+@pytest.mark.extended
 def test_dpo(run: Run) -> None:
     said = run(EXAMPLES / "dpo.py")
     losses = numbers(r"loss ([\d.]+)", said)

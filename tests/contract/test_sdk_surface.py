@@ -299,6 +299,7 @@ def test_a_sampler_is_handed_on(fake_service: tinker.ServiceClient) -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.extended
 @pytest.mark.covers("POST /telemetry", "POST /session_heartbeat")
 def test_what_a_client_sends_every_ten_seconds_is_taken(
     fake_server: LiveServer, monkeypatch: pytest.MonkeyPatch, witness: Witness

@@ -305,6 +305,7 @@ def test_two_jobs_share_a_pool_and_neither_is_cancelled(client: Client, tmp_path
         assert lines(tmp_path / name / "out.jsonl") == doubled(160)
 
 
+@pytest.mark.extended
 def test_a_pool_grows_and_shrinks_while_it_works(server: LiveServer, client: Client, tmp_path: Path) -> None:
     def resize(workers: int) -> None:
         import httpx
@@ -373,6 +374,7 @@ SLOW_STEPS = [
 STEPS = ["batch.committed:2", *(pytest.param(step, marks=pytest.mark.slow) for step in SLOW_STEPS)]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("step", STEPS)
 def test_a_coordinator_that_is_killed_at_a_step_leaves_the_same_output(tmp_path: Path, step: str) -> None:
     data = tmp_path / "data"

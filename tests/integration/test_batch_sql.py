@@ -303,6 +303,7 @@ def shout(marker: str) -> None:
         batch.save_results([{"id": row["id"], "text": row["name"].upper()} for row in rows])
 
 
+@pytest.mark.extended
 def test_from_table_to_table_with_a_worker_that_is_killed(server: LiveServer, url: str, tmp_path: Path) -> None:
     make(url, 90)
     data = batch.read_sql(url, "items")

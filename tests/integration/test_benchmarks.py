@@ -17,6 +17,8 @@ import pytest
 
 from support.live import LiveServer, serving
 
+pytestmark = pytest.mark.extended
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 MODEL = "bench/tiny"
 Run = Callable[..., str]

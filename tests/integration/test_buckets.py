@@ -181,7 +181,7 @@ def test_damage_in_the_bucket_is_named(bucket: Bucket, prefix: str, tmp_path: Pa
     with pytest.raises(CorruptFilesError, match=r"manifest\.json cannot be read"):
         damaged("manifest.json", b"{").check(names[-1])
     outside = json.dumps({"files": {"../b": {"bytes": 1, "sha256": ""}}}).encode()
-    with pytest.raises(CorruptFilesError, match="no file of its directory"):
+    with pytest.raises(CorruptFilesError, match="outside its directory"):
         damaged("manifest.json", outside).check(names[-1])
     kept = machine(bucket, prefix, tmp_path / "other")
     assert list((tmp_path / "other/cache/versions").iterdir()) == [], "nothing damaged is kept"
@@ -205,13 +205,13 @@ def test_a_bucket_that_does_not_answer_is_not_taken_for_damage(
     if missing == "server":
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     nowhere = BucketDirectories(f"s3://no-{missing}-{bucket.name}/p/versions", Cache(tmp_path / "cache", 1 << 30))
-    with pytest.raises(UnreachableError, match="object store"):
+    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
         nowhere.check("name")
-    with pytest.raises(UnreachableError, match="object store"):
+    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
         nowhere.write(fill)
-    with pytest.raises(UnreachableError, match="object store"):
+    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
         nowhere.check_sizes("name")
-    with pytest.raises(UnreachableError, match="object store"):
+    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
         nowhere.old(0)
     nowhere.discard("name")
     assert list((tmp_path / "cache/versions").iterdir()) == []

@@ -276,6 +276,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield server
 
 
+@pytest.mark.extended
 def test_the_sdk_trains_all_weights_and_goes_on_after_a_crash(server: LiveServer) -> None:
     with tinker.ServiceClient(base_url=server.url, api_key=API_KEY) as service:
         client = service.create_lora_training_client("tinsmith/nano", rank=16).result()

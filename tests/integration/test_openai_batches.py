@@ -198,6 +198,7 @@ def assert_whole(client: openai.OpenAI, ended: openai.types.Batch, total: int, c
     assert counts and (counts.total, counts.completed, counts.failed) == (total, len(done), len(rest))
 
 
+@pytest.mark.extended
 def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_was_done(tmp_path: Path) -> None:
     """On a server with keys, whose tenants may not run code."""
     data_dir = tmp_path / "data"
@@ -221,6 +222,7 @@ def test_any_tenant_has_batches_and_one_whose_window_is_over_expires_with_what_w
             assert other.batches.list().data == other.files.list().data == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("point", ["openai.submitted", "batch.committed:3", "openai.written"])
 def test_a_killed_server_goes_on_and_no_request_is_answered_twice(tmp_path: Path, point: str) -> None:
     port, settings = free_port(), {"FAILPOINTS": point}

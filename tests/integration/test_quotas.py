@@ -405,6 +405,7 @@ def tight_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
         yield server
 
 
+@pytest.mark.extended
 def test_the_sdk_completes_a_run_that_is_throttled(tight_server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2, 3]),

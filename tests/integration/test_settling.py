@@ -287,6 +287,7 @@ def run_workload(bench: FaultyBench, name: str, fails: Fails = never) -> tuple[W
     return workload, restarts
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("moment", ["read", *WRITING])
 def test_an_error_at_any_transaction_of_an_engine_changes_no_result(bench: FaultyBench, moment: Moment) -> None:
     run_workload(bench, "warm-up")

@@ -147,7 +147,8 @@ class Bench:
         refusal: UserError | None = None,
         num_tokens: int = 0,
     ) -> str:
-        raw = body if isinstance(body, bytes) else json.dumps({"model_id": model_id, "seq_id": seq_id} | body).encode()
+        given = {"model_id": model_id, "seq_id": seq_id or None}  # what creates a model has no sequence number
+        raw = body if isinstance(body, bytes) else json.dumps(given | body).encode()
         request_id = f"{model_id}:{'unload' if seq_id is None else seq_id}"
         session = model_id.split(":")[0]
         new = NewFuture(request_id, tenant, session, BASE, kind, raw, num_tokens, model_id=model_id, seq_id=seq_id)

@@ -273,6 +273,7 @@ def own_of(found: dict[str, bytes]) -> dict[str, bytes]:
     return {name: text for name, text in found.items() if not name.startswith("n")}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("arch", "dtype"),
     [("qwen3", "float32"), ("qwen3", "bfloat16"), ("llama", "float32"), ("gemma2", "bfloat16")],
@@ -420,6 +421,7 @@ def make_noise(url: str, seed: int, stop: threading.Event) -> None:
                 future.result()
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 def test_a_server_gives_the_same_bits_beside_busy_tenants(tmp_path: Path) -> None:
     with serving(tmp_path / "data", "--deterministic") as server:

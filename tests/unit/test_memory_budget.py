@@ -156,6 +156,7 @@ def test_a_pool_that_shrinks_keeps_who_has_what(chains: list[tuple[int, bool, bo
     assert sorted(rest + taken) == list(range(1, size + 1))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseModel, every: int) -> None:
     samples = [
@@ -416,6 +417,7 @@ def squeezed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
+@pytest.mark.extended
 def test_a_client_trains_and_samples_under_a_budget(squeezed: str) -> None:
     with tinker.ServiceClient(base_url=squeezed, api_key="tml-budget") as service:
         model = service.create_lora_training_client("tinsmith/nano", rank=8).result()

@@ -128,6 +128,7 @@ def test_what_is_said_of_micro_batches_is_what_the_backend_does() -> None:
     assert (memory.LEAST_CHUNK, memory.LARGEST_CHUNK) == (backend.LEAST_CHUNK, backend.LARGEST_CHUNK)
 
 
+@pytest.mark.extended
 def test_measured_peaks_are_within_the_factor() -> None:
     # Memory that was freed goes back at once, so that the resident set is what is held.
     at_once = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

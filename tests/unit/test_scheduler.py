@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,6 +122,7 @@ def test_a_pass_behind_a_barrier_or_a_gap_does_not_run() -> None:
     assert step.passes == ()
 
 
+@pytest.mark.extended
 @given(st.integers(1, 100), st.integers(1, 64))
 def test_a_flood_delays_another_tenants_request_by_at_most_one_step(tokens: int, lone_tokens: int) -> None:
     flood = {seq: pending(seq, "flood", "a", seq, "forward", tokens) for seq in range(10_000)}
