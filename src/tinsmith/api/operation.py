@@ -450,7 +450,7 @@ async def read_json(request: Request, model: type[B]) -> B:
 def traced(request: Request, services: Services, tenant_id: str, name: str) -> AbstractContextManager[None]:
     """A span around the answer to a request, below its client's."""
     attributes = {"tinsmith.tenant_id": tenant_id, "http.request.method": request.method}
-    return services.tracing.span(name, request.headers.get("traceparent"), attributes)
+    return services.tracing.span(name.lstrip("_"), request.headers.get("traceparent"), attributes)
 
 
 async def run(work: Callable[..., T], *args: object, on: Executor | None = None) -> T:
