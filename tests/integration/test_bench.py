@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from support.live import API_KEY, LiveServer, free_port, serving
 from tinsmith.cli import bench
 from tinsmith.cli.bench import MEASURES, Figure, Measure, Row
-from tinsmith.cli.main import app
+from tinsmith.cli.main import app, output
 from tinsmith.errors import SettingsError
 
 
@@ -23,7 +23,8 @@ def other_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServe
 
 
 def run(*flags: str) -> Result:
-    return CliRunner().invoke(app, ["bench", "--key", API_KEY, "--runs", "2", *flags], env={"COLUMNS": "200"})
+    output.width = 200  # its width is otherwise that of the terminal in which the first test imported it
+    return CliRunner().invoke(app, ["bench", "--key", API_KEY, "--runs", "2", *flags])
 
 
 def test_two_servers_side_by_side(fake_server: LiveServer, other_server: LiveServer) -> None:
