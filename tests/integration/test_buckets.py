@@ -205,13 +205,13 @@ def test_a_bucket_that_does_not_answer_is_not_taken_for_damage(
     if missing == "server":
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
     nowhere = BucketDirectories(f"s3://no-{missing}-{bucket.name}/p/versions", Cache(tmp_path / "cache", 1 << 30))
-    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
+    with pytest.raises(UnreachableError, match=r"object store|bucket does not exist"):
         nowhere.check("name")
-    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
+    with pytest.raises(UnreachableError, match=r"object store|bucket does not exist"):
         nowhere.write(fill)
-    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
+    with pytest.raises(UnreachableError, match=r"object store|bucket does not exist"):
         nowhere.check_sizes("name")
-    with pytest.raises(UnreachableError, match="object store|bucket does not exist"):
+    with pytest.raises(UnreachableError, match=r"object store|bucket does not exist"):
         nowhere.old(0)
     nowhere.discard("name")
     assert list((tmp_path / "cache/versions").iterdir()) == []
