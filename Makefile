@@ -25,7 +25,7 @@ test: $(STAMP)
 # The rest of tests/e2e, fault, cluster, fuzz and browser, and the longer tests of the other directories.
 test-extended: $(STAMP)
 	scripts/setup-browser
-	$(PYTEST) $(PARALLEL) -m "extended and not slow" $(TESTS)
+	$(PYTEST) $(PARALLEL) -m "extended and not slow and not recipes" $(TESTS)
 
 # All parts that need nothing which setup does not install, one after the other, with one closing line.
 test-all: $(STAMP)
