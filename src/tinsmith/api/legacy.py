@@ -433,7 +433,7 @@ def sample(call: Call, request: SamplesRequest) -> JsonObject:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
     bodies = [sample_body(request, prompt, f"prompts[{index}]") for index, prompt in enumerate(prompts)]
     sampling_session_id = _sampling_session(call, request)
-    # Samples have no order, so any number will do that nobody else takes.
+    # Samples have no order, so any unused number will do.
     first = secrets.randbelow(2**61)
     request_ids: list[object] = []
     for seq_id, body in enumerate(bodies, first):

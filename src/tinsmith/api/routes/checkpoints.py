@@ -138,7 +138,7 @@ def publish(call: Call) -> JsonObject:
     return {}
 
 
-@operation("DELETE", CHECKPOINT + "/publish", "Let nobody else read it", answer=ANYTHING, errors=(404, 410))
+@operation("DELETE", CHECKPOINT + "/publish", "Make it private", answer=ANYTHING, errors=(404, 410))
 def unpublish(call: Call) -> JsonObject:
     if call.services.checkpoints.set_public(call.tenant_id, ref_of(call), False):
         record(call, "checkpoint_unpublished", ref_of(call))
@@ -294,7 +294,7 @@ def _destination(call: Call, request: CopyWeightsRequest) -> Destination:
 
 
 def idempotent_session(call: Call, ids: uuid.UUID) -> str:
-    """The id of a session that nobody opened: the same for every time that a request is sent."""
+    """The id of a session that no client opened; it is the same each time a request is sent again."""
     key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
     if len(key) > MAX_KEY_LENGTH:
         raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")

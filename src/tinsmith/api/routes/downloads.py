@@ -76,8 +76,8 @@ def _content_range(what: str, size_bytes: int) -> dict[str, str]:
 
 
 def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int, int] | None:
-    """Start and end of the one range that is asked for. Whoever asks for several, or for what means nothing, gets the
-    whole; so does who has a range of another file of this name.
+    """Start and end of the one requested range. Several ranges, a range that cannot be read, and a range of another
+    file of this name are answered with the whole file.
     """
     found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", "").lower())
     if found is None or request.headers.get("if-range", etag) != etag:

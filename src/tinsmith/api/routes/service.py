@@ -42,7 +42,7 @@ CLIENT_FLAGS: JsonObject = {
     "custom_loss_server_side": True,
 }
 FORWARDED = ("x-forwarded-for", "forwarded", "via")
-"""Headers by which a proxy says that it speaks for somebody else."""
+"""Headers that a proxy adds to name the client that it forwards for."""
 
 DYNAMIC_FLAGS: JsonObject = {"refresh_interval_sec": 300, "sample_cancel_enabled": True}
 
