@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ISOLATED := $(BIN)/python scripts/isolated
 PYTEST := $(ISOLATED) $(BIN)/python -m pytest -q
 # More workers than cores, since many tests wait; the tests of a file stay together, since they share its servers.
-PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile
+PARALLEL := -n $${TEST_WORKERS:-3} --dist loadfile --no-loadscope-reorder
 TESTS := $(addprefix tests/,unit integration contract e2e fault cluster fuzz browser recipes)
 STAMP := $(VENV)/.installed
 

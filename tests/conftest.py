@@ -39,11 +39,25 @@ EXTENDED = {"e2e", "fault", "cluster", "fuzz", "browser", "recipes"}
 """Directories of which `make test` runs only what is marked `smoke`: one journey of each kind."""
 
 
+LONG_FILES = """
+    unit/test_nano.py cluster/test_ranks.py contract/test_isolation.py e2e/test_openai_live.py
+    integration/test_settling.py unit/test_local_sampler.py unit/test_db.py unit/test_adjusting.py
+    integration/test_openai_batches.py fault/test_durability.py integration/test_batch_sql.py
+    integration/test_external_sampler.py unit/test_families.py integration/test_custom_loss.py
+    integration/test_batch_resume.py integration/test_engine.py unit/test_architecture.py integration/test_full.py
+    unit/test_torch_backend.py integration/test_sampling_polls.py unit/test_usage.py unit/test_batch_state.py
+""".split()
+"""The files that take longest, longest first. They start first, so that the workers of `make test` end together."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if item.path.relative_to(here).parts[0] in EXTENDED and not item.get_closest_marker("smoke"):
             item.add_marker(pytest.mark.extended)
+    order = {name: place for place, name in enumerate(LONG_FILES)}
+    # The sort is stable: the tests of a file keep their order.
+    items.sort(key=lambda item: order.get(item.path.relative_to(here).as_posix(), len(order)))
 
 
 def pytest_configure(config: pytest.Config) -> None:
