@@ -24,10 +24,10 @@ from tinsmith.batch.coordinator import job_run as runs
 from tinsmith.batch.coordinator import workers as crews
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
+from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.types import Outcome, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings

@@ -34,11 +34,11 @@ from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import Answers
 from tinsmith.batch.coordinator.state import BatchJobs, Job, is_passing
+from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import now
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.runtime.background import Background
@@ -455,7 +455,7 @@ class Coordinator:
                 started = await pool.pool.start(worker_id, None)
                 worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
                 try:
-                    await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)
+                    await worker.call("configure", spec=spec.to_dict(), start_mapper=False)
                     return await operation(worker)
                 finally:
                     await worker.close()

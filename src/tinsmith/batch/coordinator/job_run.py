@@ -35,12 +35,19 @@ from tinsmith.batch import operations
 from tinsmith.batch.coordinator.attempts import Claim, Lost, Settled
 from tinsmith.batch.coordinator.model_gateway import Answers, Desk
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs, Job, SupersededError, is_passing
-from tinsmith.batch.coordinator.workers import Crew, FailedError
+from tinsmith.batch.coordinator.workers import (
+    Crew,
+    FailedError,
+    OperationError,
+    RemoteWorker,
+    SetupFailedError,
+    Told,
+    WorkerLostError,
+)
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, part_base
-from tinsmith.batch.worker.rpc import OperationError, RemoteWorker, SetupFailedError, Told, WorkerLostError
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05

@@ -1,10 +1,10 @@
 """The process in which a worker runs the code of a mapper.
 
 `python -m tinsmith.batch.worker.child READ_FD WRITE_FD MARKER_FD` starts it.
-Lines of JSON come in and go out on two descriptors of their own, so that a mapper may print. The first line is the
-job's specification. Then either assignments follow, each answered by one outcome (`mapper`), or operations, each
-answered by its lines and an end (`utility`): counting and splitting, publishing, deleting, recording a row as failed.
-It ends with its input. It knows neither the worker's HTTP nor the coordinator.
+Messages (`rpc.py`) come in and go out on two descriptors of their own, so that a mapper may print. The first one holds
+the job's specification. Then either assignments follow, each answered by one outcome (`mapper`), or operations, each
+answered by its messages and an end (`utility`): counting and splitting, publishing, deleting, recording a row as
+failed. The process ends with its input. It knows neither the worker's service nor the coordinator.
 """
 
 from __future__ import annotations
@@ -18,36 +18,38 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
 
 from tinsmith.batch.types import DEATHS, Assignment, JobSpec, MapperStartError, Outcome, RowFailure
+from tinsmith.batch.worker.rpc import Message, pack, read_frames
 from tinsmith.errors import UserError
 
 if TYPE_CHECKING:
     from tinsmith.batch.operations.runtime import Channel
 
-SPANS_IN_A_LINE = 1000
+SPANS_IN_A_MESSAGE = 1000
 WORKER_POLL_S = 0.5
 
-Send = Callable[[dict[str, Any]], None]
+Send = Callable[[Message], None]
 
 
 def main() -> None:
-    source = os.fdopen(int(sys.argv[1]), "r", encoding="utf-8")
-    target = os.fdopen(int(sys.argv[2]), "w", encoding="utf-8")
+    source = read_frames(os.fdopen(int(sys.argv[1]), "rb"))
+    target = os.fdopen(int(sys.argv[2]), "wb")
     lock = threading.Lock()
 
-    def send(message: dict[str, Any]) -> None:
+    def send(message: Message) -> None:
         try:
+            frame = pack(message)
             with lock:
-                target.write(json.dumps(message) + "\n")
+                target.write(frame)
                 target.flush()
         except BrokenPipeError:
             _die()
 
     threading.Thread(target=_die_with, args=(os.getppid(),), daemon=True).start()
-    first = json.loads(source.readline())
+    first = next(source)
     spec = JobSpec.from_dict(first["spec"])
     if spec.roots is not None:
         from tinsmith.batch.formats.offset_cache import cache_directory
@@ -74,7 +76,7 @@ def _die() -> NoReturn:
     os._exit(1)
 
 
-def _map(spec: JobSpec, source: IO[str], send: Send, careful: bool) -> None:
+def _map(spec: JobSpec, source: Iterator[Message], send: Send, careful: bool) -> None:
     from tinsmith.batch.operations.runtime import Channel
     from tinsmith.batch.worker import logs, runtime
     from tinsmith.batch.worker.markers import Marker
@@ -97,10 +99,9 @@ def _map(spec: JobSpec, source: IO[str], send: Send, careful: bool) -> None:
         send({"start_error": "".join(traceback.format_exception(error))})
 
 
-def _read(source: IO[str], given: queue.SimpleQueue[Assignment | None], channel: Channel) -> None:
+def _read(source: Iterator[Message], given: queue.SimpleQueue[Assignment | None], channel: Channel) -> None:
     """Assignments and answers come on one pipe; who waits for an answer must not wait for who reads rows."""
-    for line in source:
-        message = json.loads(line)
+    for message in source:
         if "answers" in message:
             channel.answered(message["answers"])
         else:
@@ -109,15 +110,14 @@ def _read(source: IO[str], given: queue.SimpleQueue[Assignment | None], channel:
     given.put(None)
 
 
-def _assignment(message: dict[str, Any]) -> Assignment:
+def _assignment(message: Message) -> Assignment:
     lists = {name: tuple(message.get(name, ())) for name in ("part_bases", "schemas")}
     return Assignment(**{**message, **lists})
 
 
-def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
+def _serve(spec: JobSpec, job_id: int, source: Iterator[Message], send: Send) -> None:
     operations = {"plan": _plan, "publish": _publish, "delete": _delete, "give_up": _give_up}
-    for line in source:
-        request = json.loads(line)
+    for request in source:
         try:
             send({"end": operations[request["op"]](spec, job_id, request, send)})
         except Exception as error:  # noqa: BLE001  the answer of this operation alone
@@ -127,7 +127,7 @@ def _serve(spec: JobSpec, job_id: int, source: IO[str], send: Send) -> None:
             send({"error": text, "error_type": type(error).__name__, "message": str(error)})
 
 
-def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> dict[str, Any]:
+def _plan(spec: JobSpec, _job_id: int, _request: Message, send: Send) -> Message:
     from tinsmith.batch.worker import runtime
 
     version = {"input_version": runtime.version_of(spec)}
@@ -138,7 +138,7 @@ def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> 
     for span in batches:
         total = span.end_idx + 1
         spans.append(list(span))
-        if len(spans) == SPANS_IN_A_LINE:
+        if len(spans) == SPANS_IN_A_MESSAGE:
             send({"spans": spans})
             spans = []
     if spans:
@@ -146,7 +146,7 @@ def _plan(spec: JobSpec, _job_id: int, _request: dict[str, Any], send: Send) -> 
     return {"total_rows": total, **version}
 
 
-def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+def _publish(spec: JobSpec, job_id: int, request: Message, _send: Send) -> Message:
     """The winners lie in a file, one batch a line; so do the failed rows."""
     from tinsmith.batch.worker import reducing
 
@@ -159,7 +159,7 @@ def _publish(spec: JobSpec, job_id: int, request: dict[str, Any], _send: Send) -
     return reducing.publish_output(spec, index, job_id, reducing.Winners(request["path"], index)).to_dict()
 
 
-def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+def _delete(spec: JobSpec, _job_id: int, request: Message, _send: Send) -> Message:
     from tinsmith.batch.worker import reducing
 
     formats = [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
@@ -172,7 +172,7 @@ def _delete(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -
     return {}
 
 
-def _give_up(spec: JobSpec, _job_id: int, request: dict[str, Any], _send: Send) -> dict[str, Any]:
+def _give_up(spec: JobSpec, _job_id: int, request: Message, _send: Send) -> Message:
     """A row that failed for the last time: its place in every output stays empty, and it is told why."""
     from tinsmith.batch.formats import registry
     from tinsmith.batch.formats.offset_cache import cache_directory

@@ -1,18 +1,16 @@
 """A worker's children: processes of their own group that can be killed at any time, and what becomes of their work.
 
-`Child` is one process and its two pipes of JSON lines. `Mapper` gives assignments to a child that runs the mapper and
-starts another one when it dies. A batch is to blame for that only if the child's marker says that it was worked on;
-where it says so of several, the next child has them one at a time. What only waited is given to the next child, too.
-What an attempt comes to is told once: an outcome, or a loss that says whether it is the batch's fault (`infra` false),
-the machine's, or that of a mapper that does not start (`setup`).
+`Child` is one process and its two pipes of messages (`rpc.py`). `Mapper` gives assignments to a child that runs the
+mapper and starts another one when it dies. A batch is to blame for a death only if the child's marker says that it was
+worked on; if the marker names several, the next child has them one at a time. Attempts that only waited are given to
+the next child. An attempt is settled once: with an outcome, or with a loss that says whether the batch is to blame
+(`infra` false), the machine, or a mapper that does not start (`setup`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -20,16 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from tinsmith import __version__
 from tinsmith.batch.worker.logs import untagged
 from tinsmith.batch.worker.markers import Marker, marker_file
+from tinsmith.batch.worker.rpc import Message, pack, read_frames
 
 TAIL_BYTES = 4000
 AHEAD = 3
 """Attempts that the child has: one's rows are read, one is mapped, one's results are stored."""
-Message = dict[str, Any]
 
 
 MIN_PYTHON = (3, 11)
@@ -69,22 +67,20 @@ class Child:
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        self._input = os.fdopen(we_write, "w", encoding="utf-8")
-        self._output = os.fdopen(we_read, "r", encoding="utf-8")
+        self._input = os.fdopen(we_write, "wb")
+        self._output = os.fdopen(we_read, "rb")
         self._lock = threading.Lock()
         self.send(first)
 
     def send(self, message: Message) -> None:
         """A child that is gone takes nothing; its reader notices."""
         with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
-            self._input.write(json.dumps(message) + "\n")
+            self._input.write(pack(message))
             self._input.flush()
 
-    def lines(self) -> Iterator[Message]:
-        for line in self._output:
-            if not line.endswith("\n"):  # cut by its death
-                return
-            yield json.loads(line)
+    def messages(self) -> Iterator[Message]:
+        """To the end of the child."""
+        return read_frames(self._output)
 
     def end(self) -> None:
         """No more input: a mapper's `load()` ends."""
@@ -187,7 +183,10 @@ class Attempt:
                 events.put(asks)
 
 
-Events = queue.SimpleQueue[Attempt | list[Message]]
+class Events(Protocol):
+    """A queue that takes an attempt that has ended, or what an attempt asks, from any thread."""
+
+    def put(self, item: Attempt | list[Message], /) -> None: ...
 
 
 def lost(
@@ -281,7 +280,7 @@ class Mapper:
 
     def _follow(self, child: Child) -> None:
         start_error = None
-        for message in child.lines():
+        for message in child.messages():
             if "start_error" in message:
                 start_error, self._start_is_final = message["start_error"], bool(message.get("final"))
                 break
@@ -442,13 +441,13 @@ class Utility:
         self._child: Child | None = None
 
     def run(self, request: Message) -> Iterator[Message]:
-        """The lines of an operation's answer, the last one an `end` or an `error`. Raises ChildError."""
+        """The messages of an operation's answer, the last one an `end` or an `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
                 self._child = Child(sys.executable, self._first, self._log_path)
             child = self._child
             child.send(request)
-            for message in child.lines():
+            for message in child.messages():
                 yield message
                 if "end" in message or "error" in message:
                     return
