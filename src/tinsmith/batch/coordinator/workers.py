@@ -21,7 +21,7 @@ from typing import IO, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch.coordinator.attempts import Lost
-from tinsmith.batch.coordinator.model_gateway import Desk
+from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
 from tinsmith.batch.types import JobSpec, Limits, Outcome
@@ -54,7 +54,7 @@ class OperationError(Exception):
 
 
 class SetupFailedError(Exception):
-    """The mapper does not start; the message is its traceback. `final`: it starts on no other worker either."""
+    """The mapper does not start; the message is its traceback. `final`: it does not start on any other worker."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class SetupFailedError(Exception):
 
 
 class RemoteWorker:
-    """`desk` answers what operations ask; a user's function has none."""
+    """`router` answers what operations ask; a user's function has none."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class RemoteWorker:
         job_id: int,
         limits: Limits,
         slot: int | None,
-        desk: Desk | None = None,
+        router: RequestRouter | None = None,
     ) -> None:
-        self._desk = desk
+        self._router = router
         self.worker_id = worker_id
         self.started = started
         self.slot = slot
@@ -95,7 +95,7 @@ class RemoteWorker:
             pass
 
     async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Told]]:
-        """What attempts came to, as it is told. Raises WorkerLostError, SetupFailedError for what was not told."""
+        """The results of attempts as they arrive. Raises WorkerLostError, SetupFailedError if some have none."""
         left = len(assignments)
         setup_error: SetupFailedError | None = None
         async for told in self._fed(assignments):
@@ -117,12 +117,12 @@ class RemoteWorker:
 
     async def _fed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Message]]:
         stream = self._stream("feed_batch", {"assignments": assignments})
-        if self._desk is None:
+        if self._router is None:
             async for message in stream:
                 if told := message.get("settled"):
                     yield told
         else:
-            async with self._desk.answering(lambda answers: self.call("answer", answers=answers)) as take:
+            async with self._router.answering(lambda answers: self.call("answer", answers=answers)) as take:
                 async for message in stream:
                     take(message.get("asks", ()))
                     if told := message.get("settled"):
@@ -200,21 +200,23 @@ class RemoteWorker:
 
 
 KNOWN = (WorkerStartError, WorkerLostError, SupersededError, SQLAlchemyError)
-"""What those who ask for a worker tell apart; anything else that goes wrong on the way is a WorkerStartError."""
+"""The errors of starting a worker that callers distinguish; any other becomes a WorkerStartError."""
 
 
 class FailedError(Exception):
     """The job cannot go on; the message says why."""
 
 
-class Crew:
-    def __init__(self, jobs: BatchJobs, job_id: int, token: str, spec: JobSpec, pool: Pool, desk: Desk | None) -> None:
+class WorkerSet:
+    def __init__(
+        self, jobs: BatchJobs, job_id: int, token: str, spec: JobSpec, pool: Pool, router: RequestRouter | None
+    ) -> None:
         self._jobs = jobs
         self._job_id = job_id
         self._token = token
         self.spec = spec
         self._pool = pool
-        self._desk = desk
+        self._router = router
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
 
@@ -291,7 +293,7 @@ class Crew:
         try:
             await asyncio.to_thread(self._jobs.intend_worker, name, worker_id, self._job_id, self._token, kind)
             started = await self._pool.start(worker_id, slot)
-            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._desk)
+            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._router)
             self._workers.add(worker)
             await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
             await asyncio.to_thread(self._jobs.note_worker, name, worker_id, "ready", started.address, started.where)
