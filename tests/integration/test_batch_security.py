@@ -72,7 +72,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServ
     (directory / "sitecustomize.py").write_text(HOOK)
     (directory / "logs").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(directory))
+        patch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
         patch.setenv("WATCHED", str(directory / "logs"))
         with serving(directory / "data", "--backend", "fake") as server:
             yield server, directory / "logs"

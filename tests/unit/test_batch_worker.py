@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Of a worker's service in this process, which waits for nothing long."""
     monkeypatch.setattr(rpc, "TOKEN_S", 0.3)
     monkeypatch.setattr(rpc, "READ_S", 0.3)
-    monkeypatch.setattr(rpc, "MAX_STRANGERS", 8)
+    monkeypatch.setattr(rpc, "MAX_UNAUTHENTICATED", 8)
     monkeypatch.setattr(worker_service, "LAST_WORDS_S", 0.1)
     found: queue.SimpleQueue[str] = queue.SimpleQueue()
     worker = worker_service.Worker(tmp_path / "log", tmp_path)
@@ -270,7 +271,7 @@ def test_a_file_is_refused_before_its_bytes_are_sent(port: int, size: object, st
 
 def test_a_file_arrives_whole(port: int) -> None:
     connection = Connection(port)
-    data = os.urandom(3 * rpc.PIECE_BYTES + 1)
+    data = os.urandom(3 * rpc.CHUNK_BYTES + 1)
     connection.send(pack({"call": "receive", "size": len(data)}))
     kind, placed = connection.frame()
     assert kind == MESSAGE
@@ -321,6 +322,76 @@ def test_a_message_arrives_as_it_was(value: object) -> None:
 def test_what_is_no_json_is_not_sent() -> None:
     with pytest.raises(TypeError, match="a set cannot be sent"):
         pack({"value": {1}})
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "before the reply did"),
+        (LENGTH.pack(9)[:2], "before the reply did"),
+        (LENGTH.pack(9) + b"\x80", "8 bytes before the end of a frame"),
+        (LENGTH.pack(rpc.MAX_FRAME_BYTES + 1), "the maximum is"),
+        (LENGTH.pack(1) + b"\xc1", "not msgpack"),
+    ],
+)
+def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
+    tmp_path: Path, sent: bytes, words: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(LENGTH.size)
+        writer.write(sent)
+        await rpc.close(writer)
+
+    async def call() -> None:
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path):
+            client = rpc.Client(path, "secret", connect_s=5, silence_s=5)
+            with pytest.raises(rpc.ConnectionLostError, match=words):
+                await client.call("health")
+            await client.close()
+
+    asyncio.run(call())
+
+
+def test_what_a_handler_raises_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(_: rpc.Message, _reader: asyncio.StreamReader) -> rpc.Message:
+        raise OSError("the disk is gone")
+
+    async def call() -> None:
+        server = rpc.Server("secret", {"fail": fail})
+        client = rpc.Client(await server.listen(str(tmp_path / "s")), "secret", connect_s=5, silence_s=5)
+        for _ in range(2):
+            with pytest.raises(rpc.RefusedError, match="the disk is gone") as refused:
+                await client.call("fail")
+            assert refused.value.status == 500
+        await client.close()
+        await server.close()
+
+    asyncio.run(call())
+    assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True] * 2
+
+
+def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
+    async def slow(_: rpc.Message, _reader: asyncio.StreamReader) -> AsyncGenerator[rpc.Message, None]:
+        for number in range(3):
+            await asyncio.sleep(0.001)
+            yield {"number": number}
+
+    async def cancel_everywhere() -> None:
+        server = rpc.Server("secret", {"slow": slow})
+        address = await server.listen(str(tmp_path / "s"))
+        for steps in range(60):  # of the event loop, so that the call is cancelled at any point
+            client = rpc.Client(address, "secret", connect_s=5, silence_s=5)
+            call = asyncio.create_task(client.call("slow"))
+            for _ in range(steps):
+                await asyncio.sleep(0.0005 if steps > 30 else 0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await client.close()
+        await server.close()
+        gc.collect()
+
+    asyncio.run(cancel_everywhere())  # pytest fails on the warning of a writer that was not closed
 
 
 # Pools.

@@ -25,7 +25,7 @@ from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
 from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
 from tinsmith.batch.types import JobSpec, Limits, Outcome
-from tinsmith.batch.worker.rpc import MESSAGE, Client, ConnectionLostError, Message, RefusedError
+from tinsmith.batch.worker.rpc import Client, ConnectionLostError, Message, RefusedError
 
 MAX_OPERATION_TRIES = 3
 
@@ -179,9 +179,8 @@ class RemoteWorker:
             async with contextlib.aclosing(
                 self._client.stream(name, {"job_id": self._job_id, **request}, file)
             ) as answer:
-                async for kind, message in answer:
-                    if kind == MESSAGE:
-                        yield message
+                async for message in answer:
+                    yield message
         except RefusedError as error:
             why = f"the worker answered {name} with {error.status}: {str(error)[:500]}"
             raise WorkerLostError(why) from None

@@ -23,7 +23,7 @@ from typing import Protocol
 from tinsmith import __version__
 from tinsmith.batch.worker.logs import untagged
 from tinsmith.batch.worker.markers import Marker, marker_file
-from tinsmith.batch.worker.rpc import Message, pack, read_frames
+from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
 TAIL_BYTES = 4000
 AHEAD = 3
@@ -79,8 +79,11 @@ class Child:
             self._input.flush()
 
     def messages(self) -> Iterator[Message]:
-        """To the end of the child."""
-        return read_frames(self._output)
+        """To the end of the child. A child that sends no valid frame is killed."""
+        try:
+            yield from read_frames(self._output)
+        except FrameError:
+            self.kill()
 
     def end(self) -> None:
         """No more input: a mapper's `load()` ends."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from tinsmith.batch.worker.children import Attempt, ChildError, Mapper, Utility, lost
-from tinsmith.batch.worker.rpc import PIECE_BYTES, Answer, Call, Message, RefusedError, Server, read_pieces
+from tinsmith.batch.worker.rpc import CHUNK_BYTES, Handler, Message, RefusedError, Server, read_chunks
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class Worker:
             if asks:
                 yield {"asks": asks}
             if settled:
-                yield {"settled": [{"key": attempt.key, **attempt.result} for attempt in settled], "last": not left}
+                yield {"settled": [{"key": attempt.key, **attempt.result} for attempt in settled]}
 
     def _forget(self) -> None:
         for key, attempt in list(self._attempts.items())[: len(self._attempts) - REMEMBERED]:
@@ -199,16 +199,16 @@ class Worker:
         path = self._directory / uuid.uuid4().hex
         yield {"path": str(path)}
         with path.open("wb") as file:
-            async for piece in read_pieces(reader, size):
+            async for piece in read_chunks(reader, size):
                 await asyncio.to_thread(file.write, piece)
 
     def log(self, request: Message) -> Message:
         """The whole lines of the log after so many bytes."""
         with self._log_path.open("rb") as log:
             log.seek(request["after"])
-            page = log.read(PIECE_BYTES)
+            page = log.read(CHUNK_BYTES)
         end = page.rfind(b"\n") + 1
-        if not end and len(page) == PIECE_BYTES:
+        if not end and len(page) == CHUNK_BYTES:
             end = len(page)  # a line that no page can hold comes in pieces
         return {"text": page[:end].decode(errors="replace"), "end": request["after"] + end}
 
@@ -273,9 +273,9 @@ class Service:
                 "answer": _on_thread(worker.answer),
                 "abort": _on_thread(worker.abort),
                 "log": _on_thread(worker.log),
-                "feed_batch": _streamed(lambda request, _: worker.feed(request)),
-                "operate": _streamed(lambda request, _: worker.operate(request)),
-                "receive": _streamed(worker.receive),
+                "feed_batch": lambda request, _: worker.feed(request),
+                "operate": lambda request, _: worker.operate(request),
+                "receive": worker.receive,
                 "shutdown": self._shut_down,
             },
         )
@@ -284,12 +284,11 @@ class Service:
         """Until a caller shuts the worker down. `ready` is called with the address."""
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MAX_THREADS))
         where = {"host": given.get("host", "127.0.0.1"), "port": int(given.get("port", 0))}
-        server, address = await self.server.listen(given.get("socket"), **where)
-        ready(address)
+        ready(await self.server.listen(given.get("socket"), **where))
         await self._stopped.wait()
-        server.close()
+        await self.server.close()
 
-    async def _shut_down(self, request: Message, _: asyncio.StreamReader) -> Answer:
+    async def _shut_down(self, request: Message, _: asyncio.StreamReader) -> Message:
         """Answers at once; the process ends when the mapper has, or the grace is over."""
         task = asyncio.create_task(self._end(float(request.get("grace_s", 0))))
         self._stopping.add(task)
@@ -298,23 +297,16 @@ class Service:
     async def _end(self, grace_s: float) -> None:
         await asyncio.to_thread(self.worker.shutdown, grace_s)
         until = time.monotonic() + LAST_WORDS_S
-        while self.server.answering and time.monotonic() < until:
+        while self.server.num_active_calls and time.monotonic() < until:
             await asyncio.sleep(0.01)
         self._stopped.set()
 
 
-def _on_thread(work: Callable[[Message], Message]) -> Call:
-    async def call(request: Message, _: asyncio.StreamReader) -> Answer:
+def _on_thread(work: Callable[[Message], Message]) -> Handler:
+    async def handle(request: Message, _: asyncio.StreamReader) -> Message:
         return await asyncio.to_thread(work, request)
 
-    return call
-
-
-def _streamed(work: Callable[[Message, asyncio.StreamReader], AsyncGenerator[Message, None]]) -> Call:
-    async def call(request: Message, reader: asyncio.StreamReader) -> Answer:
-        return work(request, reader)
-
-    return call
+    return handle
 
 
 def main() -> None:
