@@ -29,7 +29,7 @@ TASKS_OF_THEIR_CALLERS = {
     "batch/coordinator/model_gateway.py": "one for each question, whose error is its answer",
     "batch/coordinator/job_run.py": "parts of one job, which ends with them",
     "batch/worker/rpc.py": "one for each connection, which logs its error",
-    "batch/worker/worker.py": "the end of the process",
+    "batch/worker/worker.py": "the end of its process",
     "cluster/supervisor.py": "waits that their creator awaits",
     "api/routes/futures.py": "a poll's look at its connection",
     "api/openai/streaming.py": "parts of one answer",
