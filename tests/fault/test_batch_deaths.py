@@ -22,8 +22,7 @@ from tinsmith.batch.client import functions
 from tinsmith.batch.coordinator.attempts import Lost
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
-from tinsmith.batch.worker.children import Attempt, Events, Mapper
-from tinsmith.batch.worker.markers import MAP, READ, Marker, marker_file
+from tinsmith.batch.worker.children import MAP, READ, Attempt, Events, Mapper, Marker, marker_file
 from tinsmith.db.database import Database
 
 ROWS = 5000
@@ -182,7 +181,7 @@ class Running:
         )
         self.events: Events = queue.SimpleQueue()
         self.directory = directory
-        self.mapper = Mapper(spec.to_dict(), directory / "log", lambda _attempt: None)
+        self.mapper = Mapper(spec.to_dict(), directory / "log")
 
     def feed(self, *batches: int) -> None:
         base = str(self.directory / "parts")
@@ -239,7 +238,7 @@ def test_a_mapper_that_is_killed_is_blamed_on_nothing_but_what_it_worked_on(runn
 
 def test_what_a_child_may_have_stored_is_stored_elsewhere_by_the_next_one() -> None:
     given = Attempt({"batch_idx": 0, "attempt_id": 1, "part_bases": ["a/attempt-1"]}, queue.SimpleQueue())
-    assert [given.given()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
+    assert [given.to_send()["part_bases"] for _ in range(3)] == [["a/attempt-1"], ["a/attempt-1-1"], ["a/attempt-1-2"]]
 
 
 @pytest.mark.smoke

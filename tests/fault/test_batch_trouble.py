@@ -21,13 +21,13 @@ from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.coordinator import coordinator as coordinators
 from tinsmith.batch.coordinator import job_run as runs
-from tinsmith.batch.coordinator import workers as crews
+from tinsmith.batch.coordinator import workers as worker_sets
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs
+from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.types import Outcome, OutputInfo, PartInfo
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BATCH_JOBS
 from tinsmith.settings import Settings
@@ -177,7 +177,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
 
     monkeypatch.setattr(LocalPool, "start", start)
-    for module in (crews, coordinators):
+    for module in (worker_sets, coordinators):
         monkeypatch.setattr(module, "RemoteWorker", Worker)
 
 
@@ -198,7 +198,7 @@ def test_errors_in_all_phases_of_a_coordinator_end_nothing(
     """Each once; the job is then done as if they had not been."""
     monkeypatch.setattr(coordinators, "MAX_TROUBLES", 99)
     monkeypatch.setattr(coordinators, "MAX_PAUSE_S", 0.1)
-    monkeypatch.setattr(crews, "MAX_OPERATION_TRIES", 9)
+    monkeypatch.setattr(worker_sets, "MAX_OPERATION_TRIES", 9)
     phases = [*PHASES, *(["spec"] if isinstance(error, OperationalError) else [])]
     fails = {name: Failing(1, error) for name in phases}
     for name, wrap in fails.items():

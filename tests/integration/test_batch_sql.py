@@ -21,7 +21,7 @@ from tinsmith.batch.client.http import Client
 from tinsmith.batch.formats import registry, sql
 from tinsmith.batch.formats.sql import split_url
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
-from tinsmith.batch.worker import reducing
+from tinsmith.batch.worker import utility
 from tinsmith.errors import CorruptFilesError, NotSupportedError, UserError
 
 
@@ -228,7 +228,7 @@ def test_a_publication_that_is_cut_short_leaves_nothing_and_comes_out_the_same(
     publish(other, replaced, job_id=2, if_exists="overwrite")
     assert table(url) == [{"m": "x"}]
     for job_id in (1, 2, 3):
-        reducing.delete_parts(writer.to_dict(), 0, job_id)
+        utility.delete_parts(writer.to_dict(), 0, job_id)
     assert names(url) == {"results"}
 
 

@@ -13,7 +13,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
 from tinsmith.auth.quotas import Limits
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.model_gateway import Desk, Question, ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import Question, RequestRouter, ServiceGateway
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
 from tinsmith.batch.types import Assignment
@@ -50,13 +50,13 @@ async def pending(harness: Harness, count: int) -> list[str]:
     raise AssertionError(f"{len(kinds)} samples wait")
 
 
-def settle(harness: Harness, answers: ServiceAnswers, request_id: str, body: bytes) -> None:
+def settle(harness: Harness, answers: ServiceGateway, request_id: str, body: bytes) -> None:
     harness.services.futures.settle([Settlement(request_id, body=body, result_type="proto")], {})
     answers._waiters.settled([request_id])
 
 
 def test_the_same_question_is_one_sample(harness: Harness) -> None:
-    answers = harness.services.answers
+    answers = harness.services.model_gateway
 
     async def work() -> None:
         same = [asyncio.create_task(answers.answer(question())) for _ in range(3)]
@@ -68,7 +68,7 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
         told = {(await each)["result"] for each in same}
         assert len(told) == 1
         assert len(told | {(await each)["result"] for each in more}) == 5
-        again = ServiceAnswers(
+        again = ServiceGateway(
             answers._bases, answers._sessions, answers._samplers, answers._checkpoints, answers._futures,
             answers._waiters, answers._admission,
         )  # fmt: skip
@@ -79,7 +79,7 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
 
 
 def test_questions_are_the_tenants_own(harness: Harness) -> None:
-    answers = harness.services.answers
+    answers = harness.services.model_gateway
     path = harness.checkpoint(harness.model(key=ALICE), "sampler_weights", "mine")
 
     async def work() -> None:
@@ -98,7 +98,7 @@ def test_questions_are_the_tenants_own(harness: Harness) -> None:
 
 
 def test_what_is_not_valid_is_refused_and_not_stored(harness: Harness) -> None:
-    answers = harness.services.answers
+    answers = harness.services.model_gateway
 
     async def work() -> None:
         for bad in (
@@ -120,7 +120,7 @@ def test_what_is_not_valid_is_refused_and_not_stored(harness: Harness) -> None:
 
 
 def test_a_sample_that_failed_fails_its_row(harness: Harness) -> None:
-    answers = harness.services.answers
+    answers = harness.services.model_gateway
 
     async def work() -> None:
         task = asyncio.create_task(answers.answer(question()))
@@ -134,7 +134,7 @@ def test_a_sample_that_failed_fails_its_row(harness: Harness) -> None:
 
 
 def test_a_session_that_expired_is_followed_by_another(harness: Harness) -> None:
-    answers, sessions = harness.services.answers, harness.services.sessions
+    answers, sessions = harness.services.model_gateway, harness.services.sessions
 
     async def work() -> None:
         task = asyncio.create_task(answers.answer(question()))
@@ -151,7 +151,7 @@ def test_a_session_that_expired_is_followed_by_another(harness: Harness) -> None
 
 
 def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
-    answers, sessions = harness.services.answers, harness.services.sessions
+    answers, sessions = harness.services.model_gateway, harness.services.sessions
 
     async def work() -> None:
         task = asyncio.create_task(answers.answer(question()))
@@ -168,7 +168,7 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
 
 def test_a_quota_is_waited_for(tmp_path: Path) -> None:
     harness = make_harness(tmp_path, limits=Limits(queued_requests=1))
-    answers = harness.services.answers
+    answers = harness.services.model_gateway
 
     async def work() -> None:
         tasks = [asyncio.create_task(answers.answer(question(index))) for index in range(2)]
@@ -194,9 +194,9 @@ def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
         raise ConnectionError("the worker has gone")
 
     async def work() -> None:
-        desk = Desk(harness.services.answers, 5, "alice", "")
+        router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
         with pytest.raises(ConnectionError):
-            async with desk.answering(lost) as take:
+            async with router.answering(lost) as take:
                 take([{"number": 1, "verb": "model", "payload": {"model": BASE}}])
                 for _ in range(100):
                     await asyncio.sleep(0.01)
@@ -212,8 +212,8 @@ def test_a_desk_tells_of_every_question(harness: Harness) -> None:
         told.extend(answers)
 
     async def work() -> None:
-        desk = Desk(harness.services.answers, 5, "alice", "")
-        async with desk.answering(send) as take:
+        router = RequestRouter(harness.services.model_gateway, 5, "alice", "")
+        async with router.answering(send) as take:
             good = {"verb": "model", "payload": {"model": BASE}}
             take([{"number": 1, **good}, {"number": 2, "verb": "model", "payload": {"model": "no"}}])
             take([{"number": 3, "verb": "model", "payload": 7}, {"number": 4}])

@@ -17,7 +17,7 @@ from support.http_harness import ALICE, BOB, Harness
 from support.live import LiveServer, free_port, serving
 from tinsmith.auth.keys import Keys
 from tinsmith.batch.openai import rows
-from tinsmith.batch.openai.reconciler import Keeper, in_turns
+from tinsmith.batch.openai.reconciler import Reconciler, in_turns
 from tinsmith.batch.openai.rows import Batch, check
 from tinsmith.db.database import Database
 
@@ -356,7 +356,7 @@ def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harne
     file_id = uploaded(harness, b"x")
     _, made = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
     harness.client.delete(f"/v1/files/{file_id}", headers={"X-API-Key": ALICE})
-    harness.services.batch_keeper.look()
+    harness.services.batch_reconciler.look()
     found = harness.client.get(f"/v1/batches/{made['id']}", headers={"X-API-Key": ALICE}).json()
     assert (found["status"], found["errors"]["data"][0]["code"]) == ("failed", "file_not_found")
 
@@ -364,12 +364,12 @@ def test_a_batch_whose_input_is_gone_before_it_is_read_has_failed(harness: Harne
 def test_a_bulk_job_that_fails_makes_its_batch_failed_and_names_what_was_not_done(harness: Harness) -> None:
     file_id = uploaded(harness, as_lines([chat("a"), chat("b")]))
     _, made = ask(harness, {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"})
-    services, keeper = harness.services, harness.services.batch_keeper
-    keeper.look()
+    services, reconciler = harness.services, harness.services.batch_reconciler
+    reconciler.look()
     (job_id,) = services.batch_jobs.waiting("here")
     assert services.batch_jobs.acquire_batch_coordinator(job_id, "token", "here", 60)
     services.batch_jobs.set_status(job_id, "token", "FAILED", "no worker started")
-    keeper.look()
+    reconciler.look()
     found = harness.client.get(f"/v1/batches/{made['id']}", headers={"X-API-Key": ALICE}).json()
     assert (found["status"], found["errors"]["data"][0]["message"]) == ("failed", "no worker started")
     assert found["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
@@ -401,9 +401,9 @@ def test_tenants_take_turns(harness: Harness) -> None:
 
 
 def test_a_directory_of_a_batch_that_ended_is_swept(harness: Harness) -> None:
-    keeper: Keeper = harness.services.batch_keeper
+    reconciler: Reconciler = harness.services.batch_reconciler
     left = harness.services.settings.data_dir / "openai_batches" / "batch_gone"
     left.mkdir(parents=True)
     (left / "input.jsonl").write_bytes(b"x")
-    keeper.look()
+    reconciler.look()
     assert not left.exists()

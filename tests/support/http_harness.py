@@ -22,9 +22,9 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import Admission, ServiceGateway
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.openai.reconciler import Keeper, Parts
+from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
 from tinsmith.cluster.executors import Dispatch, Executors
@@ -169,7 +169,7 @@ def make_harness(
     signer = Signer(bytes(32))
     settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s, **changes)  # type: ignore[arg-type]
     checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
-    answers = ServiceAnswers(
+    gateway = ServiceGateway(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
         Waiters(), Admission(admit_sample, Quotas(database, limits), Dispatch(Executors(database))),
     )  # fmt: skip
@@ -194,10 +194,12 @@ def make_harness(
         sequences=Sequences(database),
         batch_jobs=BatchJobs(database),
         coordinator=Coordinator(settings, BatchJobs(database), "here"),
-        answers=answers,
+        model_gateway=gateway,
         files=files,
         openai_batches=batches,
-        batch_keeper=Keeper(settings, Parts(batches, files, BatchJobs(database), lambda _job_id: None)),
+        batch_reconciler=Reconciler(
+            settings, ReconcilerParts(batches, files, BatchJobs(database), lambda _job_id: None)
+        ),
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),

@@ -28,6 +28,8 @@ TASKS_OF_THEIR_CALLERS = {
     "batch/pools/ray_driver.py": "one for each worker, reported to the coordinator",
     "batch/coordinator/model_gateway.py": "one for each question, whose error is its answer",
     "batch/coordinator/job_run.py": "parts of one job, which ends with them",
+    "batch/worker/rpc.py": "one for each connection, which logs its error",
+    "batch/worker/worker.py": "the end of its process",
     "cluster/supervisor.py": "waits that their creator awaits",
     "api/routes/futures.py": "a poll's look at its connection",
     "api/openai/streaming.py": "parts of one answer",
@@ -140,10 +142,10 @@ def test_the_coordinator_of_bulk_jobs_goes_on_after_an_error_that_nothing_expect
     jobs._db.close()
 
 
-@pytest.mark.parametrize("name", ["_poll_slowly", "janitor", "keeper"])
+@pytest.mark.parametrize("name", ["_poll_slowly", "janitor", "reconciler"])
 def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each of a server's own loops fails once, at its first step, in a way that it does not expect."""
-    from tinsmith.batch.openai.reconciler import Keeper
+    from tinsmith.batch.openai.reconciler import Reconciler
     from tinsmith.server.janitor import Janitor
 
     steps: list[int] = []
@@ -163,7 +165,7 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
     elif name == "janitor":
         monkeypatch.setattr(Janitor, "_sweep_alone", lambda _self: broken_once())
     else:
-        monkeypatch.setattr(Keeper, "look", lambda _self: broken_once())
+        monkeypatch.setattr(Reconciler, "look", lambda _self: broken_once())
     (tmp_path / "data").mkdir()
     settings = Settings(
         data_dir=tmp_path / "data", port=0, backend="fake", engines=0, batch_workers=0, session_sweep_s=0.001
@@ -175,7 +177,7 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
             await until(lambda: len(steps) >= 2)
 
     asyncio.run(main())
-    task = {"_poll_slowly": "lost_wake_ups", "janitor": "janitor", "keeper": "openai_batches"}[name]
+    task = {"_poll_slowly": "lost_wake_ups", "janitor": "janitor", "reconciler": "openai_batches"}[name]
     text = server.app.state.services.meters._background.labels(task)._value.get()
     assert text == 1.0
 

@@ -21,7 +21,7 @@ from tinsmith import batch
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
 from tinsmith.batch.types import JobSpec, OutputInfo, PartInfo, Span, part_base, part_name
-from tinsmith.batch.worker import reducing, runtime
+from tinsmith.batch.worker import utility
 from tinsmith.errors import CorruptFilesError, UserError
 from tinsmith.storage.stores import LocalStore
 
@@ -392,15 +392,15 @@ def spec_of(tmp_path: Path, **fields: object) -> JobSpec:
 
 
 def test_batches_cover_each_row_once(tmp_path: Path) -> None:
-    assert list(runtime.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
-    assert list(runtime.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
+    assert list(utility.plan(spec_of(tmp_path))) == [(0, 2), (3, 5), (6, 6)]
+    assert list(utility.plan(spec_of(tmp_path, batch_size=100))) == [(0, 6)]
     empty = batch.ItemsReader(items=[]).to_dict()
-    assert list(runtime.plan(spec_of(tmp_path, batch_input_format=empty))) == []
+    assert list(utility.plan(spec_of(tmp_path, batch_input_format=empty))) == []
     with pytest.raises(UserError, match="batch_tokens"):
-        runtime.plan(spec_of(tmp_path, batch_tokens=10))
+        utility.plan(spec_of(tmp_path, batch_tokens=10))
     (tmp_path / "o.jsonl").write_text("")
     with pytest.raises(FileExistsError, match="if_exists"):
-        runtime.plan(spec_of(tmp_path))
+        utility.plan(spec_of(tmp_path))
 
 
 def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_batches_by_tokens_hold_no_more_than_they_may(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps({"t": "x" * size}) + "\n" for size in sizes))
     reader = batch.JsonReader(str(path))
     tokens = list(reader.row_sizes())
-    spans = list(runtime.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
+    spans = list(utility.plan(spec_of(tmp_path, batch_input_format=reader.to_dict(), batch_tokens=20)))
     assert [index for start, end in spans for index in range(start, end + 1)] == list(range(8))
     assert all(end == start or sum(tokens[start : end + 1]) <= 20 for start, end in spans)
     assert (3, 3) in spans and all(end - start < 3 for start, end in spans) and len(spans) < 8
@@ -428,12 +428,12 @@ def test_errors_are_an_output_of_their_own_and_staging_goes(tmp_path: Path) -> N
     spec = spec_of(tmp_path, batch_error_format=batch.JsonWriter(f"{tmp_path}/err.jsonl").to_dict())
     writer = registry.writer_from_dict(spec.batch_output_formats[0])
     part = writer.write_part([{"a": 1}], Span(0, 0), part_base(writer.path, 7, 0, 1))
-    assert reducing.publish_output(spec, 0, 7, [part.to_dict()]).rows == 1
-    info = reducing.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
+    assert utility.publish_output(spec, 0, 7, [part]).rows == 1
+    info = utility.publish_errors(spec, 7, [{"idx": 3, "message": "bad"}])
     assert info and info.rows == 1
     for path in (writer.path, info.path):
-        reducing.delete_staging(path, 7)
-        reducing.delete_staging(path, 7)
+        utility.delete_staging(path, 7)
+        utility.delete_staging(path, 7)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["err.jsonl", "o.jsonl"]
 
 
@@ -464,14 +464,14 @@ def test_the_winners_of_a_large_job_are_read_as_they_are_needed(tmp_path: Path) 
     parts = [[PartInfo(f"/parts/{output}/{index}", index, 7, "a" * 64) for output in (0, 1)] for index in range(500)]
     lines = "".join(json.dumps([part.to_dict() for part in batch]) + "\n" for batch in parts)
     (tmp_path / "winners").write_text(lines)
-    winners = reducing.Winners(str(tmp_path / "winners"), 1)
+    winners = utility.Winners(str(tmp_path / "winners"), 1)
     wanted = [second for _, second in parts]
     assert len(winners) == 500 and list(winners) == wanted == list(winners)
     assert winners[0] == wanted[0] and winners[-1] == wanted[-1] and winners[7:9] == wanted[7:9]
     with pytest.raises(IndexError):
         winners[500]
     (tmp_path / "winners").write_text("")
-    assert list(reducing.Winners(str(tmp_path / "winners"), 0)) == []
+    assert list(utility.Winners(str(tmp_path / "winners"), 0)) == []
 
 
 def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
@@ -481,7 +481,7 @@ def test_publishing_many_parts_takes_the_memory_of_few(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, batch_output_formats=[writer.to_dict()])
     tracemalloc.start()
     try:
-        published = reducing.publish_output(spec, 0, 1, reducing.Winners(str(tmp_path / "winners"), 0))
+        published = utility.publish_output(spec, 0, 1, utility.Winners(str(tmp_path / "winners"), 0))
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -13,7 +13,7 @@ from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.formats.items import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError, Outcome, part_base
-from tinsmith.batch.worker import reducing, runtime
+from tinsmith.batch.worker import runtime, utility
 
 Rows = list[dict[str, Any]]
 ROWS: Rows = [{"n": index} for index in range(10)]
@@ -41,14 +41,14 @@ class Ran:
         )
         self.outcomes: list[Outcome] = []
         bases = [part_base(writer.path, 1, index, 0) for index, writer in enumerate(writers)]
-        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(runtime.plan(self.spec))]
+        assignments = [Assignment(index, *span, 0, tuple(bases)) for index, span in enumerate(utility.plan(self.spec))]
         runtime.run(self.spec, assignments, self.outcomes.append)
         self.outcomes.sort(key=lambda outcome: outcome.batch_idx)
         assert [outcome.batch_idx for outcome in self.outcomes] == list(range(len(assignments)))
 
     def output(self, index: int = 0) -> Rows:
         parts = [outcome.parts[index] for outcome in self.outcomes if not outcome.failed]
-        path = reducing.publish_output(self.spec, index, 1, parts).path
+        path = utility.publish_output(self.spec, index, 1, parts).path
         reader = batch.JsonReader(path)
         return reader.download_batch(0, len(reader) - 1, "") if len(reader) else []
 

@@ -1,10 +1,14 @@
-"""A worker of bulk jobs by its HTTP; pools as they are written; shares as they are owed."""
+"""A worker of bulk jobs by its calls; pools as they are written; shares as they are owed."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import io
 import json
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -12,12 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from tinsmith import batch
@@ -28,8 +31,10 @@ from tinsmith.batch.pools.local import LocalPool, sweep
 from tinsmith.batch.pools.ray_host import PREFIX, WorkerHost
 from tinsmith.batch.pools.specs import PoolSpec, pool_from, pool_from_yaml
 from tinsmith.batch.types import JobSpec, Limits
+from tinsmith.batch.worker import rpc
 from tinsmith.batch.worker import worker as worker_service
 from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.batch.worker.rpc import DONE, LENGTH, MESSAGE, REFUSED, pack
 from tinsmith.errors import SettingsError, UserError
 
 JOB = 7
@@ -46,15 +51,52 @@ def count(seconds: float) -> None:
         batch.save_results([{"n": row["n"] + 1} for row in rows])
 
 
+class Connection:
+    """One connection to a worker, with the token unless it is empty, and its answers frame by frame."""
+
+    def __init__(self, port: int, token: str = "secret") -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        if token:
+            self.send(pack({"token": token}))
+
+    def send(self, data: bytes) -> None:
+        self.socket.sendall(data)
+
+    def frame(self) -> list[Any]:
+        (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return rpc.unpack(self._exactly(size))
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            piece = self.socket.recv(size - len(data))
+            assert piece, "the connection ended"
+            data += piece
+        return data
+
+    def rest(self) -> bytes:
+        """All that comes, until the other side ends the connection."""
+        with self.socket, contextlib.suppress(ConnectionResetError):
+            return b"".join(iter(lambda: self.socket.recv(65536), b""))
+        return b""
+
+
 @dataclass
 class Worker:
-    http: httpx.Client
+    port: int
     process: subprocess.Popen[str]
     spec: dict[str, Any]
     parts: Path
 
-    def post(self, path: str, job_id: int = JOB, **body: object) -> httpx.Response:
-        return self.http.post(path, json={"job_id": job_id, **body})
+    def call(self, name: str, *, token: str = "secret", **request: object) -> tuple[int, dict[str, Any]]:
+        """The last frame of the answer: what came of the call, and its status (200 if it was done)."""
+        connection = Connection(self.port, token)
+        with connection.socket:
+            connection.send(pack({"call": name, "job_id": JOB, **request}))
+            while (answer := connection.frame())[0] == MESSAGE:
+                pass
+        kind, value = answer
+        return (value["status"], value) if kind == REFUSED else (200, value)
 
     def assignment(self, batch_idx: int = 0, attempt_id: int = 1) -> dict[str, Any]:
         start = 2 * batch_idx
@@ -63,20 +105,25 @@ class Worker:
         return {**indices, "part_bases": [base]}
 
     def feed(self, *batches: int) -> dict[int, dict[str, Any]]:
-        answer = self.post("/feed_batch", assignments=[self.assignment(batch_idx) for batch_idx in batches])
-        assert answer.status_code == 200, answer.text
-        return settled_in(answer.text.splitlines())
+        return settled_in(self.feeding(*batches))
 
-    def feeding(self, *batches: int) -> Iterator[str]:
-        """The lines of the answer, which has begun."""
-        body = {"job_id": JOB, "assignments": [self.assignment(batch_idx) for batch_idx in batches]}
-        answer = self.http.send(self.http.build_request("POST", "/feed_batch", json=body), stream=True)
-        assert answer.status_code == 200
-        return answer.iter_lines()
+    def feeding(self, *batches: int) -> Iterator[dict[str, Any]]:
+        """The messages of the answer, once it is asked for."""
+        connection = Connection(self.port)
+        assignments = [self.assignment(batch_idx) for batch_idx in batches]
+        connection.send(pack({"call": "feed_batch", "job_id": JOB, "assignments": assignments}))
+
+        def messages() -> Iterator[dict[str, Any]]:
+            with connection.socket:
+                while (answer := connection.frame())[0] == MESSAGE:
+                    yield answer[1]
+            assert answer[0] == DONE, answer
+
+        return messages()
 
 
-def settled_in(lines: Iterable[str]) -> dict[int, dict[str, Any]]:
-    return {each["key"][0]: each for line in lines for each in json.loads(line).get("settled", ())}
+def settled_in(messages: Iterable[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {each["key"][0]: each for message in messages for each in message.get("settled", ())}
 
 
 def spec_of(directory: Path, seconds: float) -> dict[str, Any]:
@@ -99,36 +146,34 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     process.stdin.write(json.dumps({"token": "secret", "port": 0, "log_path": str(tmp_path / "log")}) + "\n")
     process.stdin.flush()
     address = json.loads(process.stdout.readline())["address"]
-    with httpx.Client(base_url=address, headers={"authorization": "Bearer secret"}, timeout=30) as http:
-        yield Worker(http, process, spec_of(tmp_path, 0), tmp_path / "parts")
+    assert address.startswith("tcp://127.0.0.1:")
+    yield Worker(int(address.rpartition(":")[2]), process, spec_of(tmp_path, 0), tmp_path / "parts")
     process.stdin.close()  # whoever started it is gone: it goes, too
     assert process.wait(5) == 0
     process.stdout.close()
 
 
-def test_an_attempt_that_is_fed_twice_runs_once(worker: Worker) -> None:
-    assert worker.post("/configure", spec=worker.spec).status_code == 200
-    first, again = worker.feed(0)[0], worker.feed(0)[0]
-    assert first == again and first["outcome"]["rows_ok"] == 2
-    assert worker.http.get("/metrics").json()["batches"] == 1
-    assert Path(first["outcome"]["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
-    assert worker.http.get("/health").json() == {"state": "ready"}
+def test_an_attempt_runs_once_and_its_results_are_stored(worker: Worker) -> None:
+    assert worker.call("configure", spec=worker.spec)[0] == 200
+    done = worker.feed(0)[0]["outcome"]
+    assert done["rows_ok"] == 2
+    assert Path(done["parts"][0]["path"]).read_text() == '{"n":1}\n{"n":2}\n'
+    assert worker.call("health") == (200, {"state": "ready"})
 
 
-def test_a_group_is_told_in_few_lines_and_has_a_limit(worker: Worker) -> None:
-    worker.post("/configure", spec=worker.spec)
+def test_a_group_is_told_in_few_messages_and_has_a_limit(worker: Worker) -> None:
+    worker.call("configure", spec=worker.spec)
     worker.feed(0)
-    lines = list(worker.feeding(*range(32)))
-    settled = settled_in(lines)
-    assert sorted(settled) == list(range(32)) and len(lines) < 32
+    messages = list(worker.feeding(*range(32)))
+    settled = settled_in(messages)
+    assert sorted(settled) == list(range(32)) and len(messages) < 32
     assert all(each["outcome"]["rows_ok"] == 2 for each in settled.values())
-    assert worker.http.get("/metrics").json()["batches"] == 32
-    assert worker.post("/feed_batch", assignments=[]).status_code == 400
-    assert worker.post("/feed_batch", assignments=[worker.assignment(index) for index in range(33)]).status_code == 400
+    assert worker.call("feed_batch", assignments=[])[0] == 400
+    assert worker.call("feed_batch", assignments=[worker.assignment(index) for index in range(33)])[0] == 400
 
 
 def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_path: Path) -> None:
-    worker.post("/configure", spec=spec_of(tmp_path, 1.4))
+    worker.call("configure", spec=spec_of(tmp_path, 1.4))
     settled = settled_in(worker.feeding(*range(6)))
     assert sorted(settled) == list(range(6))
     outcomes = {index for index, each in settled.items() if "outcome" in each}
@@ -138,30 +183,29 @@ def test_batches_that_wait_behind_a_long_one_are_given_back(worker: Worker, tmp_
 
 
 def test_it_serves_its_coordinator_and_its_job_alone(worker: Worker) -> None:
-    assert "not configured" in worker.post("/feed_batch").text
-    worker.post("/configure", spec=worker.spec)
-    assert worker.post("/configure", spec=worker.spec).status_code == 409
-    assert worker.post("/feed_batch", job_id=8, assignments=[]).status_code == 409
-    stale = worker.http.post("/shutdown", json={}, headers={"authorization": "Bearer another"})
-    assert stale.status_code == 409 and worker.process.poll() is None
-    assert worker.post("/operate", op="format_disk").status_code == 400
-    assert worker.post("/nowhere").status_code == 404
-    assert worker.http.post("/feed_batch", json={"job_id": JOB}).status_code == 400
+    assert "not configured" in worker.call("feed_batch")[1]["error"]
+    worker.call("configure", spec=worker.spec)
+    assert worker.call("configure", spec=worker.spec)[0] == 409
+    assert worker.call("feed_batch", job_id=8, assignments=[])[0] == 409
+    assert worker.call("shutdown", token="another")[0] == 409 and worker.process.poll() is None
+    assert worker.call("operate", op="format_disk")[0] == 400
+    assert worker.call("nowhere")[0] == 404
+    assert worker.call("feed_batch")[0] == 400
 
 
 def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Worker, tmp_path: Path) -> None:
-    worker.post("/configure", spec=spec_of(tmp_path, 20))
+    worker.call("configure", spec=spec_of(tmp_path, 20))
     streams = [worker.feeding(0), worker.feeding(1)]
+    time.sleep(0.2)  # both are there
     began = time.monotonic()
-    assert worker.post("/feed_batch", assignments=[worker.assignment(2)]).status_code == 429
-    assert worker.http.get("/health").json()["state"] in ("starting", "ready")
+    assert worker.call("feed_batch", assignments=[worker.assignment(2)])[0] == 429
+    assert worker.call("health")[1]["state"] in ("starting", "ready")
     assert time.monotonic() - began < 2
-    assert json.loads(next(streams[0])) == {"alive": True}
-    assert worker.post("/abort", batch_idx=0, attempt_id=1).status_code == 200
-    told = settled_in(streams[0])[0]
-    assert told["lost"]["infra"] and told["lost"]["error_class"] == "Aborted"
-    assert worker.post("/shutdown", grace_s=0).status_code == 200
-    assert settled_in(streams[1])[1]["lost"]["error_class"] == "Shutdown"
+    assert next(streams[0]) == {"alive": True}
+    assert worker.call("shutdown", grace_s=0)[0] == 200
+    for batch_idx, stream in enumerate(streams):
+        lost = settled_in(stream)[batch_idx]["lost"]
+        assert lost["infra"] and lost["error_class"] == "Shutdown"
     assert worker.process.wait(5) == 0
 
 
@@ -171,75 +215,184 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Wor
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Of a worker's service in this process, which waits for nothing long."""
-    monkeypatch.setattr(worker_service, "HEAD_S", 0.3)
-    monkeypatch.setattr(worker_service, "READ_S", 0.3)
-    monkeypatch.setattr(worker_service, "MAX_STRANGERS", 8)
-    server = worker_service._Server(("127.0.0.1", 0), worker_service.Worker(tmp_path / "log", tmp_path), "secret")
-    serving = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.02))
+    monkeypatch.setattr(rpc, "TOKEN_S", 0.3)
+    monkeypatch.setattr(rpc, "READ_S", 0.3)
+    monkeypatch.setattr(rpc, "MAX_UNAUTHENTICATED", 8)
+    monkeypatch.setattr(worker_service, "FLUSH_S", 0.1)
+    found: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    async def serve() -> None:
+        worker = worker_service.Worker("secret", tmp_path / "log", tmp_path)
+        found.put(await worker.listen(None, "127.0.0.1", 0))
+        await worker.serve()
+
+    serving = threading.Thread(target=lambda: asyncio.run(serve()))
     serving.start()
-    yield server.server_port
-    server.shutdown()
-    serving.join()
-    server.server_close()
-
-
-def sent(port: int, *lines: str, body: bytes = b"") -> socket.socket:
-    made = socket.create_connection(("127.0.0.1", port), timeout=30)
-    made.sendall("".join(f"{line}\r\n" for line in lines).encode() + body)
-    return made
-
-
-def answer(connection: socket.socket) -> bytes:
-    """All that comes, until the other side ends the connection."""
-    with connection:
-        return b"".join(iter(lambda: connection.recv(65536), b""))
-
-
-TOKEN = "Authorization: Bearer secret"
+    port = int(found.get(timeout=10).rpartition(":")[2])
+    yield port
+    Connection(port).send(pack({"call": "shutdown"}))
+    serving.join(10)
+    assert not serving.is_alive()
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
+    ("token", "data", "status"),
     [
-        (["Content-Length: 419430400"], 409),
-        (["Content-Length: -1"], 409),
-        (["Authorization: Bearer another", "Content-Length: 419430400"], 409),
-        ([TOKEN, "Content-Length: -1"], 400),
-        ([TOKEN, "Content-Length: 1", "Content-Length: 2"], 400),
-        ([TOKEN, "Content-Length: ten"], 400),
-        ([TOKEN, "Content-Length: 99999999999"], 413),
-        ([TOKEN, "Transfer-Encoding: chunked"], 411),
+        ("", LENGTH.pack(419430400), 409),
+        ("", LENGTH.pack(2**32 - 1), 409),
+        ("", pack({"token": "another"}) + LENGTH.pack(419430400), 409),
+        ("", pack({"token": ["secret"]}), 409),
+        ("", pack({"call": "health"}), 409),
+        ("secret", LENGTH.pack(rpc.MAX_FRAME_BYTES + 1), 413),
+        ("secret", LENGTH.pack(1) + b"\xc1", 400),
+        ("secret", LENGTH.pack(2) + b"\x80\x80", 400),
+        ("secret", pack(["health"]), 400),
+        ("secret", pack({"call": 1}), 400),
     ],
 )
-@pytest.mark.parametrize("path", ["/configure", "/receive"])
-def test_no_body_is_waited_for_that_may_not_come(port: int, path: str, headers: list[str], status: int) -> None:
+def test_no_frame_is_waited_for_that_may_not_come(port: int, token: str, data: bytes, status: int) -> None:
     """The answer comes, and the connection ends, though not one byte of a body was sent."""
-    if path == "/receive" and status == 413:
-        headers = [TOKEN, "Content-Length: 99999999999999999"]
-    told = answer(sent(port, f"POST {path} HTTP/1.1", "Host: worker", *headers, ""))
-    assert told.startswith(f"HTTP/1.1 {status} ".encode()), told
-    assert told.count(b"HTTP/1.1") == 1
+    connection = Connection(port, token)
+    connection.send(data)
+    kind, why = connection.frame()
+    assert kind == REFUSED and why["status"] == status
+    assert connection.rest() == b""
+
+
+@pytest.mark.parametrize(("size", "status"), [(10**17, 413), (-1, 400), ("ten", 400)])
+def test_a_file_is_refused_before_its_bytes_are_sent(port: int, size: object, status: int) -> None:
+    connection = Connection(port)
+    connection.send(pack({"call": "receive", "size": size}))
+    kind, why = connection.frame()
+    assert kind == REFUSED and why["status"] == status
+    connection.send(pack({"call": "health"}))
+    assert connection.frame() == [DONE, {"state": "starting"}]
+    connection.socket.close()
+
+
+def test_a_file_arrives_whole(port: int) -> None:
+    connection = Connection(port)
+    data = os.urandom(3 * rpc.CHUNK_BYTES + 1)
+    connection.send(pack({"call": "receive", "size": len(data)}))
+    kind, placed = connection.frame()
+    assert kind == MESSAGE
+    connection.send(data)
+    assert connection.frame() == [DONE, {}]
+    assert Path(placed["path"]).read_bytes() == data
+    connection.socket.close()
 
 
 def test_half_a_request_ends_soon(port: int) -> None:
-    assert answer(sent(port, "POST /configure HTTP/1.1", "Host: worker")) == b""
-    assert answer(sent(port)) == b""
-    half = sent(port, "POST /configure HTTP/1.1", TOKEN, "Content-Length: 100", "", body=b"{")
-    assert b" 200 " not in answer(half)
+    half = Connection(port, "")
+    half.send(pack({"token": "secret"})[:-1])
+    assert half.rest() == b""
+    assert Connection(port, "").rest() == b""
+    half = Connection(port)
+    half.send(LENGTH.pack(100) + b"{")
+    assert half.rest() == b""
 
 
 def test_many_connections_without_a_token_keep_nobody_out(port: int) -> None:
     """Each new one takes the place of the oldest, and one that brought a token stays."""
-    known = sent(port, "GET /health HTTP/1.1", "Host: worker", TOKEN, "")
-    assert b"starting" in known.recv(65536)
+    known = Connection(port)
+    known.send(pack({"call": "health"}))
+    assert known.frame() == [DONE, {"state": "starting"}]
     threads = threading.active_count()
-    strangers = [sent(port, "GET /health HTTP/1.1") for _ in range(60)]
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"authorization": "Bearer secret"}) as http:
-        assert http.get("/health").status_code == 200
-        assert threading.active_count() - threads < 30
-    assert [answer(each) for each in strangers] == [b""] * 60
-    known.sendall(f"GET /health HTTP/1.1\r\n{TOKEN}\r\nConnection: close\r\n\r\n".encode())
-    assert b"starting" in answer(known)
+    strangers = [Connection(port, "") for _ in range(60)]
+    another = Connection(port)
+    another.send(pack({"call": "health"}))
+    assert another.frame()[0] == DONE
+    assert threading.active_count() - threads < 30
+    assert [each.rest() for each in strangers] == [b""] * 60
+    time.sleep(0.4)  # longer than a stranger may be silent
+    known.send(pack({"call": "health"}))
+    assert known.frame() == [DONE, {"state": "starting"}]
+    known.socket.close()
+    another.socket.close()
+
+
+@pytest.mark.parametrize(
+    "value", [2**63 - 1, 2**64, -(10**30), "\ud800 half a pair", {"nested": [None, True, 0.1, "x"]}, float("inf")]
+)
+def test_a_message_arrives_as_it_was(value: object) -> None:
+    frame = pack({"value": value})
+    assert rpc.unpack(frame[LENGTH.size :]) == {"value": value}
+    assert list(rpc.read_frames(io.BytesIO(frame + frame[:-1]))) == [{"value": value}], "a cut frame is none"
+
+
+def test_what_is_no_json_is_not_sent() -> None:
+    with pytest.raises(TypeError, match="a set cannot be sent"):
+        pack({"value": {1}})
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"", "before the reply did"),
+        (LENGTH.pack(9)[:2], "before the reply did"),
+        (LENGTH.pack(9) + b"\x80", "8 bytes before the end of a frame"),
+        (LENGTH.pack(rpc.MAX_FRAME_BYTES + 1), "the maximum is"),
+        (LENGTH.pack(1) + b"\xc1", "not msgpack"),
+    ],
+)
+def test_a_peer_that_disappears_within_a_frame_is_one_error_that_says_so(
+    tmp_path: Path, sent: bytes, words: str
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(LENGTH.size)
+        writer.write(sent)
+        await rpc.close(writer)
+
+    async def call() -> None:
+        path = str(tmp_path / "s")
+        async with await asyncio.start_unix_server(serve, path):
+            client = rpc.Client(path, "secret", connect_s=5, silence_s=5)
+            with pytest.raises(rpc.ConnectionLostError, match=words):
+                await client.call("health")
+            await client.close()
+
+    asyncio.run(call())
+
+
+def test_what_a_handler_raises_refuses_its_call_and_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(_: rpc.Message, _reader: asyncio.StreamReader) -> rpc.Message:
+        raise OSError("the disk is gone")
+
+    async def call() -> None:
+        server = rpc.Server("secret", {"fail": fail})
+        client = rpc.Client(await server.listen(str(tmp_path / "s")), "secret", connect_s=5, silence_s=5)
+        for _ in range(2):
+            with pytest.raises(rpc.RefusedError, match="the disk is gone") as refused:
+                await client.call("fail")
+            assert refused.value.status == 500
+        await client.close()
+        await server.close()
+
+    asyncio.run(call())
+    assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True] * 2
+
+
+def test_a_cancelled_call_leaves_no_connection_open(tmp_path: Path) -> None:
+    async def slow(_: rpc.Message, _reader: asyncio.StreamReader) -> AsyncGenerator[rpc.Message, None]:
+        for number in range(3):
+            await asyncio.sleep(0.001)
+            yield {"number": number}
+
+    async def cancel_everywhere() -> None:
+        server = rpc.Server("secret", {"slow": slow})
+        address = await server.listen(str(tmp_path / "s"))
+        for steps in range(60):  # of the event loop, so that the call is cancelled at any point
+            client = rpc.Client(address, "secret", connect_s=5, silence_s=5)
+            call = asyncio.create_task(client.call("slow"))
+            for _ in range(steps):
+                await asyncio.sleep(0.0005 if steps > 30 else 0)
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
+            await client.close()
+        await server.close()
+        gc.collect()
+
+    asyncio.run(cancel_everywhere())  # pytest fails on the warning of a writer that was not closed
 
 
 # Pools.

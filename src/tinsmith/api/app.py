@@ -177,7 +177,7 @@ def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlett
     app.router.redirect_slashes = False
     app.state.services = services
     app.state.operations = OPERATIONS
-    services.answers.register(VERB, partial(answer_request, services))
+    services.model_gateway.register(VERB, partial(answer_request, services))
     return app
 
 
@@ -187,5 +187,5 @@ def create_probe_app(services: Services, lifespan: Lifespan | None = None) -> St
     routes = [*probes, Route("/metrics", metrics, methods=["GET"])]
     app = Starlette(routes=routes, exception_handlers=errors.HANDLERS, lifespan=lifespan)
     app.state.services = services
-    services.answers.register(VERB, partial(answer_request, services))
+    services.model_gateway.register(VERB, partial(answer_request, services))
     return app

@@ -50,9 +50,9 @@ from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import StoredTenants
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import ServiceGateway
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.openai.reconciler import Keeper
+from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.chat.texts import Texts
 from tinsmith.cluster.executors import Dispatch
@@ -130,10 +130,10 @@ class Services:
     sequences: Sequences
     batch_jobs: BatchJobs
     coordinator: Coordinator
-    answers: ServiceAnswers
+    model_gateway: ServiceGateway
     files: Files
     openai_batches: OpenAIBatches
-    batch_keeper: Keeper
+    batch_reconciler: Reconciler
     texts: Texts
     partials: Partials
     standing: StandingSessions

@@ -40,9 +40,9 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ServiceAnswers
+from tinsmith.batch.coordinator.model_gateway import Admission, ServiceGateway
 from tinsmith.batch.coordinator.state import BatchJobs
-from tinsmith.batch.openai.reconciler import Keeper, Parts
+from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
 from tinsmith.batch.pools import local
 from tinsmith.chat.texts import Texts
@@ -266,7 +266,7 @@ def _start(services: Services, supervisor: Supervisor, janitor: Janitor, backgro
         local.sweep(services.coordinator.logs)
         services.coordinator.start(background)
     if services.settings.answers_clients:
-        services.batch_keeper.start(background, services.threads.sweeps)
+        services.batch_reconciler.start(background, services.threads.sweeps)
         background.start("janitor", partial(janitor.run, services.threads.sweeps))
 
 
@@ -274,7 +274,7 @@ async def _stop(services: Services, supervisor: Supervisor, background: Backgrou
     """Stop what `_start` started; batch workers and engines get the time that they need."""
     background.end()
     if services.settings.answers_clients:
-        await services.batch_keeper.stop()
+        await services.batch_reconciler.stop()
     await services.coordinator.stop()
     await supervisor.stop()
     await asyncio.to_thread(services.tracing.close)
@@ -316,11 +316,11 @@ def _services(
     quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
-    answers = ServiceAnswers(
+    gateway = ServiceGateway(
         served, sessions, samplers, checkpoints, futures, waiters, Admission(admit_sample, quotas, dispatch)
     )
-    coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), answers)
-    keeping = Parts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
+    coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)
+    keeping = ReconcilerParts(batches, files, batch_jobs, coordinator.wake, lambda: database.alone("openai_batches"))
     return Services(
         settings=settings,
         bases=served,
@@ -340,10 +340,10 @@ def _services(
         checkpoints=checkpoints,
         batch_jobs=batch_jobs,
         coordinator=coordinator,
-        answers=answers,
+        model_gateway=gateway,
         files=files,
         openai_batches=batches,
-        batch_keeper=Keeper(settings, keeping),
+        batch_reconciler=Reconciler(settings, keeping),
         texts=Texts(),
         partials=Partials(),
         standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),

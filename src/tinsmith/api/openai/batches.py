@@ -1,4 +1,4 @@
-"""OpenAI's batches: made, looked at, listed and cancelled. `openai_batches.keeper` does the rest.
+"""OpenAI's batches: made, looked at, listed and cancelled. `batch/openai/reconciler.py` does the rest.
 
 The file of a batch is read after it was made, as OpenAI does it: what is wrong with it is told by a batch that failed.
 """
@@ -60,7 +60,7 @@ def create(call: Call) -> JsonObject:
     )
     services = call.services
     made = services.openai_batches.create(call.tenant_id, asked, services.settings.openai_batch_window_s)
-    services.batch_keeper.wake()
+    services.batch_reconciler.wake()
     return shown(made)
 
 
@@ -170,7 +170,7 @@ def listing(call: Call) -> JsonObject:
 @operation("POST", "/batches/{batch_id}/cancel", "End it", answer=ref("Batch"), prefixes=OPENAI)
 def cancel(call: Call) -> JsonObject:
     found = call.services.openai_batches.cancel(call.tenant_id, call.path["batch_id"])
-    call.services.batch_keeper.wake()
+    call.services.batch_reconciler.wake()
     return shown(found)
 
 

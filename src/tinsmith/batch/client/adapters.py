@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from tinsmith.batch.client.functions import Mapper
 from tinsmith.batch.types import ProgramError, Row
-from tinsmith.batch.worker.markers import NO_ROW
+from tinsmith.batch.worker.children import NO_ROW
 
 BATCH_FORMATS = ("list", "columns", "pandas", "arrow")
 

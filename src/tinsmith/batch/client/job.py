@@ -21,7 +21,7 @@ from tinsmith.batch.formats import publishing, registry
 from tinsmith.batch.formats.publishing import MANIFEST, PublishedFile
 from tinsmith.batch.formats.registry import OutputWriter, in_format, sent, writer_of_part
 from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_base, staging_of
-from tinsmith.batch.worker.reducing import delete_staging
+from tinsmith.batch.worker.utility import delete_staging
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import join

@@ -32,13 +32,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import JobRun, clean
-from tinsmith.batch.coordinator.model_gateway import Answers
+from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs, Job, is_passing
+from tinsmith.batch.coordinator.workers import RemoteWorker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
 from tinsmith.batch.worker.logs import JobLogs
-from tinsmith.batch.worker.rpc import RemoteWorker
 from tinsmith.db.database import now
 from tinsmith.errors import NotFoundError, SettingsError
 from tinsmith.runtime.background import Background
@@ -222,10 +222,10 @@ class _Trouble:
 
 
 class Coordinator:
-    def __init__(self, settings: Settings, jobs: BatchJobs, holder: str, answers: Answers | None = None) -> None:
+    def __init__(self, settings: Settings, jobs: BatchJobs, holder: str, gateway: ModelGateway | None = None) -> None:
         self._settings = settings
         self._jobs = jobs
-        self._answers = answers
+        self._gateway = gateway
         self._holder = holder
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
@@ -380,7 +380,7 @@ class Coordinator:
             await self._fail(job_id, why)
             return
         assert pool is not None
-        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._answers)
+        run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._gateway)
         pool.join(run)
         self._runs[job_id] = run
         self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
@@ -455,7 +455,7 @@ class Coordinator:
                 started = await pool.pool.start(worker_id, None)
                 worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
                 try:
-                    await worker.call("/configure", spec=spec.to_dict(), start_mapper=False)
+                    await worker.call("configure", spec=spec.to_dict(), start_mapper=False)
                     return await operation(worker)
                 finally:
                     await worker.close()

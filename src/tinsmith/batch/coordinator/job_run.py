@@ -1,18 +1,17 @@
 """One bulk job that this coordinator owns, from the count of its rows to the deletion of its parts.
 
-Slots of the pool call `serve` to run batches with one worker. What attempts come to, and what slots want next, is
-gathered for one transaction at a time (`_turns`): a batch is committed, counted and followed by the next claim
-together. Whatever the coordinator knows of the job beyond its rows may be lost at any moment: the next owner begins
-with the rows. Its workers are the `crew`'s affair.
+`JobRun`: slots of the pool call `serve` to run batches with one worker. The results of attempts and the claims of slots
+are collected for one transaction at a time (`_turns`), so a batch is committed and counted and the next one claimed
+together. Everything that the coordinator holds in memory may be lost at any moment: the next owner starts from the
+rows. Its workers are in a `WorkerSet`.
 
-The end of a job is in this order, each step durable before the next: every batch committed; WINDING_DOWN; outputs
-published from the list of winners; outputs recorded and SUCCEEDED; parts deleted; that noted.
+The end of a job has this order, each step durable before the next: every batch committed; WINDING_DOWN; outputs
+published from the list of winners; outputs recorded and SUCCEEDED; parts deleted; the deletion recorded.
 
-The attempts of one job that are with its workers: given in groups, and told one by one.
-
-A group is as many batches as a worker did in `GROUP_S` lately, so that what a batch costs beside its mapper (a request,
-a transaction) is shared where batches are short, and nothing waits for anything where they are long. Two groups are
-with a worker at a time. What a worker has not begun it gives back when it gets slower.
+`Dispatcher`: the attempts that are with the workers, dispatched in groups and reported one by one. A group holds as
+many batches as the worker recently did in `GROUP_S`. So short batches share the cost of a request and a transaction,
+and long batches wait for nothing. Two groups are with a worker at a time. A worker that gets slower gives back what it
+has not begun.
 """
 
 from __future__ import annotations
@@ -33,14 +32,21 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
 from tinsmith.batch.coordinator.attempts import Claim, Lost, Settled
-from tinsmith.batch.coordinator.model_gateway import Answers, Desk
+from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter
 from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs, Job, SupersededError, is_passing
-from tinsmith.batch.coordinator.workers import Crew, FailedError
+from tinsmith.batch.coordinator.workers import (
+    FailedError,
+    OperationError,
+    RemoteWorker,
+    SetupFailedError,
+    Told,
+    WorkerLostError,
+    WorkerSet,
+)
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, part_base
-from tinsmith.batch.worker.rpc import OperationError, RemoteWorker, SetupFailedError, Told, WorkerLostError
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
@@ -48,7 +54,7 @@ MAX_GROUP = 32
 """As many as a worker takes in one request."""
 
 Report = Callable[[Sequence[tuple[Claim, Outcome | Lost]], bool], None]
-"""What attempts came to, and whether that is the end of their group."""
+"""The results of attempts, and whether they are the last of their group."""
 
 
 class Pace:
@@ -67,10 +73,10 @@ class Pace:
 
 
 class Schemas:
-    """The types of the columns of each output, as far as batches are done: they are told to whoever does the next.
+    """The types of the columns of each output, as far as batches are done. Every new attempt is given them.
 
-    Two workers that begin at the same time may be told of none, and write parts that do not go together. Then the
-    later one's attempt is lost, and the next one is told."""
+    Two workers that begin at the same time may be given none, and write parts that do not go together. Then the later
+    attempt is lost, and the next one is given the types."""
 
     def __init__(self, outputs: int) -> None:
         self._found: list[Schema | None] = [None] * outputs
@@ -97,7 +103,9 @@ class Schemas:
         return outcome
 
 
-class Feeder:
+class Dispatcher:
+    """Dispatches attempts to workers; `report` is called once for each of them."""
+
     def __init__(self, job_id: int, spec: JobSpec, report: Report, setup_failed: Callable[[str, bool], None]) -> None:
         self.in_flight: dict[int, RemoteWorker] = {}
         self._job_id = job_id
@@ -108,7 +116,7 @@ class Feeder:
         self.schemas = Schemas(len(spec.batch_output_formats))
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
-        """The claims as they are to be given to a worker: rows that are only to be recorded as failed each alone."""
+        """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
         together = [claim for claim in claims if not self._gives_up(claim)]
         made = [together[first : first + size] for first in range(0, len(together), size)]
         return made + [[claim] for claim in claims if self._gives_up(claim)]
@@ -120,7 +128,7 @@ class Feeder:
         return self._paces.setdefault(worker.worker_id, Pace())
 
     async def attempt(self, worker: RemoteWorker, claims: Sequence[Claim]) -> None:
-        """One attempt at each of these batches. Whatever happens, each is reported."""
+        """One attempt at each of these batches. Each is reported, whatever happens."""
         left = {(claim.batch_idx, claim.attempt_id): claim for claim in claims}
         for claim in claims:
             self.in_flight[claim.batch_idx] = worker
@@ -189,7 +197,7 @@ class JobRun:
         token: str,
         pool: Pool,
         on_change: Callable[[], None],
-        answers: Answers | None = None,
+        gateway: ModelGateway | None = None,
     ) -> None:
         self.job = job
         self.pool = pool
@@ -199,9 +207,9 @@ class JobRun:
         self._on_change = on_change
         self._spec = spec
         self._limits = self._spec.limits
-        self._desk: Desk | None = None
-        if answers is not None and operations.steps_of(self._spec.batch_serialized_fn) is not None:
-            self._desk = Desk(answers, job.job_id, job.tenant_id, job.name)
+        self._router: RequestRouter | None = None
+        if gateway is not None and operations.steps_of(self._spec.batch_serialized_fn) is not None:
+            self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
         self._ended = asyncio.Event()  # no more batches are to be dispatched, for any reason
         self._superseded = False
         self._broken: BaseException | None = None  # what ended a helper
@@ -211,8 +219,8 @@ class JobRun:
         self._wants: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
         self._turn_due = asyncio.Event()
         self._nothing_until = 0.0
-        self._feeder = Feeder(job.job_id, self._spec, self._reported, self._setup_failed)
-        self._crew = Crew(jobs, job.job_id, token, self._spec, pool, self._desk)
+        self._dispatcher = Dispatcher(job.job_id, self._spec, self._reported, self._setup_failed)
+        self._worker_set = WorkerSet(jobs, job.job_id, token, self._spec, pool, self._router)
         self._setup_failures = 0
         self._serving = 0
 
@@ -229,9 +237,9 @@ class JobRun:
         self._serving += 1
         worker: RemoteWorker | None = None
         try:
-            worker = await self._crew.take(slot, self._ended)
+            worker = await self._worker_set.take(slot, self._ended)
             if worker is not None:
-                await self._feed_while(worker, should_yield)
+                await self._dispatch_while(worker, should_yield)
         except WorkerStartError as error:
             self._setup_failed(str(error), final=False)
             self._nothing_until = time.monotonic() + self._limits.backoff_s * 2**self._setup_failures
@@ -246,23 +254,23 @@ class JobRun:
         finally:
             self._serving -= 1
             if worker is not None:
-                await (self._crew.end(worker) if self._superseded else self._crew.put_back(worker))
+                await (self._worker_set.end(worker) if self._superseded else self._worker_set.put_back(worker))
 
-    async def _feed_while(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
-        feeding: set[asyncio.Task[None]] = set()
+    async def _dispatch_while(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
+        dispatched: set[asyncio.Task[None]] = set()
         try:
             while True:
-                room = IN_FLIGHT - len(feeding)
+                room = IN_FLIGHT - len(dispatched)
                 if room > 0 and not worker.useless and not self._ended.is_set() and not should_yield():
-                    size = self._feeder.group_size(worker)
-                    for group in self._feeder.groups(await self._claim(worker.worker_id, room * size), size):
-                        feeding.add(asyncio.create_task(self._feeder.attempt(worker, group)))
-                if not feeding:
+                    size = self._dispatcher.group_size(worker)
+                    for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
+                        dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
+                if not dispatched:
                     return
-                _, feeding = await asyncio.wait(feeding, return_when=asyncio.FIRST_COMPLETED)
+                _, dispatched = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
                 self._turn_due.set()  # here, so that a group's end and the next claim share a turn
         finally:
-            for task in feeding:
+            for task in dispatched:
                 task.cancel()
 
     def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
@@ -368,10 +376,10 @@ class JobRun:
 
     async def tell_ended(self) -> None:
         """Whoever answered a job of operations, once it has ended for good."""
-        if self._desk is not None:
+        if self._router is not None:
             found = await self._db(self._jobs.find, self.job.tenant_id, self.job.job_id)
             if found.status in TERMINAL:
-                await self._desk.answers.ended(found.job_id, found.tenant_id, found.status)
+                await self._router.gateway.ended(found.job_id, found.tenant_id, found.status)
 
     def cancel(self) -> None:
         """The row says so already; this saves the wait for the next look."""
@@ -395,7 +403,7 @@ class JobRun:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            await self._crew.end_all()
+            await self._worker_set.end_all()
             with contextlib.suppress(SQLAlchemyError):
                 await self._db(self._jobs.release, self.job.job_id, self._token)
 
@@ -419,7 +427,7 @@ class JobRun:
             if self.job.completed_batches:
                 for output in range(len(self._spec.batch_output_formats)):
                     for schema in await self._db(self._jobs.schemas, job_id, output):
-                        self._feeder.schemas.add(output, schema)
+                        self._dispatcher.schemas.add(output, schema)
             await self._check_failed()  # the coordinator before this one may have known, and could not say so
             self._judge()
             if not self._ended.is_set() and await self._set_status("RUNNING"):
@@ -454,7 +462,7 @@ class JobRun:
         self.dispatching = False
         self._on_change()
         if not self.job.done:
-            await self._crew.stop_all()
+            await self._worker_set.stop_all()
         while self._serving:
             await asyncio.sleep(0.01)
             self._turn_due.set()
@@ -474,7 +482,7 @@ class JobRun:
 
     async def look(self) -> None:
         try:
-            in_flight = list(self._feeder.in_flight)
+            in_flight = list(self._dispatcher.in_flight)
             self.job = await self._db(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s, in_flight)
             self._judge()
         except SupersededError:
@@ -485,7 +493,7 @@ class JobRun:
     # Operations.
 
     async def _operate(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        return await self._crew.operate(operation, with_mapper=not self.job.done)
+        return await self._worker_set.operate(operation, with_mapper=not self.job.done)
 
     async def _plan(self) -> None:
         async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int, Version | None]:
@@ -508,7 +516,8 @@ class JobRun:
             planning.cancel()
             ended.cancel()
         self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, starts, total, version)
-        self._crew.spec = replace(self._crew.spec, input_version=version)  # for workers that start from now on
+        workers = self._worker_set
+        workers.spec = replace(workers.spec, input_version=version)  # for workers that start from now on
 
     async def _wind_down(self) -> None:
         if not await self._set_status("WINDING_DOWN"):

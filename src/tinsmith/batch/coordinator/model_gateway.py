@@ -1,21 +1,19 @@
-"""What the service answers to the operations of bulk jobs: samples, as any client of the tenant's would have them.
+"""How the operations of bulk jobs reach the service's models: the router of a job's requests, and what answers them.
 
-A job that asks has a session of its own, made with its first question, kept alive while it asks, and closed with its
-end: then its samples are cancelled, and what was kept of them goes as it does for any session. So admission, quotas,
-turns between tenants, usage and traces know no difference.
+`RequestRouter` takes a worker's questions and sends the answers back; answers of one moment share a call. Only jobs of
+operations have one. Questions of an attempt that has ended are cancelled. A sample that was begun for one goes on, and
+the next attempt finds it.
 
-A sample's request_id is made of the job's session, the model and the name of the question (row, key and a digest of
-what is asked), so a question that is asked again finds the future that it made before, whoever asks and however much
-later: the rows of `futures` are the job's memory, and nothing that was sampled is sampled twice. If the session expired
-in between (nobody ran the job for `session_timeout_s`), the next one begins without memory.
+`ServiceGateway` answers. A job that asks has a session of its own: opened with its first question, kept alive while it
+asks, closed with its end, which cancels its samples. So admission, quotas, fairness between tenants, usage and traces
+treat it like any other client.
 
-Other verbs are registered by whoever wires the server.
+A sample's request_id is made of the job's session, the model and the question's name (row, key, a digest of the
+request). A question that is asked again, by another attempt or after a restart, finds the same future: nothing is
+sampled twice while the session lives. If the session has expired, because no coordinator ran the job for
+`session_timeout_s`, the next session begins without results.
 
-What the operations of a bulk job ask of the server that runs it: who answers, and how answers get back to a worker.
-
-The server gives the coordinator one `Answers`; a worker's questions reach it only if its job is one of operations.
-Answers of one moment share a call to the worker. Questions of an attempt that has ended are given up; what was begun
-for them stays, and is found by whoever asks again.
+Other verbs are registered by the code that wires the server.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class Question:
     payload: Message
 
 
-class Answers(Protocol):
+class ModelGateway(Protocol):
     async def answer(self, question: Question) -> Message:
         """Raises TinsmithError, which fails the row."""
         ...
@@ -75,10 +73,10 @@ class Answers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Desk:
+class RequestRouter:
     """The answers to one job."""
 
-    answers: Answers
+    gateway: ModelGateway
     job_id: int
     tenant_id: str
     job_name: str
@@ -129,7 +127,7 @@ class Desk:
                 self.job_id, self.tenant_id, self.job_name, str(ask["verb"]), int(ask.get("row_idx", -1)),
                 str(ask.get("key", "")), dict(ask["payload"]),
             )  # fmt: skip
-            return {"answer": await self.answers.answer(question)}
+            return {"answer": await self.gateway.answer(question)}
         except TinsmithError as error:
             return {"refused": str(error)}
         except (KeyError, TypeError, ValueError) as error:
@@ -161,7 +159,7 @@ class Admission:
     dispatch: Dispatch
 
 
-class ServiceAnswers:
+class ServiceGateway:
     """Lives on the server's event loop."""
 
     def __init__(

@@ -1,7 +1,12 @@
 """The workers of one bulk job: started, lent to slots and to operations, kept while they are idle, and ended.
 
-A worker's row is written before it is started and deleted when it is gone, so that whoever takes the job over knows
-whom to end. One that is useless (lost, or its mapper does not start) is never lent again. Knows no batches.
+`RemoteWorker` is one worker as the coordinator sees it: calls, and the streamed answers of those that take long. A
+worker that refuses, breaks the connection, or is silent for longer than its heartbeats allow is lost
+(`WorkerLostError`): no batch is to blame for that, and the worker is not called again.
+
+`WorkerSet` holds the workers of a job. A worker's row is written before it is started and deleted when it is gone, so
+that the coordinator that takes the job over knows which workers to end. One that is useless (lost, or its mapper does
+not start) is never lent again.
 """
 
 from __future__ import annotations
@@ -9,37 +14,208 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.batch.coordinator.model_gateway import Desk
+from tinsmith.batch.coordinator.attempts import Lost
+from tinsmith.batch.coordinator.model_gateway import RequestRouter
 from tinsmith.batch.coordinator.state import BatchJobs, SupersededError
-from tinsmith.batch.pools.specs import Pool, WorkerStartError
-from tinsmith.batch.types import JobSpec
-from tinsmith.batch.worker.rpc import OperationError, RemoteWorker, WorkerLostError
+from tinsmith.batch.pools.specs import Pool, Started, WorkerStartError
+from tinsmith.batch.types import JobSpec, Limits, Outcome
+from tinsmith.batch.worker.rpc import Client, ConnectionLostError, Message, RefusedError
 
 MAX_OPERATION_TRIES = 3
 
-KNOWN = (WorkerStartError, WorkerLostError, SupersededError, SQLAlchemyError)
-"""What those who ask for a worker tell apart; anything else that goes wrong on the way is a WorkerStartError."""
+CALL_S = 10.0
+"""How long a worker may take to accept a connection or the next bytes of a request."""
+MAX_SETUP_FAILURES = 2
+"""A mapper that did not start so often in one worker is tried in another one."""
+MAX_INFRA_FAILURES = 3
 
+Told = tuple[tuple[int, int], Outcome | Lost]
+"""An attempt by (batch_idx, attempt_id), and what it came to."""
 T = TypeVar("T")
+
+
+class WorkerLostError(Exception):
+    """The worker cannot be reached any more."""
+
+
+class OperationError(Exception):
+    """An operation failed in the worker: what it raised there."""
+
+    def __init__(self, error_type: str, message: str, trace: str) -> None:
+        super().__init__(message)
+        self.error_type = error_type
+        self.trace = trace
+
+
+class SetupFailedError(Exception):
+    """The mapper does not start; the message is its traceback. `final`: it does not start on any other worker."""
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+class RemoteWorker:
+    """`router` answers what operations ask; a user's function has none."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        started: Started,
+        job_id: int,
+        limits: Limits,
+        slot: int | None,
+        router: RequestRouter | None = None,
+    ) -> None:
+        self._router = router
+        self.worker_id = worker_id
+        self.started = started
+        self.slot = slot
+        self.setup_failures = 0
+        self.infra_failures = 0
+        self.lost = False
+        self._job_id = job_id
+        silence_s = limits.heartbeat_timeout_s
+        self._client = Client(started.address, started.token, connect_s=CALL_S, silence_s=silence_s)
+
+    @property
+    def useless(self) -> bool:
+        worn = self.setup_failures >= MAX_SETUP_FAILURES or self.infra_failures >= MAX_INFRA_FAILURES
+        return self.lost or worn or self.started.gone
+
+    async def call(self, name: str, **request: object) -> None:
+        """Raises WorkerLostError."""
+        async for _ in self._stream(name, request):
+            pass
+
+    async def feed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Told]]:
+        """The results of attempts as they arrive. Raises WorkerLostError, SetupFailedError if some have none."""
+        left = len(assignments)
+        setup_error: SetupFailedError | None = None
+        async for told in self._fed(assignments):
+            left -= len(told)
+            settled: list[Told] = []
+            for each in told:
+                result = self._result(each)
+                if isinstance(result, SetupFailedError):
+                    setup_error = result
+                else:
+                    settled.append(((each["key"][0], each["key"][1]), result))
+            if settled:
+                yield settled
+        if setup_error is not None:
+            self.setup_failures += 1
+            raise setup_error
+        if left:
+            raise self._gone("the answer has no end")
+
+    async def _fed(self, assignments: Sequence[Mapping[str, object]]) -> AsyncIterator[list[Message]]:
+        stream = self._stream("feed_batch", {"assignments": assignments})
+        if self._router is None:
+            async for message in stream:
+                if told := message.get("settled"):
+                    yield told
+        else:
+            async with self._router.answering(lambda answers: self.call("answer", answers=answers)) as take:
+                async for message in stream:
+                    take(message.get("asks", ()))
+                    if told := message.get("settled"):
+                        yield told
+
+    def _result(self, told: Message) -> Outcome | Lost | SetupFailedError:
+        if "outcome" in told:
+            self.infra_failures = self.setup_failures = 0
+            return Outcome.from_dict(told["outcome"])
+        lost = told["lost"]
+        if lost["setup"]:
+            return SetupFailedError(lost["error"], lost["final"])
+        self.infra_failures += bool(lost["infra"] and lost["begun"])
+        told = {name: lost[name] for name in ("infra", "begun", "final", "died", "row")}
+        return Lost(lost["error_class"], lost["error"], **told)
+
+    async def operate(self, op: str, **request: object) -> AsyncIterator[Message]:
+        """The messages of an operation; the last one has its result, as `end`.
+
+        Raises OperationError, WorkerLostError."""
+        ended = False
+        async for message in self._stream("operate", {"op": op, **request}):
+            if "error" in message:
+                raise OperationError(message["error_type"], message["message"], message["error"])
+            if "lost" in message:
+                raise WorkerLostError(message["lost"]["error"])
+            if "alive" not in message:
+                yield message
+            ended = "end" in message
+        if not ended:
+            raise self._gone("the answer has no end")
+
+    async def place(self, path: Path) -> str:
+        """Where the worker finds a file of ours: there, or a copy that it is sent. Raises WorkerLostError."""
+        if self.started.shares_files:
+            return str(path)
+        placed = ""
+        with path.open("rb") as file:
+            async for message in self._stream("receive", {"size": path.stat().st_size}, file):
+                placed = str(message["path"])
+        return placed
+
+    async def result_of(self, op: str, **request: object) -> Message:
+        """The result alone."""
+        result: Message = {}
+        async for message in self.operate(op, **request):
+            result = message.get("end", {})
+        return result
+
+    async def _stream(
+        self, name: str, request: Mapping[str, object], file: IO[bytes] | None = None
+    ) -> AsyncIterator[Message]:
+        try:
+            async with contextlib.aclosing(
+                self._client.stream(name, {"job_id": self._job_id, **request}, file)
+            ) as answer:
+                async for message in answer:
+                    yield message
+        except RefusedError as error:
+            why = f"the worker answered {name} with {error.status}: {str(error)[:500]}"
+            raise WorkerLostError(why) from None
+        except ConnectionLostError as error:
+            raise self._gone(error) from error
+
+    def _gone(self, why: object) -> WorkerLostError:
+        self.lost = True
+        return WorkerLostError(f"worker {self.worker_id} was lost: {why!r}")
+
+    async def close(self) -> None:
+        """End the process and all that it started, now."""
+        self.lost = True
+        await self._client.close()
+        await self.started.kill()
+
+
+KNOWN = (WorkerStartError, WorkerLostError, SupersededError, SQLAlchemyError)
+"""The errors of starting a worker that callers distinguish; any other becomes a WorkerStartError."""
 
 
 class FailedError(Exception):
     """The job cannot go on; the message says why."""
 
 
-class Crew:
-    def __init__(self, jobs: BatchJobs, job_id: int, token: str, spec: JobSpec, pool: Pool, desk: Desk | None) -> None:
+class WorkerSet:
+    def __init__(
+        self, jobs: BatchJobs, job_id: int, token: str, spec: JobSpec, pool: Pool, router: RequestRouter | None
+    ) -> None:
         self._jobs = jobs
         self._job_id = job_id
         self._token = token
         self.spec = spec
         self._pool = pool
-        self._desk = desk
+        self._router = router
         self._idle: list[RemoteWorker] = []
         self._workers: set[RemoteWorker] = set()
 
@@ -116,9 +292,9 @@ class Crew:
         try:
             await asyncio.to_thread(self._jobs.intend_worker, name, worker_id, self._job_id, self._token, kind)
             started = await self._pool.start(worker_id, slot)
-            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._desk)
+            worker = RemoteWorker(worker_id, started, self._job_id, self.spec.limits, slot, self._router)
             self._workers.add(worker)
-            await worker.call("/configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
+            await worker.call("configure", spec=self.spec.to_dict(), start_mapper=with_mapper)
             await asyncio.to_thread(self._jobs.note_worker, name, worker_id, "ready", started.address, started.where)
         except BaseException as error:
             await asyncio.shield(self._give_up(worker_id, worker))
@@ -137,7 +313,7 @@ class Crew:
     async def _stop(self, worker: RemoteWorker) -> None:
         grace_s = self.spec.limits.grace_s
         with contextlib.suppress(WorkerLostError):
-            await worker.call("/shutdown", grace_s=grace_s)
+            await worker.call("shutdown", grace_s=grace_s)
             worker.lost = True
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s + 1):

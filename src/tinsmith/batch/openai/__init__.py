@@ -1,6 +1,6 @@
 """OpenAI's batches: a file of requests becomes a bulk job, and what came of it two files.
 
-`rows` keeps the batches, `checking` reads a file before anything of it is done, `keeper` leads each batch from one
+`rows` keeps the batches and checks a file before anything of it is done, `reconciler` leads each batch from one
 status to the next, `results` makes the files at its end. The work itself is a bulk job's (`batch`), whose operation
 `openai_request` answers a line.
 

@@ -59,8 +59,8 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a keeper works with. `wake_job` tells the coordinator of bulk jobs of a new or cancelled one."""
+class ReconcilerParts:
+    """What a reconciler works with. `wake_job` tells the coordinator of bulk jobs of a new or cancelled one."""
 
     batches: OpenAIBatches
     files: Files
@@ -69,8 +69,8 @@ class Parts:
     alone: Callable[[], AbstractContextManager[bool]] = lambda: nullcontext(True)
 
 
-class Keeper:
-    def __init__(self, settings: Settings, parts: Parts) -> None:
+class Reconciler:
+    def __init__(self, settings: Settings, parts: ReconcilerParts) -> None:
         self._settings = settings
         self._parts = parts
         self._root = settings.storage_location("openai_batches")

@@ -10,8 +10,8 @@ Where what runs:
   row of a batch, together. It renders prompts, reads answers and grades them. It loads no weights and no torch, and can
   be killed at any time.
 - What needs the service is asked for: `RowService.ask(verb, payload)`, of which `sample` and `text` are made. The
-  question goes up the stream of the attempt (`worker.py`), is answered by the server (`questions.Answers`, for the
-  job's tenant, and for jobs of operations only), and the answer comes back. The server parses no rows.
+  question goes up the stream of the attempt (`worker.py`), is answered by the server's model gateway (for the job's
+  tenant, and for jobs of operations only), and the answer comes back. The server parses no rows.
 
 Invariants:
 - A question is named by (job, row, step, key, payload). Asked again, by another attempt or after a restart, it is the
@@ -19,11 +19,11 @@ Invariants:
   operation asks with a key of its own for everything that it wants to have done twice, and makes its payload of the
   row and its own fields alone.
 - What `answer` raises fails its row and no other one.
-- Randomness is a function of the operation's seed and the row's index (`seeds.py`): how rows were batched and which of
-  them were tried twice is not seen in the results.
+- Randomness is a function of the operation's seed and the row's index (`base.row_seed`): how rows were batched
+  and which of them were tried twice is not seen in the results.
 
 To add one: a module with the class, `@OPERATION_REGISTRY.type_register(name=...)`, and the name in `MODULES` below. To
-add a verb: `Answers.register(verb, handler)` where the server is wired.
+add a verb: `ServiceGateway.register(verb, handler)` where the server is wired.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operations on a worker: every row of a batch together, and their questions on the pipe to the worker.
 
-`Channel` is that pipe: questions go out as lines `{"asks": [...]}`, answers come back through `answered`, on any
-thread. Questions of one moment share a line. A channel that is closed refuses what is still open: nobody would answer.
+`Channel` is that pipe: questions go out as messages `{"asks": [...]}`, answers come back through `answered`, on any
+thread. Questions of one moment share a message. A channel that is closed refuses the questions that are still open.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A pool on the nodes of a Ray cluster: each worker is placed by Ray, with what it reserves, and talks HTTP to us.
+"""A pool on the nodes of a Ray cluster: Ray places each worker, with what it reserves, and we call it over TCP.
 
 Ray decides where, and ends a worker when its node is lost or when we are; rows, results and logs go their usual ways.
 The coordinator's process does not load Ray: a process of its own does (`ray_driver`), and ends with us. A slot for
@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpcore
-import orjson
 import structlog
 
 from tinsmith.batch.pools.specs import RAY, PoolSpec, WorkerStartError
 from tinsmith.batch.worker.logs import JobLogs
+from tinsmith.batch.worker.rpc import Client, ConnectionLostError, RefusedError
 from tinsmith.settings import ray_variables, role_environment
 
 LOG_POLL_S = 1.0
@@ -167,34 +166,25 @@ class RayWorker:
     async def follow(self) -> None:
         """What it prints, into the file that it would have here: a page a second, and the rest at the end."""
         after = 0
-        async with httpcore.AsyncConnectionPool() as pool:
-            try:
-                while not self.gone:
-                    after = await self._copy(pool, after)
-                    await asyncio.sleep(LOG_POLL_S)
-            except asyncio.CancelledError:
-                if not self.gone:
-                    await self._copy(pool, after)
-                raise
-
-    async def _copy(self, pool: httpcore.AsyncConnectionPool, after: int) -> int:
-        headers = [(b"host", b"worker"), (b"authorization", f"Bearer {self.token}".encode())]
-        timeout = dict.fromkeys(("connect", "read", "write", "pool"), END_S)
+        client = Client(self.address, self.token, connect_s=END_S, silence_s=END_S)
         try:
-            while True:
-                content = orjson.dumps({"after": after})
-                answer = await pool.request(
-                    "POST", self.address + "/printed", headers=headers, content=content,
-                    extensions={"timeout": timeout},
-                )  # fmt: skip
-                page = orjson.loads(answer.content)
-                if answer.status != 200 or page["end"] == after:
-                    return after
+            while not self.gone:
+                after = await self._copy(client, after)
+                await asyncio.sleep(LOG_POLL_S)
+        except asyncio.CancelledError:
+            if not self.gone:
+                await self._copy(client, after)
+            raise
+        finally:
+            await client.close()
+
+    async def _copy(self, client: Client, after: int) -> int:
+        with contextlib.suppress(RefusedError, ConnectionLostError, OSError):
+            while (page := await client.call("log", after=after))["end"] != after:
                 with self.log_path.open("a", encoding="utf-8") as file:
                     file.write(page["text"])
                 after = page["end"]
-        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError):
-            return after
+        return after
 
 
 class RayPool:

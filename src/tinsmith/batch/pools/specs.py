@@ -54,7 +54,7 @@ class Started(Protocol):
     """A worker, and how to reach it."""
 
     address: str
-    """A URL, or the path of a socket."""
+    """`tcp://HOST:PORT`, or the path of a Unix socket."""
     token: str
     shares_files: bool
     """Whether it sees the files of this machine."""

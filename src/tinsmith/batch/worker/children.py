@@ -1,36 +1,39 @@
-"""A worker's children: processes of their own group that can be killed at any time, and what becomes of their work.
+"""A worker's children: processes in groups of their own, which can be killed at any time, and their attempts.
 
-`Child` is one process and its two pipes of JSON lines. `Mapper` gives assignments to a child that runs the mapper and
-starts another one when it dies. A batch is to blame for that only if the child's marker says that it was worked on;
-where it says so of several, the next child has them one at a time. What only waited is given to the next child, too.
-What an attempt comes to is told once: an outcome, or a loss that says whether it is the batch's fault (`infra` false),
-the machine's, or that of a mapper that does not start (`setup`).
+`Child` is one process with two pipes of messages (`rpc.py`). `Mapper` sends attempts to a child that runs the mapper
+and starts another child when that one dies. `Utility` runs operations.
+
+A death is blamed on a batch only if the child's `Marker` says that the child worked on it. The marker is memory that
+both processes map, so it survives a sudden death. If it names several batches, the next child runs these one at a time.
+Attempts that only waited go to the next child. Each attempt is settled once: with an outcome, or with a `Lost` that
+says whether the batch is to blame, the machine (`infra`), or a mapper that does not start (`setup`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import mmap
 import os
-import queue
 import signal
+import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Protocol
 
 from tinsmith import __version__
+from tinsmith.batch.types import Assignment
 from tinsmith.batch.worker.logs import untagged
-from tinsmith.batch.worker.markers import Marker, marker_file
+from tinsmith.batch.worker.rpc import FrameError, Message, pack, read_frames
 
 TAIL_BYTES = 4000
 AHEAD = 3
-"""Attempts that the child has: one's rows are read, one is mapped, one's results are stored."""
-Message = dict[str, Any]
-
+"""Attempts that the child has: it reads the rows of one, maps one, and stores the results of one."""
 
 MIN_PYTHON = (3, 11)
 PROBE = """
@@ -42,12 +45,68 @@ print(tinsmith.__version__)
 PROBE_S = 60.0
 
 
+# The marker. Three threads of a mapper's process work on batches, and each writes its own slot: state, batch_idx,
+# attempt_id, row_idx. The slot of the mapping thread also says whether the mapper has asked for a batch yet.
+
+READ, MAP, STORE = range(3)
+NO_ROW = -1
+_STARTING, _IDLE, _BUSY = range(3)
+_NUMBER, _PLACE = struct.Struct("q"), struct.Struct("qqq")
+_SLOT = _NUMBER.size + _PLACE.size
+_ROW_AT = _SLOT - _NUMBER.size
+SIZE = 3 * _SLOT
+
+
+def marker_file() -> IO[bytes]:
+    """An unnamed file for a marker, whose descriptor a child inherits. It says that nothing has begun."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115  its owner closes it
+    file.truncate(SIZE)
+    return file
+
+
+class Marker:
+    """The slots, in a shared file of `SIZE` bytes; without a file, in the memory of this process."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(SIZE) if descriptor is None else mmap.mmap(descriptor, SIZE)
+
+    def start(self) -> None:
+        """The mapper begins and has not asked for a batch."""
+        _NUMBER.pack_into(self._memory, MAP * _SLOT, _STARTING)
+
+    def begin(self, stage: int, assignment: Assignment) -> None:
+        """The state is written last: a process that dies before that has not begun."""
+        place = assignment.batch_idx, assignment.attempt_id, NO_ROW
+        _PLACE.pack_into(self._memory, stage * _SLOT + _NUMBER.size, *place)
+        _NUMBER.pack_into(self._memory, stage * _SLOT, _BUSY)
+
+    def row(self, row_idx: int) -> None:
+        """The row that is mapped now."""
+        _NUMBER.pack_into(self._memory, MAP * _SLOT + _ROW_AT, row_idx)
+
+    def end(self, stage: int) -> None:
+        _NUMBER.pack_into(self._memory, stage * _SLOT, _IDLE)
+
+    @property
+    def starting(self) -> bool:
+        return _NUMBER.unpack_from(self._memory, MAP * _SLOT)[0] == _STARTING
+
+    def busy(self) -> dict[tuple[int, int], int]:
+        """The attempts (batch_idx, attempt_id) in work, with the row of each or `NO_ROW`."""
+        found: dict[tuple[int, int], int] = {}
+        for stage in (READ, STORE, MAP):
+            if _NUMBER.unpack_from(self._memory, stage * _SLOT)[0] == _BUSY:
+                batch_idx, attempt_id, row_idx = _PLACE.unpack_from(self._memory, stage * _SLOT + _NUMBER.size)
+                found[batch_idx, attempt_id] = row_idx
+        return found
+
+
 class ChildError(Exception):
-    """The child is gone."""
+    """The child has died."""
 
 
 class Child:
-    """One process. Its output, and its children's, goes to the log."""
+    """One process. Its output and that of its own children goes to the log."""
 
     def __init__(self, python: str, first: Message, log_path: Path) -> None:
         child_reads, we_write = os.pipe()
@@ -69,38 +128,36 @@ class Child:
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        self._input = os.fdopen(we_write, "w", encoding="utf-8")
-        self._output = os.fdopen(we_read, "r", encoding="utf-8")
+        self._input = os.fdopen(we_write, "wb")
+        self._output = os.fdopen(we_read, "rb")
         self._lock = threading.Lock()
         self.send(first)
 
     def send(self, message: Message) -> None:
-        """A child that is gone takes nothing; its reader notices."""
+        """A dead child is ignored here; the reader of its messages notices."""
         with self._lock, contextlib.suppress(BrokenPipeError, ValueError):
-            self._input.write(json.dumps(message) + "\n")
+            self._input.write(pack(message))
             self._input.flush()
 
-    def lines(self) -> Iterator[Message]:
-        for line in self._output:
-            if not line.endswith("\n"):  # cut by its death
-                return
-            yield json.loads(line)
+    def messages(self) -> Iterator[Message]:
+        """To the end of the child. A child that sends an invalid frame is killed."""
+        try:
+            yield from read_frames(self._output)
+        except FrameError:
+            self.kill()
 
     def end(self) -> None:
-        """No more input: a mapper's `load()` ends."""
+        """Close its input: a mapper's `load()` ends."""
         with self._lock, contextlib.suppress(BrokenPipeError, OSError):
             self._input.close()
 
     def kill(self) -> None:
-        """With everything that it started."""
+        """With all processes that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def wait(self) -> int:
-        return self.process.wait()
-
     def tail(self) -> str:
-        """The end of what it printed."""
+        """The end of its output."""
         with self._log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, size - TAIL_BYTES))
@@ -116,21 +173,22 @@ def interpreter(spec: Message) -> str:
 
 
 def interpreter_problem(python: str) -> str:
-    """Why this interpreter cannot run a mapper, and what to do; empty if it can."""
+    """Why this interpreter cannot run a mapper, and the fix; empty if it can."""
     try:
-        told = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
         return f"{python} did not start within {PROBE_S:g} s"
     except OSError as error:
         return f"{python} cannot be started ({error.strerror}); it must be on the machine of the worker"
-    version, _, found = told.stdout.strip().partition(" ")
+    version, _, found = probe.stdout.strip().partition(" ")
     if not version:
-        return f"{python} is no Python interpreter: it ended with status {told.returncode}\n{told.stderr[-TAIL_BYTES:]}"
+        tail = probe.stderr[-TAIL_BYTES:]
+        return f"{python} is no Python interpreter: it ended with status {probe.returncode}\n{tail}"
     if tuple(map(int, version.split("."))) < MIN_PYTHON:
         wanted = ".".join(map(str, MIN_PYTHON))
         return f"{python} is Python {version}; a mapper needs {wanted} or newer"
-    if told.returncode:
-        why = told.stderr.strip().rpartition("\n")[2]
+    if probe.returncode:
+        why = probe.stderr.strip().rpartition("\n")[2]
         return f"{python} cannot import tinsmith ({why}). Install it there: {python} -m pip install tinsmith"
     if found != __version__:
         return (
@@ -140,161 +198,154 @@ def interpreter_problem(python: str) -> str:
     return ""
 
 
-class Attempt:
-    """One assignment in a worker, what it asks of the server, and, once it is `settled`, what it came to."""
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """An attempt that ended without a result; the batch is to blame unless `infra`, `setup` or not `begun`."""
 
-    def __init__(self, assignment: Message, group: Events) -> None:
+    error_class: str
+    error: str
+    infra: bool = False
+    """The worker or its machine is to blame."""
+    begun: bool = True
+    """False: the worker gave the attempt back before it began."""
+    final: bool = False
+    """No other attempt can succeed: the batch has failed, and so has the job."""
+    died: bool = False
+    """The mapper's process died while it worked on the batch."""
+    row: int | None = None
+    """The row that the mapper worked on, if it is known."""
+    setup: bool = False
+    """The mapper does not start."""
+
+
+def assignment_of(message: Message) -> Assignment:
+    lists = {name: tuple(message.get(name, ())) for name in ("part_bases", "schemas")}
+    return Assignment(**{**message, **lists})
+
+
+class Attempt:
+    """One assignment on a worker. `events` gets its requests to the server, then the attempt itself once settled."""
+
+    def __init__(self, assignment: Message, events: Events) -> None:
         self.assignment = assignment
-        self.group = group
+        self.events = events
         self.since = time.monotonic()
-        self.begun = False  # whether it is with the child
-        self._times_given = 0
-        self.settled = threading.Event()
+        self.begun = False  # whether the child has it
         self.result: Message = {}
-        self._followers = [group]
-        self._lock = threading.Lock()
+        """`{"outcome": ...}` or `{"lost": ...}`."""
+        self._times_sent = 0
 
     @property
     def key(self) -> tuple[int, int]:
         return self.assignment["batch_idx"], self.assignment["attempt_id"]
 
-    def given(self) -> Message:
-        """The assignment for a child. Where an earlier child may have stored parts of it, the next one stores its own
-        elsewhere: a mapper need not give the same results twice."""
-        bases, again = self.assignment["part_bases"], self._times_given
-        self._times_given += 1
+    def to_send(self) -> Message:
+        """The assignment for a child. An earlier child may have stored some of its parts, and a mapper need not be
+        deterministic, so each child stores parts in a directory of its own."""
+        bases, again = self.assignment["part_bases"], self._times_sent
+        self._times_sent += 1
         return self.assignment | ({"part_bases": [f"{base}-{again}" for base in bases]} if again else {})
 
-    def follow(self, events: Events) -> None:
-        """The attempt's end goes there, as the attempt itself, and what it asks before that: as to its own group."""
-        with self._lock:
-            if self.settled.is_set():
-                events.put(self)
-            else:
-                self._followers.append(events)
-
-    def settle(self, result: Message) -> None:
-        with self._lock:
-            self.result = result
-            self.settled.set()
-            for events in self._followers:
-                events.put(self)
-
-    def ask(self, asks: list[Message]) -> None:
-        """Of whoever came last: the others may be gone."""
-        with self._lock:
-            for events in self._followers[-1:]:
-                events.put(asks)
+    def settle(self, outcome: Message | Lost) -> None:
+        self.result = {"lost": asdict(outcome)} if isinstance(outcome, Lost) else {"outcome": outcome}
+        self.events.put(self)
 
 
-Events = queue.SimpleQueue[Attempt | list[Message]]
+class Events(Protocol):
+    """A queue that takes settled attempts, and the requests of attempts, from any thread."""
 
-
-def lost(
-    error_class: str,
-    error: str,
-    *,
-    infra: bool = False,
-    setup: bool = False,
-    begun: bool = True,
-    final: bool = False,
-    died: bool = False,
-    row: int | None = None,
-) -> Message:
-    told = {"error_class": error_class, "error": error, "died": died, "row": row}
-    return {"lost": {**told, "infra": infra, "setup": setup, "begun": begun, "final": final}}
+    def put(self, item: Attempt | list[Message], /) -> None: ...
 
 
 class Mapper:
-    """The mapper's child, and the attempts that are with it, oldest first."""
+    """The mapper's child, and the attempts that are not settled, oldest first."""
 
-    def __init__(self, spec: Message, log_path: Path, on_settled: Callable[[Attempt], None]) -> None:
+    def __init__(self, spec: Message, log_path: Path) -> None:
         self._first = {"role": "mapper", "spec": spec}
         self._python = interpreter(spec)
-        self._problem: str | None = "" if self._python == sys.executable else None  # None: not looked for yet
+        self._problem: str | None = "" if self._python == sys.executable else None  # None: not probed yet
         self._limits: Message = spec["limits"]
         self._log_path = log_path
-        self._on_settled = on_settled
         self._lock = threading.RLock()
         self._waiting: list[Attempt] = []
         self._child: Child | None = None
         self._answered = False
-        self._told_to_die: tuple[Attempt, Message] | None = None
+        self._timed_out: tuple[Attempt, Lost] | None = None
+        """The attempt for which the child was killed, and its result."""
         self._suspects: set[tuple[int, int]] = set()
-        """Attempts one of which a child died of. They run alone."""
+        """Attempts one of which killed a child. They run alone."""
         self._deaths_alone = 0
-        """Children in a row that died, and worked on nothing."""
+        """Successive children that died while they worked on nothing."""
         self._closed = False
-        self.start_error = ""
-        self._start_is_final = False
+        self._start_error: Message | None = None
 
     @property
-    def ready(self) -> bool:
-        return self._child is not None and self._answered
+    def state(self) -> Message:
+        if self._start_error is not None:
+            return {"state": "failed", "traceback": self._start_error["start_error"]}
+        return {"state": "ready" if self._child is not None and self._answered else "starting"}
 
     def start(self) -> None:
         with self._lock:
             if self._child is None and not self._closed:
-                self._begin()
+                self._start_child()
 
     def feed(self, attempts: list[Attempt]) -> None:
         with self._lock:
             self._waiting += attempts
             if self._child is None:
-                self._begin()
+                self._start_child()
             else:
-                self._give()
+                self._send()
 
-    def _give(self) -> None:
-        """The child never has more than it can do something with: the others can still be taken back."""
+    def _send(self) -> None:
+        """Send no more than the child can work on: the others can still be given back."""
         for attempt in self._waiting[: 1 if self._suspects else AHEAD]:
             if not attempt.begun and self._child is not None:
                 attempt.begun = True
-                self._child.send(attempt.given())
+                self._child.send(attempt.to_send())
 
-    def take_back(self, attempts: list[Attempt]) -> None:
-        """Those that have not begun are not begun here any more."""
+    def give_back(self, attempts: list[Attempt]) -> None:
+        """Settle those that have not begun, so that another worker can run them."""
         with self._lock:
             for attempt in attempts:
                 if attempt in self._waiting and not attempt.begun:
-                    self._drop(attempt)
-                    attempt.settle(lost("GivenBack", "other batches took too long", infra=True, begun=False))
+                    self._settle(attempt, Lost("GivenBack", "other batches took too long", infra=True, begun=False))
 
-    def _begin(self) -> None:
+    def _start_child(self) -> None:
         if self._problem is None:
             self._problem = interpreter_problem(self._python)
         if self._problem:
-            self.start_error = self._problem
-            self._fail_all(lost("InterpreterError", self._problem, setup=True, final=True))
+            self._start_failed("InterpreterError", self._problem, final=True)
             return
         try:
             child = Child(self._python, self._first | {"careful": bool(self._suspects)}, self._log_path)
         except OSError as error:
-            self._fail_all(lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
+            self._settle_all(Lost("OSError", f"{self._python} cannot be started: {error}", setup=True))
             return
-        self._child, self._answered, self._told_to_die = child, False, None
+        self._child, self._answered, self._timed_out = child, False, None
         now = time.monotonic()
         for attempt in self._waiting:
             attempt.since, attempt.begun = now, False
-        self._give()
+        self._send()
         threading.Thread(target=self._follow, args=(child,), daemon=True).start()
 
     def _follow(self, child: Child) -> None:
-        start_error = None
-        for message in child.lines():
+        """Read the child's messages to its end."""
+        start_error: Message | None = None
+        for message in child.messages():
             if "start_error" in message:
-                start_error, self._start_is_final = message["start_error"], bool(message.get("final"))
+                start_error = message
+                child.end()
                 break
             with self._lock:
-                self._answered, self.start_error = True, ""
+                self._answered, self._start_error = True, None
                 if "asks" in message:
                     self._ask(message["asks"])
                 else:
-                    self._settle(message["outcome"])
-        if start_error is not None:
-            child.end()
-        status = child.wait()
-        child.kill()  # what it started may have outlived it
+                    self._complete(message["outcome"])
+        status = child.process.wait()
+        child.kill()  # its own children may have outlived it
         with self._lock:
             self._child = None
             if not self._closed:
@@ -302,111 +353,93 @@ class Mapper:
 
     def _ask(self, asks: list[Message]) -> None:
         for attempt in self._waiting:
-            if mine := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
-                attempt.ask(mine)
+            if own := [ask for ask in asks if (ask["batch_idx"], ask["attempt_id"]) == attempt.key]:
+                attempt.events.put(own)
 
     def answer(self, answers: list[Message]) -> None:
-        """What the server says to operations that asked."""
+        """Pass the server's answers to the operations that asked."""
         with self._lock:
             if self._child is not None:
                 self._child.send({"answers": answers})
 
-    def _settle(self, outcome: Message) -> None:
+    def _complete(self, outcome: Message) -> None:
         key = outcome["batch_idx"], outcome["attempt_id"]
-        for attempt in self._waiting:
-            if attempt.key == key:
-                self._deaths_alone = 0
-                self._drop(attempt)
-                for next_one in self._waiting[:1]:
-                    next_one.since = time.monotonic()  # it begins now
-                self._give()
-                attempt.settle(_result(outcome))
-                self._on_settled(attempt)
-                return
+        for attempt in [attempt for attempt in self._waiting if attempt.key == key]:
+            self._deaths_alone = 0
+            failed = Lost(outcome["error_type"] or "Error", outcome["error"], final=outcome["final"])
+            self._settle(attempt, failed if outcome["error"] else outcome)
+            for next_one in self._waiting[:1]:
+                next_one.since = time.monotonic()
+            self._send()
 
-    def _on_death(self, status: int, start_error: str | None, child: Child) -> None:
-        told, self._told_to_die = self._told_to_die, None
+    def _on_death(self, status: int, start_error: Message | None, child: Child) -> None:
         if start_error is not None and not self._answered:
-            self.start_error = start_error
-            self._fail_all(lost("MapperStartError", start_error, setup=True, final=self._start_is_final))
-        elif told is not None:
-            attempt, result = told
-            if result["lost"]["setup"]:
-                self._fail_all(result)
+            self._start_failed("MapperStartError", start_error["start_error"], final=bool(start_error.get("final")))
+        elif self._timed_out is not None:
+            attempt, lost = self._timed_out
+            if lost.setup:
+                self._settle_all(lost)
             elif attempt in self._waiting:
-                self._blame(attempt, result)
+                self._settle(attempt, lost)
         elif start_error is None and self._waiting:
-            self._accuse(status, child)
+            self._blame(status, child)
         if self._waiting:
-            self._begin()
+            self._start_child()
 
-    def _accuse(self, status: int, child: Child) -> None:
-        """Find out what a child died of."""
-        marked, starting = child.marker.busy(), child.marker.starting
-        suspects = [attempt for attempt in self._waiting if attempt.key in marked]
+    def _blame(self, status: int, child: Child) -> None:
+        """Settle the attempt that killed a child, or find it with the next child."""
+        busy, starting = child.marker.busy(), child.marker.starting
+        suspects = [attempt for attempt in self._waiting if attempt.key in busy]
         kind = "MapperKilled" if status == -signal.SIGKILL else "MapperDied"
         if suspects and (len(suspects) > 1 or starting):
             self._suspects = {attempt.key for attempt in suspects}
             self._waiting.sort(key=lambda attempt: attempt.key not in self._suspects)
         elif suspects:
-            attempt, row = suspects[0], marked[suspects[0].key]
+            attempt, row = suspects[0], busy[suspects[0].key]
             row = row if row in range(attempt.assignment["start_idx"], attempt.assignment["end_idx"] + 1) else None
             where = "this batch" if row is None else f"row {row}"
-            self._blame(attempt, lost(kind, _death(status, f"while it worked on {where}", child), died=True, row=row))
+            text = _death(status, f"while it worked on {where}", child)
+            self._settle(attempt, Lost(kind, text, died=True, row=row))
         else:
             self._deaths_alone += 1
-            accident = self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting)
-            if starting and not accident:
-                self.start_error = _death(status, "before it asked for a batch", child)
-                self._fail_all(lost(kind, self.start_error, setup=True))
-            elif not accident:
-                self._fail_all(lost(kind, _death(status, "while it worked on no batch", child), infra=True))
+            if self._deaths_alone == 1 and (status == -signal.SIGKILL or not starting):
+                return  # the first time, perhaps an accident of the machine
+            if starting:
+                self._start_failed(kind, _death(status, "before it asked for a batch", child))
+            else:
+                self._settle_all(Lost(kind, _death(status, "while it worked on no batch", child), infra=True))
 
-    def _drop(self, attempt: Attempt) -> None:
+    def _start_failed(self, error_class: str, error: str, *, final: bool = False) -> None:
+        self._start_error = {"start_error": error}
+        self._settle_all(Lost(error_class, error, setup=True, final=final))
+
+    def _settle(self, attempt: Attempt, outcome: Message | Lost) -> None:
         self._waiting.remove(attempt)
         self._suspects.discard(attempt.key)
+        attempt.settle(outcome)
 
-    def _blame(self, attempt: Attempt, result: Message) -> None:
-        self._drop(attempt)
-        attempt.settle(result)
-        self._on_settled(attempt)
-
-    def _fail_all(self, result: Message) -> None:
+    def _settle_all(self, lost: Lost) -> None:
         while self._waiting:
-            self._blame(self._waiting[0], result)
-
-    def abort(self, key: tuple[int, int]) -> None:
-        """End one attempt, with the child if it has begun."""
-        result = lost("Aborted", "the attempt was aborted", infra=True)
-        with self._lock:
-            for attempt in [attempt for attempt in self._waiting if attempt.key == key]:
-                if attempt.begun:
-                    self._kill(attempt, result)
-                else:
-                    self._blame(attempt, result)
+            self._settle(self._waiting[0], lost)
 
     def watch(self) -> None:
         """Kill a child that takes too long."""
         with self._lock:
-            if self._child is None or not self._waiting or self._told_to_die:
+            if self._child is None or not self._waiting or self._timed_out:
                 return
             oldest, starting = self._waiting[0], self._child.marker.starting
             limit_s = self._limits["batch_timeout_s"] + (0 if self._answered else self._limits["startup_timeout_s"])
             if time.monotonic() - oldest.since > limit_s:
                 late = "the mapper did not ask for a batch within" if starting else "the batch took longer than"
-                self._kill(oldest, lost("TimeoutError", f"{late} {limit_s:g} s", setup=starting))
-
-    def _kill(self, attempt: Attempt, result: Message) -> None:
-        self._told_to_die = attempt, result
-        if self._child:
-            self._child.kill()
+                self._timed_out = oldest, Lost("TimeoutError", f"{late} {limit_s:g} s", setup=starting)
+                self._child.kill()
 
     def close(self, grace_s: float) -> None:
-        """No more work: the mapper may end by itself until the grace is over."""
+        """Settle all attempts; the mapper may end by itself within the grace period."""
         with self._lock:
             self._closed = True
             child = self._child
-            self._fail_all(lost("Shutdown", "the worker was shut down", infra=True))
+            self._settle_all(Lost("Shutdown", "the worker was shut down", infra=True))
         if child is not None:
             child.end()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -415,7 +448,7 @@ class Mapper:
 
 
 def _death(status: int, when: str, child: Child) -> str:
-    """How a child ended, in one line, and what it printed before that."""
+    """How a child ended, in one line, then the end of its output."""
     if status == -signal.SIGKILL:
         how = "was killed (signal 9; out of memory?)"
     elif status < 0:
@@ -426,14 +459,8 @@ def _death(status: int, when: str, child: Child) -> str:
     return f"the mapper's process {how} {when}" + (f"\nThe end of what it printed:\n{tail}" if tail else "")
 
 
-def _result(outcome: Message) -> Message:
-    if outcome["error"]:
-        return lost(outcome["error_type"] or "Error", outcome["error"], final=outcome["final"])
-    return {"outcome": outcome}
-
-
 class Utility:
-    """A child that plans, publishes and deletes, one operation at a time; started when it is first needed."""
+    """A child that plans, publishes and deletes, one operation at a time; it starts with the first operation."""
 
     def __init__(self, spec: Message, job_id: int, log_path: Path) -> None:
         self._first = {"role": "utility", "spec": spec, "job_id": job_id}
@@ -442,21 +469,21 @@ class Utility:
         self._child: Child | None = None
 
     def run(self, request: Message) -> Iterator[Message]:
-        """The lines of an operation's answer, the last one an `end` or an `error`. Raises ChildError."""
+        """The messages of an operation, the last with `end` or `error`. Raises ChildError."""
         with self._lock:
             if self._child is None:
                 self._child = Child(sys.executable, self._first, self._log_path)
             child = self._child
             child.send(request)
-            for message in child.lines():
+            for message in child.messages():
                 yield message
                 if "end" in message or "error" in message:
                     return
             self._child = None
-            raise ChildError(f"the process of {request['op']!r} ended with status {child.wait()}\n{child.tail()}")
+            status = child.process.wait()
+            raise ChildError(f"the process of {request['op']!r} ended with status {status}\n{child.tail()}")
 
     def close(self) -> None:
-        child = self._child
-        if child is not None:
-            child.end()
-            child.kill()
+        if self._child is not None:
+            self._child.end()
+            self._child.kill()

@@ -1,15 +1,15 @@
-"""The batches of one job on one worker: read, handed to the mapper, stored, reported.
+"""The batches of one job on one worker: read, mapped, stored, reported.
 
-`Feed` reads the next batch while the mapper works on one, and stores the one before: three threads, one batch each.
-The mapper's own code runs in the calling thread alone.
+`Feed` reads the next batch while the mapper works on one, and stores the previous one: three threads with a batch each.
+The mapper's code runs only in the calling thread.
 
 Invariants:
 - Every assignment is reported once: parts and counts, or why it failed.
-- A mapper that saves too few results, saves twice or does not save fails that batch with a ProgramError, which ends
-  the job: the same mapper does the same with every batch, and with half a batch the numbers may agree by accident.
-- Where the job says `rows="any"`, a batch may give any number of results.
-- A row that cannot be read, whose result is an error, or that an output cannot write, is a failed row in every output;
-  the others of its batch are stored.
+- A mapper that saves the wrong number of results, saves twice or does not save fails its batch with a ProgramError,
+  which ends the job: it would do the same with every batch, and with half a batch the number may match by accident.
+  With `rows="any"` a batch may have any number of results.
+- A row that cannot be read, whose result is an error, or that an output cannot write, fails in every output. The other
+  rows of its batch are stored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from tinsmith.batch.formats import input_versions, registry, schemas
 from tinsmith.batch.formats.encoding import plain
 from tinsmith.batch.formats.offset_cache import cache_directory
 from tinsmith.batch.formats.registry import InputReader, OutputWriter
-from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, Outcome, PartInfo, ProgramError, Row, RowFailure
-from tinsmith.batch.worker.markers import MAP, READ, STORE, Marker
+from tinsmith.batch.types import FINAL_ERRORS, Assignment, JobSpec, Outcome, ProgramError, Row, RowFailure
+from tinsmith.batch.worker.children import MAP, READ, STORE, Marker
 
 Report = Callable[[Outcome], None]
+Result = Row | list[Row] | None
 
 
 class RowError(Exception):
@@ -42,35 +43,47 @@ class RowError(Exception):
 
 @dataclass
 class _Batch:
-    """A batch on its way through: read, mapped, stored."""
+    """A batch on its way through reading, mapping and storing."""
 
     assignment: Assignment
     rows: list[Row] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
+    """The indices of `rows`, without those that could not be read."""
     failures: list[RowFailure] = field(default_factory=list)
-    results: list[Row | list[Row] | None] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     tokens: tuple[int, int] = (0, 0)
     saved: bool = False
     error: BaseException | None = None
 
-    @property
-    def rows_made(self) -> list[Row | None]:
-        """The rows of the output: for each row of the span its results, None where it has none; or, where the number
-        of results is not that of the rows (`rows="any"`), the results."""
-        made: list[Row | None] = []
+    def output_rows(self) -> list[Row | None]:
+        """For each row of the span its results, or None; if the number of results differs (`rows="any"`), these."""
         if len(self.results) != len(self.indices):
-            for result in self.results:
-                made += result if isinstance(result, list) else [result] if result is not None else []
-            return made
+            return [row for result in self.results for row in rows_of(result)]
         by_index = dict(zip(self.indices, self.results, strict=True))
+        rows: list[Row | None] = []
         for index in range(self.assignment.start_idx, self.assignment.end_idx + 1):
             result = by_index.get(index)
-            made += result if isinstance(result, list) else [result]
-        return made
+            rows += result if isinstance(result, list) else [result]
+        return rows
+
+    def fail_result(self, place: int, error: BaseException) -> None:
+        """Fail the row of a result. If the numbers differ, the row is known only in a batch of one row: a larger batch
+        fails as a whole, and is halved until it has one."""
+        if len(self.results) != len(self.indices):
+            if len(self.rows) > 1:
+                self.error = error
+                return
+            self.results, place = [None], 0
+        self.results[place] = None
+        self.failures.append(_failure(self.indices[place], self.rows[place], error))
+
+
+def rows_of(result: Result) -> list[Row]:
+    return result if isinstance(result, list) else [result] if result is not None else []
 
 
 class Feed:
-    """The batches of one job on one worker; `load()` iterates over it, with `for` or `async for`."""
+    """The batches of one job on one worker; `load()` returns it, for `for` or `async for`."""
 
     def __init__(
         self,
@@ -83,20 +96,21 @@ class Feed:
         self._spec = spec
         self._report = report
         self._marker = marker or Marker()
-        self._asked = threading.Event()
+        self._may_read = threading.Event()
         if eager:
-            self._asked.set()
+            self._may_read.set()
         self._cache = str(cache_directory())
         self._reader: InputReader = registry.reader_from_dict(spec.batch_input_format)
         if spec.input_version is not None:
             input_versions.check(spec.input_version, self._reader.version())
         self._writers: list[OutputWriter] = [registry.writer_from_dict(each) for each in spec.batch_output_formats]
-        self._read: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
-        self._mapped: queue.Queue[_Batch | None] = queue.Queue(maxsize=1)
+        self._to_map: queue.Queue[_Batch | BaseException | None] = queue.Queue(maxsize=1)
+        self._to_store: queue.Queue[_Batch | None] = queue.Queue(maxsize=1)
         self._current: _Batch | None = None
-        self.taken = 0
+        self.num_taken = 0
         self.ended = False
-        self.broken: BaseException | None = None
+        self.error: BaseException | None = None
+        """What the source of assignments raised."""
         self._reading = threading.Thread(target=self._read_all, args=(assignments,), name="read", daemon=True)
         self._storing = threading.Thread(target=self._store_all, name="store", daemon=True)
         self._reading.start()
@@ -112,11 +126,12 @@ class Feed:
 
     @property
     def indices(self) -> Sequence[int]:
-        """Which rows of the input the batch at hand holds."""
+        """The indices of the input rows in the current batch."""
         return self._current.indices if self._current is not None else []
 
     @property
     def at_work(self) -> Assignment | None:
+        """The assignment of the current batch."""
         if self._current is None or threading.current_thread() in (self._reading, self._storing):
             return None
         return self._current.assignment
@@ -124,30 +139,27 @@ class Feed:
     def next_rows(self) -> list[Row] | None:
         """The rows of the next batch that has any; None when there are no more batches."""
         while True:
-            self._let_go("the function asked for the next batch before it called save_results for this one")
-            self._asked.set()
+            self._finish_current("the function asked for the next batch before it called save_results for this one")
+            self._may_read.set()
             if self.ended:
                 return None
-            got = self._read.get()
-            if got is None:
-                self.ended = True
+            batch = self._to_map.get()
+            if not isinstance(batch, _Batch):
+                self.ended, self.error = True, batch
                 return None
-            if isinstance(got, BaseException):
-                self.ended, self.broken = True, got
-                return None
-            self.taken += 1
-            if got.rows:
-                self._current = got
-                self._marker.begin(MAP, got.assignment)
-                return got.rows
-            self._mapped.put(got)
+            self.num_taken += 1
+            if batch.rows:
+                self._current = batch
+                self._marker.begin(MAP, batch.assignment)
+                return batch.rows
+            self._to_store.put(batch)
 
     def start(self) -> None:
-        """The mapper begins, perhaps anew."""
+        """The mapper begins, perhaps again."""
         self._marker.start()
 
     def at_row(self, row_idx: int) -> None:
-        """The row of the batch at hand that is mapped from now on, until the next one; `NO_ROW` after the last."""
+        """The row of the current batch that is mapped from now on; `NO_ROW` after the last."""
         self._marker.row(row_idx)
 
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None:
@@ -160,57 +172,45 @@ class Feed:
         batch.saved = True
         batch.tokens = (tokens_in, tokens_out)
         results = list(results)
-        if len(results) == len(batch.rows):
-            for index, row, result in zip(batch.indices, batch.rows, results, strict=True):
-                try:
-                    batch.results.append(self._checked(result))
-                except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
-                    batch.results.append(None)
-                    batch.failures.append(_failure(index, row, error))
-        elif self._spec.rows == "any":
-            self._save_any_number(batch, results)
-        else:
+        if self._spec.rows != "any" and len(results) != len(batch.rows):
             batch.error = wrong_number(len(results), len(batch.rows))
-
-    def _save_any_number(self, batch: _Batch, results: list[object]) -> None:
-        """Which row an error among these belongs to is known only where the batch is one row. A larger batch fails,
-        and is halved until it is."""
-        try:
-            batch.results = [self._checked(result) for result in results]
-        except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
-            if len(batch.rows) > 1:
-                batch.error = error
-                return
-            batch.results = [None]
-            batch.failures.append(_failure(batch.indices[0], batch.rows[0], error))
+            return
+        batch.results = [None] * len(results)
+        for place, result in enumerate(results):
+            try:
+                batch.results[place] = self._checked(result)
+            except Exception as error:  # noqa: BLE001  fails the row
+                batch.fail_result(place, error)
+                if len(results) != len(batch.rows):
+                    return
 
     def fail_current(self, error: BaseException) -> bool:
-        """The batch at hand has failed; False if there is none that could have."""
+        """Fail the current batch; False if there is none that has not been saved."""
         if self._current is None or self._current.saved:
             return False
         self._current.saved, self._current.error = True, error
         return True
 
     def finish(self) -> None:
-        """Waits until everything is stored and reported."""
-        self._let_go("the function returned before it called save_results for this batch")
-        self._mapped.put(None)
+        """Wait until everything is stored and reported."""
+        self._finish_current("the function returned before it called save_results for this batch")
+        self._to_store.put(None)
         self._storing.join()
 
-    def _let_go(self, complaint: str) -> None:
-        """The batch at hand is done with: only now is it certain that it was saved once."""
+    def _finish_current(self, complaint: str) -> None:
+        """Only now is it certain that the current batch was saved once."""
         batch, self._current = self._current, None
         self._marker.end(MAP)
         if batch is None:
             return
         error = batch.error if batch.saved else ProgramError(f"{complaint}; call it once for each batch")
         if error is None:
-            self._mapped.put(batch)
+            self._to_store.put(batch)
         else:
             self._report(_failed(batch.assignment, error))
 
-    def _checked(self, result: object) -> Row | list[Row] | None:
-        """The result as it is written. Raises what is wrong with it."""
+    def _checked(self, result: object) -> Result:
+        """The result as it is written. Raises the result's own error, or TypeError."""
         if isinstance(result, RowError):
             raise (result.cause or result)
         if isinstance(result, BaseException):
@@ -229,25 +229,27 @@ class Feed:
                 writer.check(row)
         return rows if isinstance(result, list) else result
 
+    # The reading thread.
+
     def _read_all(self, assignments: Iterable[Assignment]) -> None:
         try:
             for assignment in assignments:
-                self._asked.wait()
+                self._may_read.wait()
                 self._marker.begin(READ, assignment)
                 try:
-                    batch = self._read_batch(assignment)
-                except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
+                    batch = self._read(assignment)
+                except Exception as error:  # noqa: BLE001  fails the batch
                     self._report(_failed(assignment, error))
                     continue
                 finally:
                     self._marker.end(READ)
-                self._read.put(batch)
-            self._read.put(None)
-        except BaseException as error:  # noqa: BLE001 (whoever assigns has failed: `run` says so)
-            self._read.put(error)
+                self._to_map.put(batch)
+            self._to_map.put(None)
+        except BaseException as error:  # noqa: BLE001  of the source of assignments; `run` raises it
+            self._to_map.put(error)
 
-    def _read_batch(self, assignment: Assignment) -> _Batch:
-        """The rows of an assignment. Where they cannot be read together, each alone."""
+    def _read(self, assignment: Assignment) -> _Batch:
+        """The rows of an assignment. If they cannot be read together, each is read alone."""
         batch = _Batch(assignment)
         start, end = assignment.span
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -266,45 +268,42 @@ class Feed:
             )
         return batch
 
+    # The storing thread.
+
     def _store_all(self) -> None:
-        while (batch := self._mapped.get()) is not None:
+        while (batch := self._to_store.get()) is not None:
             self._marker.begin(STORE, batch.assignment)
             try:
                 outcome = self._store(batch)
-            except Exception as error:  # noqa: BLE001 (whatever it is, the batch fails)
+            except Exception as error:  # noqa: BLE001  fails the batch
                 outcome = _failed(batch.assignment, error)
             self._report(outcome)
             self._marker.end(STORE)
 
-    def _fit(self, batch: _Batch) -> None:
-        """Rows whose types do not go with those of the rows before them, here and in what is committed, fail."""
+    def _check_schemas(self, batch: _Batch) -> None:
+        """Rows whose types conflict with those of earlier rows, in the batch or in what is committed, fail."""
         known = batch.assignment.schemas or (None,) * len(self._writers)
         for writer, types in zip(self._writers, known, strict=True):
-            found = types or {}
-            for place, result in enumerate(batch.results):
+            found, results = types or {}, batch.results
+            for place, result in enumerate(results):
                 try:
-                    for row in result if isinstance(result, list) else [result] if result is not None else []:
+                    for row in rows_of(result):
                         schema = writer.schema(row)
                         found = schemas.merged(found, schema) if schema is not None else found
                 except schemas.SchemaConflictError as error:
-                    if len(batch.results) == len(batch.indices):
-                        batch.results[place] = None
-                        batch.failures.append(_failure(batch.indices[place], batch.rows[place], error))
-                    elif len(batch.rows) > 1:  # whose result it is shows when the batch is one row
-                        batch.error = error
+                    batch.fail_result(place, error)
+                    if batch.results is not results:
+                        break  # its one row has failed
+                    if batch.error is not None:
                         return
-                    else:
-                        batch.results = [None]
-                        batch.failures.append(_failure(batch.indices[0], batch.rows[0], error))
-                        break
 
     def _store(self, batch: _Batch) -> Outcome:
         assignment = batch.assignment
-        self._fit(batch)
+        self._check_schemas(batch)
         if batch.error is not None:
             return _failed(assignment, batch.error)
-        rows = batch.rows_made
-        parts: list[PartInfo] = [
+        rows = batch.output_rows()
+        parts = [
             writer.write_part(rows, assignment.span, base)
             for writer, base in zip(self._writers, assignment.part_bases, strict=True)
         ]
@@ -349,7 +348,7 @@ def _failure(index: int, row: Row | None, error: BaseException) -> RowFailure:
 
 
 def text_of(error: BaseException) -> str:
-    """The traceback, without this package's frames that lead to the mapper's; of a broken rule, the rule alone."""
+    """The traceback without this package's frames above the mapper's; for a broken rule, only the message."""
     if isinstance(error, ProgramError | input_versions.InputChangedError):
         return str(error)
     frames = error.__traceback__

@@ -1,10 +1,10 @@
-"""What a job's function prints: one file for each worker, in which each line says which batch it was printed for.
+"""Logs of bulk jobs: one file for each worker, in which each line names the batch that printed it.
 
-A mapper's process writes through `Tagged`: a line is a record separator and an object {at, stream, batch_idx,
-attempt_id, text}. What went past it (a library in C, a process that the mapper started) lies between as plain lines.
-A line is in the file when it ends, or when it is flushed, so that a process that is killed has said what it said.
+A mapper's process writes through `Tagged`. Such a line is a record separator and an object {at, stream, batch_idx,
+attempt_id, text}, and is in the file as soon as it ends or is flushed, so that a process that is killed leaves it.
+Output that bypasses `Tagged` (of a C library or of a process that the mapper started) is stored as plain lines.
 
-`JobLogs` reads the files of one server's workers. Files that nobody wrote to for as long as jobs are kept are deleted.
+`JobLogs` reads the files of one server's workers and deletes them after the retention of jobs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,11 +39,11 @@ class Tagged(io.TextIOBase):
         self._target = target
         self._stream = stream
         self._batch = batch
-        self._begun = threading.local()  # print() writes a line and its end apart: another thread must not come between
+        self._partial = threading.local()  # print() writes a line and its end apart; threads must not mix
 
     @property
     def buffer(self) -> object:
-        return self._target.buffer  # type: ignore[attr-defined]  whoever writes bytes goes past the tags
+        return self._target.buffer  # type: ignore[attr-defined]  bytes bypass the tags
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -56,36 +56,31 @@ class Tagged(io.TextIOBase):
         return True
 
     def write(self, text: str, /) -> int:
-        *whole, rest = (getattr(self._begun, "text", "") + text).split("\n")
-        self._begun.text = rest
+        *whole, rest = (getattr(self._partial, "text", "") + text).split("\n")
+        self._partial.text = rest
         for line in whole:
-            self._say(line)
+            self._write_line(line)
         if len(rest) > LONGEST_LINE:
             self.flush()
         return len(text)
 
     def flush(self) -> None:
-        begun = getattr(self._begun, "text", "")
-        self._begun.text = ""
-        if begun:
-            self._say(begun)
+        partial = getattr(self._partial, "text", "")
+        self._partial.text = ""
+        if partial:
+            self._write_line(partial)
 
-    def _say(self, line: str) -> None:
+    def _write_line(self, text: str) -> None:
         batch = self._batch()
-        values = (
-            round(time.time(), 3),
-            self._stream,
-            batch.batch_idx if batch else None,
-            batch.attempt_id if batch else None,
-            line,
-        )
-        # One write each: lines of several threads, and of the worker's other processes, do not mix.
+        batch_idx, attempt_id = (batch.batch_idx, batch.attempt_id) if batch else (None, None)
+        values = round(time.time(), 3), self._stream, batch_idx, attempt_id, text
+        # One write, so that lines of several threads and processes do not mix.
         self._target.write(f"{SEPARATOR}{json.dumps(dict(zip(FIELDS, values, strict=True)))}\n")
         self._target.flush()
 
 
 def tag_output(batch: Callable[[], Assignment | None]) -> None:
-    """From now on, this process says which batch it prints for."""
+    """Tag what this process prints from now on with the batch that `batch` returns."""
     for name in ("stdout", "stderr"):
         setattr(sys, name, Tagged(getattr(sys, f"__{name}__"), name, batch))
 
@@ -104,6 +99,17 @@ def _line(text: str) -> Line:
     return {**dict.fromkeys(FIELDS), "text": text}
 
 
+def read_page(path: Path, after: int) -> tuple[str, int]:
+    """The whole lines of a file after byte `after`, at most `PAGE_BYTES`, and the byte where they end."""
+    with path.open("rb") as log:
+        log.seek(after)
+        page = log.read(PAGE_BYTES)
+    end = page.rfind(b"\n") + 1
+    if not end and len(page) == PAGE_BYTES:
+        end = len(page)  # a line that is longer than a page comes in pieces
+    return page[:end].decode(errors="replace"), after + end
+
+
 class JobLogs:
     """The files of all workers that this server has started."""
 
@@ -114,7 +120,7 @@ class JobLogs:
         return self.directory / f"batch-{worker_id}.log"
 
     def workers(self, job_id: int) -> list[tuple[str, int]]:
-        """Who wrote something for a job, and how many bytes; first come first."""
+        """The workers with output for a job and the bytes of each, oldest first."""
         found = []
         for path in self.directory.glob(f"batch-{job_id}-*.log"):
             with contextlib.suppress(FileNotFoundError):
@@ -124,29 +130,18 @@ class JobLogs:
         return [(worker_id, size) for _, worker_id, size in sorted(found)]
 
     def read(self, job_id: int, worker_id: str, after: int) -> tuple[list[Line], int]:
-        """The whole lines of a file after so many bytes, about a MiB of them, and where they end.
-
-        Raises NotFoundError."""
+        """The next page of a worker's lines, and the byte where it ends. Raises NotFoundError."""
         if not re.fullmatch(rf"{job_id}-[0-9a-f]+", worker_id):
             raise NotFoundError(f"bulk job {job_id} has no worker of that name; its logs list them")
         try:
-            with self.path(worker_id).open("rb") as log:
-                log.seek(after)
-                page = log.read(PAGE_BYTES)
+            text, end = read_page(self.path(worker_id), after)
         except FileNotFoundError:
             raise NotFoundError(f"bulk job {job_id} has no worker {worker_id!r} with a log on this server") from None
-        end = page.rfind(b"\n") + 1
-        if not end and len(page) == PAGE_BYTES:
-            end = len(page)  # a line that no page can hold comes in pieces
-        text = page[:end].decode(errors="replace").removesuffix("\n")
-        return [_line(line) for line in text.split("\n")] if end else [], after + end
+        return [_line(line) for line in text.removesuffix("\n").split("\n")] if end > after else [], end
 
     def sweep(self, before: float) -> None:
-        """Delete what was not written to since then."""
-        for path in self._all():
+        """Delete the files that were last written before this time."""
+        for path in self.directory.glob("batch-*.log"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < before:
                     path.unlink()
-
-    def _all(self) -> Iterator[Path]:
-        return self.directory.glob("batch-*.log")

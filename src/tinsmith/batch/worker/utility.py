@@ -1,0 +1,272 @@
+"""The operations of a worker beside mapping: plan, publish, delete, give_up.
+
+They run readers and writers, which may be a user's code, so they run in a worker's utility child. Each can be repeated
+after a crash at any time. `plan` splits the input into spans of rows, in order, that cover each row once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import traceback
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, overload
+
+import orjson
+
+from tinsmith.batch.formats import registry
+from tinsmith.batch.formats.input_versions import Version
+from tinsmith.batch.formats.offset_cache import cache_directory
+from tinsmith.batch.formats.registry import OutputWriter, writer_of_part
+from tinsmith.batch.types import (
+    DEATHS,
+    JobSpec,
+    Outcome,
+    OutputInfo,
+    PartInfo,
+    Row,
+    RowFailure,
+    Span,
+    part_base,
+    staging_of,
+)
+from tinsmith.batch.worker.children import assignment_of
+from tinsmith.batch.worker.rpc import Message
+from tinsmith.errors import UserError
+from tinsmith.storage.locations import open_store
+from tinsmith.storage.stores import LocalStore
+
+SPANS_IN_A_MESSAGE = 1000
+
+
+def run(spec: JobSpec, job_id: int, request: Message) -> Iterator[Message]:
+    """The messages of an operation, the last with its `end` or `error`."""
+    try:
+        match request["op"]:
+            case "plan":
+                yield from _plan(spec)
+            case "publish":
+                yield {"end": _publish(spec, job_id, request).to_dict()}
+            case "delete":
+                _delete(spec, request["job_ids"])
+                yield {"end": {}}
+            case "give_up":
+                yield {"end": _give_up(spec, request).to_dict()}
+    except Exception as error:  # noqa: BLE001  fails this operation only
+        # An error that the user can fix is one line; where it was raised does not help.
+        own = isinstance(error, UserError | OSError)
+        text = str(error) if own else "".join(traceback.format_exception(error))
+        yield {"error": text, "error_type": type(error).__name__, "message": str(error)}
+
+
+# Planning.
+
+
+@dataclass(frozen=True)
+class EvenSpans:
+    """Spans of one size, except perhaps the last. Two numbers describe a million of them."""
+
+    total_rows: int
+    batch_size: int
+
+    def __iter__(self) -> Iterator[Span]:
+        for start in range(0, self.total_rows, self.batch_size):
+            yield Span(start, min(start + self.batch_size, self.total_rows) - 1)
+
+
+def plan(spec: JobSpec) -> Iterable[Span]:
+    """Checks that the outputs can be published, counts the rows and splits them.
+
+    A batch has `batch_size` rows. Where the job has `batch_tokens`, it has fewer if these would be more tokens by the
+    reader's estimate; a row that exceeds `batch_tokens` alone is a batch. Raises UserError.
+    """
+    reader = registry.reader_from_dict(spec.batch_input_format)
+    for output in _all_formats(spec):
+        registry.writer_from_dict(output).check_output(spec.if_exists)
+    if spec.batch_tokens is None:
+        return EvenSpans(len(reader), spec.batch_size)
+    sizes = reader.row_sizes()
+    if sizes is None:
+        raise UserError(f"a {type(reader).__name__} does not know the sizes of its rows; leave batch_tokens out")
+    return _by_tokens(sizes, spec.batch_size, spec.batch_tokens)
+
+
+def _by_tokens(sizes: Iterable[int], batch_size: int, batch_tokens: int) -> Iterator[Span]:
+    start, count, tokens = 0, 0, 0
+    for size in sizes:
+        if count and (count == batch_size or tokens + size > batch_tokens):
+            yield Span(start, start + count - 1)
+            start, count, tokens = start + count, 0, 0
+        count += 1
+        tokens += size
+    if count:
+        yield Span(start, start + count - 1)
+
+
+def _plan(spec: JobSpec) -> Iterator[Message]:
+    # The version is read first: a change of the input between the two is then detected.
+    version = {"input_version": _input_version(spec)}
+    spans = plan(spec)
+    if isinstance(spans, EvenSpans):
+        yield {"end": {"total_rows": spans.total_rows, "batch_size": spans.batch_size, **version}}
+        return
+    total = 0
+    remaining = iter(spans)
+    while page := list(islice(remaining, SPANS_IN_A_MESSAGE)):
+        total = page[-1].end_idx + 1
+        yield {"spans": [list(span) for span in page]}
+    yield {"end": {"total_rows": total, **version}}
+
+
+def _input_version(spec: JobSpec) -> Version | None:
+    try:
+        return registry.reader_from_dict(spec.batch_input_format).version()
+    except FileNotFoundError:  # `plan` raises it with the reader's message
+        return None
+
+
+def _all_formats(spec: JobSpec) -> list[dict[str, Any]]:
+    return [*spec.batch_output_formats, *([spec.batch_error_format] if spec.batch_error_format else [])]
+
+
+# Publishing.
+
+
+class Winners(Sequence[PartInfo]):
+    """The committed parts of one output, in a file with a line for each batch. Parts are read when they are used; only
+    the offsets of the lines are in memory."""
+
+    def __init__(self, path: str, output_idx: int) -> None:
+        self._path = path
+        self._output_idx = output_idx
+        self._offsets = array("q", [0])
+        with open(path, "rb") as lines:
+            for line in lines:
+                self._offsets.append(self._offsets[-1] + len(line))
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __iter__(self) -> Iterator[PartInfo]:
+        return self._after(0)
+
+    @overload
+    def __getitem__(self, index: int) -> PartInfo: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PartInfo]: ...
+    def __getitem__(self, index: int | slice) -> PartInfo | list[PartInfo]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        return next(self._after(range(len(self))[index]))
+
+    def _after(self, first: int) -> Iterator[PartInfo]:
+        with open(self._path, "rb") as lines:
+            lines.seek(self._offsets[first])
+            for line in islice(lines, len(self) - first):
+                yield PartInfo.from_dict(orjson.loads(line)[self._output_idx])
+
+
+def _publish(spec: JobSpec, job_id: int, request: Message) -> OutputInfo:
+    """`path` is a file with a line for each batch, or, for the output of errors, for each failed row."""
+    index = int(request["output_idx"])
+    if index < len(spec.batch_output_formats):
+        return publish_output(spec, index, job_id, Winners(request["path"], index))
+    with open(request["path"], encoding="utf-8") as lines:
+        published = publish_errors(spec, job_id, [json.loads(line) for line in lines])
+    assert published is not None
+    return published
+
+
+def publish_output(spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo]) -> OutputInfo:
+    """Publishes one output of a job from the parts of its batches, in the order of their rows."""
+    writer = registry.writer_from_dict(spec.batch_output_formats[output_idx])
+    if spec.part_formats:
+        parts = _rewritten(spec, output_idx, job_id, parts, writer)
+    return writer.publish(parts, staging_of(writer.path, job_id, output_idx), spec.if_exists)
+
+
+def _rewritten(
+    spec: JobSpec, output_idx: int, job_id: str | int, parts: Sequence[PartInfo], writer: OutputWriter
+) -> list[PartInfo]:
+    """The parts, with those of another format written again in this one. The result is the same each time."""
+    base = part_base(writer.path, job_id, output_idx, 0)  # attempts begin at 1
+    rewritten: list[PartInfo] = []
+    at = 0
+    for part in parts:
+        if (old := writer_of_part(part, spec.part_formats)) is not None:
+            rows = list(old.read_part(part))
+            for row in rows:
+                writer.check(row)
+            part = writer.write_part(rows, Span(at, at + len(rows) - 1), base)
+        rewritten.append(part)
+        at += part.rows
+    return rewritten
+
+
+def publish_errors(spec: JobSpec, job_id: str | int, failures: Sequence[Row]) -> OutputInfo | None:
+    """Publishes the failed rows, ascending by `idx`; None if the job has no output for them."""
+    if spec.batch_error_format is None:
+        return None
+    writer = registry.writer_from_dict(spec.batch_error_format)
+    staging = staging_of(writer.path, job_id, len(spec.batch_output_formats))
+    span = Span(0, max(0, len(failures) - 1))
+    parts = [writer.write_part(failures, span, f"{staging}/attempt-0")] if failures else []
+    return writer.publish(parts, staging, spec.if_exists)
+
+
+# Deleting.
+
+
+def _delete(spec: JobSpec, job_ids: Sequence[int]) -> None:
+    outputs = list(enumerate(_all_formats(spec)))
+    outputs += [(int(prefix.rpartition("-")[2]), output) for prefix, output in spec.part_formats.items()]
+    for index, output in outputs:
+        for job_id in job_ids:
+            delete_parts(output, index, job_id)
+
+
+def delete_parts(output: Mapping[str, Any], output_idx: int, job_id: str | int) -> None:
+    """Deletes the parts of one output of a job, wherever its writer put them."""
+    if "_class_source" not in output:
+        writer = registry.writer_from_dict(output)
+        if not writer.in_store:
+            writer.delete_staging(staging_of(writer.path, job_id, output_idx))
+            return
+    delete_staging(output["path"], job_id)
+
+
+def delete_staging(path: str, job_id: str | int) -> None:
+    """Deletes everything that a job stored beside one output, and nothing of other jobs. Idempotent."""
+    store, key = open_store(staging_of(path, job_id, 0).rpartition("/")[0])
+    store.delete_below(key)
+    if isinstance(store, LocalStore):
+        with contextlib.suppress(OSError):  # other jobs have parts in it
+            os.rmdir(os.path.dirname(key))
+
+
+# Giving up.
+
+
+def _give_up(spec: JobSpec, request: Message) -> Outcome:
+    """Records a row that failed for the last time: it has no result in any output, and an entry among the errors."""
+    assignment = assignment_of(request["assignment"])
+    try:
+        reader = registry.reader_from_dict(spec.batch_input_format)
+        (row,) = reader.download_batch(assignment.start_idx, assignment.end_idx, str(cache_directory()))
+    except Exception:  # noqa: BLE001  perhaps the row failed because it cannot be read
+        row = None
+    writers = [registry.writer_from_dict(output) for output in spec.batch_output_formats]
+    parts = [
+        writer.write_part([None], assignment.span, base)
+        for writer, base in zip(writers, assignment.part_bases, strict=True)
+    ]
+    error_type, trace = request["error_type"], request["error"]
+    line = trace.strip().partition("\n")[0] if error_type in DEATHS else trace.strip().rpartition("\n")[2]
+    message = re.sub(rf"^[\w.]*{re.escape(error_type)}: ", "", line)
+    failure = RowFailure(assignment.start_idx, error_type, message, trace, row)
+    return Outcome(assignment.batch_idx, assignment.attempt_id, tuple(parts), rows_failed=1, row_failures=(failure,))
