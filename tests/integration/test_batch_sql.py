@@ -255,7 +255,7 @@ def test_a_part_that_was_changed_is_found(url: str) -> None:
     writer = batch.SqlWriter(url, table="results")
     parts = write(writer, [{"n": 1}])
     (staged,) = names(url)
-    execute(url, f"UPDATE {staged} SET line = 'changed' WHERE idx = 0")
+    execute(url, f"UPDATE {staged} SET lines = 'changed'")
     with pytest.raises(CorruptFilesError):
         publish(writer, parts)
     assert names(url) == {staged}

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from tinsmith.batch.formats.csv import CsvReader, CsvWriter
     from tinsmith.batch.formats.huggingface import HuggingFaceReader
     from tinsmith.batch.formats.images import ImageReader, ImageWriter
-    from tinsmith.batch.formats.items import ItemsReader
-    from tinsmith.batch.formats.lines import JsonReader, JsonWriter, TextReader, TextWriter
+    from tinsmith.batch.formats.lines import ItemsReader, JsonReader, JsonWriter, TextReader, TextWriter
     from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
     from tinsmith.batch.formats.parquet import ParquetReader, ParquetWriter
     from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter

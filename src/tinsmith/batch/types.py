@@ -28,12 +28,11 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 from tinsmith.batch.formats.input_versions import InputChangedError, Version
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.errors import UserError
 
 Row = dict[str, Any]
 
@@ -268,66 +267,10 @@ class JobSpec:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> JobSpec:
-        """The specification in a JSON object. Raises UserError naming the field, what it is and what it may be."""
-        derived = {"batch_coordinator", "batch_dataset_path", "batch_output_path"}
+        """The specification that `to_dict` gave, or that `job_request` has validated."""
+        derived = ("batch_coordinator", "batch_dataset_path", "batch_output_path")
         given = {name: value for name, value in data.items() if name not in derived}
-        known = {each.name for each in fields(cls)}
-        if unknown := sorted(set(given) - known):
-            raise UserError(f"a bulk job has no field {unknown}; it has {sorted(known)}")
-        for name in ("batch_serialized_fn", "batch_input_format", "batch_output_formats", "batch_size"):
-            if name not in given:
-                raise UserError(f"the bulk job lacks {name!r}")
-        limits = given.get("limits") or {}
-        if not isinstance(limits, Mapping):
-            raise UserError(f"limits is {limits!r}; it must be an object")
-        known_limits = {each.name for each in fields(Limits)}
-        if unknown := sorted(set(limits) - known_limits):
-            raise UserError(f"limits has no field {unknown}; it has {sorted(known_limits)}")
-        for name, value in limits.items():
-            _check_number(f"limits.{name}", value, minimum=0, whole=name == "max_retries")
-        spec = cls(**{**given, "limits": Limits(**limits)})
-        spec.check()
-        return spec
-
-    def check(self) -> None:
-        """Raises UserError for the first field that is not what it must be."""
-        _check_kind("batch_serialized_fn", self.batch_serialized_fn, str)
-        _check_kind("name", self.name, str)
-        _check_kind("directory", self.directory, str)
-        _check_kind("batch_pool_name", self.batch_pool_name, str)
-        _check_kind("batch_output_formats", self.batch_output_formats, list)
-        if not self.batch_output_formats:
-            raise UserError("batch_output_formats is empty; a bulk job writes to one output or more")
-        _check_format("batch_input_format", self.batch_input_format)
-        for index, output in enumerate(self.batch_output_formats):
-            _check_format(f"batch_output_formats[{index}]", output)
-        if self.batch_error_format is not None:
-            _check_format("batch_error_format", self.batch_error_format)
-        paths = [*self.batch_output_path, *([self.batch_error_format["path"]] if self.batch_error_format else [])]
-        for path in paths:
-            if paths.count(path) > 1:
-                raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")
-        for name in ("batch_activate_env", "python"):
-            if getattr(self, name) is not None:
-                _check_kind(name, getattr(self, name), str)
-        _check_number("batch_size", self.batch_size, minimum=1, whole=True)
-        if self.input_version is not None:
-            _check_kind("input_version", self.input_version, dict)
-        _check_kind("part_formats", self.part_formats, dict)
-        _check_kind("purge", self.purge, bool)
-        if self.batch_tokens is not None:
-            _check_number("batch_tokens", self.batch_tokens, minimum=1, whole=True)
-        if self.resume_from is not None:
-            _check_number("resume_from", self.resume_from, minimum=0, whole=True)
-        _check_number("max_failed_rows", self.max_failed_rows, minimum=0)
-        _check_number("weight", self.weight, minimum=0)
-        if self.weight == 0:
-            raise UserError("weight is 0; a bulk job's share of its pool must be more than nothing")
-        _check_number("priority", self.priority, minimum=-(2**31), whole=True)
-        if self.if_exists not in IF_EXISTS:
-            raise UserError(f"if_exists is {self.if_exists!r}; it must be one of {list(IF_EXISTS)}")
-        if self.rows not in ROWS:
-            raise UserError(f"rows is {self.rows!r}; it must be one of {list(ROWS)}")
+        return cls(**{**given, "limits": Limits(**(given.get("limits") or {}))})
 
 
 def identity_of(payload: str) -> str:
@@ -344,21 +287,3 @@ def identity_of(payload: str) -> str:
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
     said = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _check_kind(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        raise UserError(f"{name} is {value!r}; it must be a {kind.__name__}")
-
-
-def _check_number(name: str, value: object, minimum: float, whole: bool = False) -> None:
-    kind = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kind) or not minimum <= value < 2**53:
-        raise UserError(f"{name} is {value!r}; it must be a {'whole ' * whole}number of at least {minimum}")
-
-
-def _check_format(name: str, value: object) -> None:
-    if not isinstance(value, dict) or not isinstance(value.get("format"), str):
-        raise UserError(f"{name} is {value!r}; it must be an object with a 'format'")
-    if not isinstance(value.get("path"), str) or not value["path"]:
-        raise UserError(f"{name} has the path {value.get('path')!r}; it must be a text that is not empty")

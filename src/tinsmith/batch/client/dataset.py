@@ -6,7 +6,6 @@ refused is refused here, before anything is sent: the function, the options, an 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +18,19 @@ from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
+from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import Operation
-from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Limits, Row, identity_of
+from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Row, identity_of
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
 
 POSITIONAL = ("batch_size", "output", "activate_env", "stream")
+DEFAULT_BATCH_SIZE = 32
+SPEC_OPTIONS = (
+    "batch_tokens", "if_exists", "limits", "max_failed_rows", "name", "priority", "python", "rows", "weight",
+)  # fmt: skip
+"""Options of `map` that are fields of the specification."""
 ONLY_OF_FUNCTIONS = {
     "batched", "batch_format", "with_indices", "remove_columns", "fn_kwargs", "fn_constructor_kwargs", "serializer",
     "activate_env", "python",
@@ -37,7 +42,7 @@ class JobRefusedError(UserError, RuntimeError):
 
 
 class MapOptions(TypedDict, total=False):
-    """What `Dataset.map` and `map_batches` take by name. `protocols.JobSpec` says what most of them mean."""
+    """What `Dataset.map` and `map_batches` take by name. `types.JobSpec` says what most of them mean."""
 
     pool: str
     output: Writers
@@ -230,37 +235,24 @@ class Mapped:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store:
                 check_output(writer.path, if_exists)
-        resumed = options.get("resume_from")
         formats = [sent(writer) for writer in outputs]
-        spec = JobSpec(
-            batch_serialized_fn=self._payload,
-            batch_input_format=sent(self._reader.of_job([str(each["path"]) for each in formats])),
-            batch_output_formats=formats,
-            batch_size=options.get("batch_size", 32),
-            name=options.get("name", ""),
-            batch_pool_name=options.get("pool", DEFAULT_POOL),
-            batch_error_format=sent(errors) if errors is not None else None,
-            batch_tokens=options.get("batch_tokens"),
-            batch_activate_env=options.get("activate_env"),
-            python=options.get("python"),
-            max_failed_rows=options.get("max_failed_rows", 0),
-            rows=options.get("rows", "one"),
-            if_exists=if_exists,
-            directory=os.getcwd(),
-            weight=options.get("weight", 1.0),
-            priority=options.get("priority", 0),
-            resume_from=int(resumed) if resumed is not None else None,
-        )
-        if limits := options.get("limits"):
-            known = sorted(each.name for each in dataclasses.fields(Limits))
-            if unknown := sorted(set(limits) - set(known)):
-                raise ValueError(f"limits has no {unknown}; it has {known}")
-            spec = dataclasses.replace(spec, limits=Limits(**limits))
+        values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
+        values |= {
+            "batch_serialized_fn": self._payload,
+            "batch_input_format": sent(self._reader.of_job([str(each["path"]) for each in formats])),
+            "batch_output_formats": formats,
+            "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
+            "batch_pool_name": options.get("pool", DEFAULT_POOL),
+            "batch_error_format": sent(errors) if errors is not None else None,
+            "batch_activate_env": options.get("activate_env"),
+            "directory": os.getcwd(),
+        }
+        if (resumed := options.get("resume_from")) is not None:
+            values["resume_from"] = int(resumed)
         try:
-            spec.check()
+            return read_job(values)
         except UserError as error:
             raise ValueError(str(error)) from None
-        return spec
 
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:

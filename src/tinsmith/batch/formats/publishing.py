@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import orjson
 
-from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo
+from tinsmith.batch.types import TEMPORARY_DIRECTORY, OutputInfo, PartInfo, Span, part_name
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import Source, Store, join, verified
 
@@ -31,8 +31,9 @@ class PublishedFile(NamedTuple):
     sha256: str
 
 
-def store_part(location: str, data: bytes, rows: int) -> PartInfo:
-    """Stores the bytes of a part. The same bytes again are no error; other bytes are (FileExistsError)."""
+def store_part(part_base: str, span: Span, extension: str, data: bytes, rows: int) -> PartInfo:
+    """Stores the part of a span. The same bytes again are no error; other bytes are (FileExistsError)."""
+    location = join(part_base, part_name(span, extension))
     store, key = open_store(location)
     etag = store.put_create(key, data)
     return PartInfo(location, rows, len(data), hashlib.sha256(data).hexdigest(), etag)
@@ -45,6 +46,12 @@ def source_of(part: PartInfo, skip: int = 0) -> Source:
 
 def read_verified(part: PartInfo) -> bytes:
     return b"".join(verified(source_of(part)))
+
+
+def check_part(part: PartInfo) -> None:
+    """Reads a part whole, before any of its rows is used. Raises CorruptFilesError if it was changed."""
+    for _ in verified(source_of(part)):
+        continue
 
 
 def publish_file(
@@ -120,6 +127,15 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
             writer.write(line)
     store.put(join(root, SUCCESS), b"")
     return OutputInfo(path, rows, total, wanted, store.head(manifest_key).etag)
+
+
+def publish_parts(path: str, parts: Sequence[PartInfo], name: str, staging: str, if_exists: str) -> OutputInfo:
+    """A directory of the parts that have rows, as they are; `name` formats the number of each."""
+    filled = [part for part in parts if part.rows]
+    files = [
+        PublishedFile(name.format(number), part.path, part.bytes, part.sha256) for number, part in enumerate(filled)
+    ]
+    return publish_directory(path, files, sum(part.rows for part in filled), staging, if_exists)
 
 
 def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo]:

@@ -25,8 +25,10 @@ import linecache
 import os
 import sys
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import accumulate
 from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -34,12 +36,13 @@ from tinsmith.batch.client import functions
 from tinsmith.batch.formats import input_versions, publishing, sky_writers
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
+from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, Span
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import locations
 
 Kind = TypeVar("Kind")
 Class = TypeVar("Class")
+Opened = TypeVar("Opened")
 SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
 
 
@@ -71,7 +74,7 @@ FORMATS = {
         "webdataset", "WebdatasetReader", "WebdatasetWriter", (".tar",), confined=True, resumes_as=False
     ),
     "images": Format("images", "ImageReader", "ImageWriter", confined=True),
-    "items": Format("items", "ItemsReader", confined=True, has_location=False),
+    "items": Format("lines", "ItemsReader", confined=True, has_location=False),
     "openai_batch": Format("openai", "OpenAIBatchReader", "OpenAIBatchWriter", confined=True),
     "sql": Format("sql", "SqlReader", "SqlWriter"),
     "huggingface": Format("huggingface", "HuggingFaceReader"),
@@ -101,6 +104,27 @@ class InputReader(ABC):
     @abstractmethod
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
+
+    def pieces(self, counts: Sequence[int], start_idx: int, end_idx: int) -> Iterator[tuple[int, int, int]]:
+        """Which of the pieces with these numbers of rows hold a span: (piece, its first row, its last row). Raises
+        IndexError."""
+        ends = list(accumulate(counts))
+        if not 0 <= start_idx <= end_idx < (ends[-1] if ends else 0):
+            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {ends[-1] if ends else 0}")
+        for number in range(bisect_right(ends, start_idx), bisect_left(ends, end_idx + 1) + 1):
+            before = ends[number] - counts[number]
+            first, last = max(start_idx, before) - before, min(end_idx + 1, ends[number]) - before - 1
+            if last >= first:
+                yield number, first, last
+
+    def opened(self, found: Sequence[str], open_one: Callable[[str], Opened]) -> list[Opened]:
+        """The files at these locations. Raises FileNotFoundError if there are none, or one is missing."""
+        try:
+            if found:
+                return [open_one(location) for location in found]
+        except FileNotFoundError:
+            pass
+        raise FileNotFoundError(f"no file is named {self.path}")
 
     def of_job(self, output_paths: Sequence[str]) -> InputReader:
         """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
@@ -208,6 +232,30 @@ class OutputWriter:
     def from_dict(data: Mapping[str, Any]) -> OutputWriter:
         """A writer with `write_part` and `publish`, whatever its class has. As for readers: in workers only."""
         return writer_from_dict(data)
+
+
+@dataclass
+class FileWriter(OutputWriter):
+    """A writer whose path must name a file."""
+
+    def __post_init__(self) -> None:
+        if not self.path or self.is_directory:
+            raise ValueError(f"the path of a {type(self).__name__} is {self.path!r}; it must name a file")
+
+
+@dataclass
+class DirectoryWriter(OutputWriter):
+    """A writer whose path is a directory, with or without a final slash, with names made of row indices."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError(f"the path of a {type(self).__name__} is empty; it must name a directory")
+        self.path = self.path.rstrip("/") + "/"
+
+    def check_one_each(self, rows: Sequence[Row | None], span: Span) -> None:
+        """Raises ProgramError if rows were added or dropped."""
+        if len(rows) != span.rows:
+            raise ProgramError("results are named after the rows of the input, so a row cannot become several or none")
 
 
 class Registry(Generic[Kind]):

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.errors import UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore, join
@@ -41,7 +41,7 @@ class SkyWriter(Protocol):
 def write_part(rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
     data = pickle.dumps((tuple(span), list(rows)), protocol=5)
     kept = sum(row is not None for row in rows)
-    return publishing.store_part(join(part_base, part_name(span, "pickle")), data, kept)
+    return publishing.store_part(part_base, span, "pickle", data, kept)
 
 
 def read_part(part: PartInfo) -> Iterator[Row]:

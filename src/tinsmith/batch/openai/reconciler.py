@@ -194,7 +194,7 @@ class Keeper:
             OpenAIBatchWriter(join(directory, "output.jsonl"), keep="succeeded"),
             OpenAIBatchWriter(join(directory, "failed.jsonl"), keep="failed"),
         ]
-        spec = JobSpec(
+        return JobSpec(
             batch_serialized_fn=payload_of([OpenAIRequest()]),
             batch_input_format=OpenAIBatchReader(join(directory, "input.jsonl")).to_dict(),
             batch_output_formats=[output.to_dict() for output in outputs],
@@ -205,8 +205,6 @@ class Keeper:
             roots=[directory],
             limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600, grace_s=GRACE_S),
         )
-        spec.check()
-        return spec
 
     # On its way.
 

@@ -26,7 +26,7 @@ from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
 from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
-from tinsmith.wire.fields import read_object
+from tinsmith.wire.fields import MAX_TEXT, read_object, show
 
 CANCELLABLE = ("validating", "in_progress")
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -239,17 +239,17 @@ def _judge(
     if len(line) > max_line_bytes:
         return ("request_too_large", None, f"the request is longer than {max_line_bytes} bytes"), None
     try:
-        asked = read_object(line)
+        request: dict[str, Any] = dict(read_object(line).values)
     except UserError as error:
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
-    if found := problem_of(dict(asked.values), seen, (endpoint,)):
+    if found := problem_of(request, seen, (endpoint,)):
         return found, None
-    try:
-        named = asked.fields("body").text_or("model", None)
-    except UserError as error:
-        return ("invalid_model", "body.model", str(error)), None
-    if not named:
+    named = request["body"].get("model")
+    if named is None or named == "":
         return ("missing_required_parameter", "body.model", "body.model is missing; name the batch's model"), None
+    if not isinstance(named, str) or len(named) > MAX_TEXT or "\0" in named:
+        message = f"body.model is {show(named)}; it must be a string of at most {MAX_TEXT} characters without NUL"
+        return ("invalid_model", "body.model", message), None
     if model not in (None, named):
         message = f"body.model is {named[:200]!a}, and that of earlier requests is {model[:200]!a}; use one for all"
         return ("model_mismatch", "body.model", message), named
