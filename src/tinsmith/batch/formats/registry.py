@@ -79,13 +79,6 @@ FORMATS = {
     "sql": Format("sql", "SqlReader", "SqlWriter"),
     "huggingface": Format("huggingface", "HuggingFaceReader"),
 }
-CLASSES = {
-    name: f"tinsmith.batch.formats.{each.module}"
-    for each in FORMATS.values()
-    for name in (each.reader, each.writer)
-    if name
-}
-"""The module of each reader and writer of the table, by class name."""
 
 
 @dataclass
@@ -288,10 +281,10 @@ class Registry(Generic[Kind]):
 
 
 INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
-    "reader", {name: CLASSES[each.reader] for name, each in FORMATS.items() if each.reader}
+    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reader}
 )
 OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
-    "writer", {name: CLASSES[each.writer] for name, each in FORMATS.items() if each.writer}
+    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writer}
 )
 
 

@@ -27,7 +27,7 @@ from tinsmith.batch.openai import MAX_REQUESTS
 from tinsmith.batch.openai.results import Tally, counted, error_lines, results_of, success_lines
 from tinsmith.batch.openai.rows import Batch, Made, OpenAIBatches, check
 from tinsmith.batch.operations import payload_of
-from tinsmith.batch.operations.openai_request import OpenAIRequest
+from tinsmith.batch.operations.sample import OpenAIRequest
 from tinsmith.batch.types import JobSpec, Limits
 from tinsmith.db.database import now
 from tinsmith.errors import CorruptFilesError, NotFoundError
