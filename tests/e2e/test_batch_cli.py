@@ -258,7 +258,7 @@ def test_whoever_stops_waiting_does_not_stop_the_job(run: Any, server: LiveServe
         (("submit", "mappers.py:picky", "-i", "in.xml", "-o", "o.jsonl"), "write FORMAT:in.xml"),
         (("submit", "-i", "in.jsonl", "-o", "o.jsonl"), "FILE.py:NAME or --sample MODEL"),
         (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m", "--sample-options", '{"x": 1}'), "'x'"),
-        (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m"), "no column to ask with"),
+        (("submit", "-i", "in.jsonl", "-o", "o.jsonl", "--sample", "m"), "no column for its prompt"),
         (("show", 999_999), "there is no bulk job 999999"),
         (("logs", 999_999), "there is no bulk job 999999"),
     ],

@@ -254,13 +254,13 @@ def test_the_key_goes_to_the_server_and_not_where_it_points(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["../out", "/etc/out", "a/b", "..", "a/../b"])
 def test_an_archive_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UserError, match="which is no file of its own directory"):
+    with pytest.raises(UserError, match="which is not a plain file of the directory"):
         pull_of(archive({"good": b"x", name: b"x"}), tmp_path / "out", [])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_links_and_doubles_in_an_archive_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="which is no file of its own directory"):
+    with pytest.raises(UserError, match="which is not a plain file of the directory"):
         pull_of(archive({"a": b""}, link="/etc/passwd"), tmp_path / "out", [])
     with pytest.raises(UserError, match="holds no files"):
         pull_of(archive({}), tmp_path / "out", [])
@@ -270,7 +270,7 @@ def test_links_and_doubles_in_an_archive_are_refused(tmp_path: Path) -> None:
 def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     whole = archive({"a": b"x" * 5000})
     for cut in (whole[:700], whole[:511], b""):
-        with pytest.raises(TinsmithError, match=r"broke off|holds no files"):
+        with pytest.raises(TinsmithError, match=r"download failed|holds no files"):
             pull_of(cut, tmp_path / "out", [])
     assert list(tmp_path.iterdir()) == []
 

@@ -204,7 +204,7 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
         (lambda: data.map(shout, output=[]), ValueError, "batch_output_formats is empty"),
         (lambda: data.map(shout, output=[output, output]), ValueError, "two outputs"),
         (lambda: data.map(shout, output=output, if_exists="ask"), ValueError, "if_exists is 'ask'"),
-        (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits has no"),
+        (lambda: data.map(shout, output=output, limits={"x": 1}), ValueError, "limits.x is not supported"),
         (lambda: data.map(shout, output="o.jsonl"), ValueError, "must be a writer"),  # type: ignore[arg-type]
         (lambda: data.map(shout, "a", pool="b", output=output), ValueError, "two names of one thing"),
         (lambda: data.map(row_of, batch_format="rows"), ValueError, "batch_format is 'rows'"),

@@ -136,7 +136,7 @@ def test_a_cancelled_job_gives_up_its_samples(client: Client, server: LiveServer
     ("fields", "told"),
     [
         ({"model": ""}, "model is ''"),
-        ({"model": "m"}, "a Sample has no column to ask with"),
+        ({"model": "m"}, "a Sample has no column for its prompt"),
         ({"model": "m", "prompt": "a", "messages": "b"}, "a Sample has ['prompt', 'messages']"),
         ({"model": "m", "prompt": "a", "temperature": -1}, "temperature is -1"),
         ({"model": "m", "prompt": "a", "top_p": "high"}, "top_p is 'high'"),

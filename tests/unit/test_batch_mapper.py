@@ -10,7 +10,7 @@ import pytest
 
 from tinsmith import batch
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.formats.items import ItemsReader
+from tinsmith.batch.formats.lines import ItemsReader
 from tinsmith.batch.formats.registry import OutputWriter
 from tinsmith.batch.types import Assignment, JobSpec, MapperStartError, Outcome, part_base
 from tinsmith.batch.worker import runtime, utility

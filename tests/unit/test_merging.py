@@ -163,7 +163,7 @@ def test_an_unembedding_that_was_trained_in_full_is_refused(llama: Path, tmp_pat
     tensors[copy][0, 0] += 1
     save_file(tensors, adapter / "adapter_model.safetensors")
     for refused in (merging.merge, lambda base, source, target: merging.rewrite(source, target, lambda: base)):
-        with pytest.raises(UserError, match="which is not what the base model has"):
+        with pytest.raises(UserError, match="which differs from the base model's"):
             refused(llama, adapter, tmp_path / "out")
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_had_is_refused_by_name(llama: Path, adapter: Path, tmp_p
 TENSORS = {
     "an embedding's": (
         {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(2, 3)},
-        "which is no matrix",
+        "which is not a LoRA matrix",
     ),
     "half a pair": ({"base_model.model.x.lora_A.weight": torch.ones(2, 3)}, "x must have lora_A"),
     "of two ranks": (
@@ -219,7 +219,7 @@ TENSORS = {
         },
         "holds x twice",
     ),
-    "three dimensions": ({"x.lora_A.weight": torch.ones(2, 3, 4)}, "which is no matrix"),
+    "three dimensions": ({"x.lora_A.weight": torch.ones(2, 3, 4)}, "which is not a LoRA matrix"),
 }
 
 
@@ -260,7 +260,7 @@ def test_an_adapter_of_another_base_is_refused(llama: Path, tmp_path: Path) -> N
 
 
 def test_a_base_that_is_none_is_refused(llama: Path, adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no model's directory"):
+    with pytest.raises(UserError, match="is not a model's directory"):
         merging.merge(adapter, adapter, tmp_path / "merged")
     shutil.copytree(llama, tmp_path / "quantised")
     config = json.loads((llama / "config.json").read_text())

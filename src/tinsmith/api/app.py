@@ -43,7 +43,7 @@ from tinsmith.api.routes import (
     weights,
 )
 from tinsmith.api.routes.service import healthz, metrics
-from tinsmith.batch.operations.openai_request import VERB
+from tinsmith.batch.operations.sample import VERB
 from tinsmith.wire.fields import show
 
 __all__ = ["Services", "create_app", "create_probe_app"]

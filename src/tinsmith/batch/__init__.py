@@ -12,12 +12,14 @@
 A name is imported when it is first used: a worker starts without the client, a client without the formats.
 """
 
+# ruff: noqa: F401  the names of `__all__`
+
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for type checkers and editors
     from tinsmith.batch.client.dataset import (
         Dataset,
         from_huggingface,
@@ -38,17 +40,15 @@ if TYPE_CHECKING:
     from tinsmith.batch.formats.csv import CsvReader, CsvWriter
     from tinsmith.batch.formats.huggingface import HuggingFaceReader
     from tinsmith.batch.formats.images import ImageReader, ImageWriter
-    from tinsmith.batch.formats.items import ItemsReader
-    from tinsmith.batch.formats.lines import JsonReader, JsonWriter, TextReader, TextWriter
+    from tinsmith.batch.formats.lines import ItemsReader, JsonReader, JsonWriter, TextReader, TextWriter
     from tinsmith.batch.formats.openai import OpenAIBatchReader, OpenAIBatchWriter
     from tinsmith.batch.formats.parquet import ParquetReader, ParquetWriter
     from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
     from tinsmith.batch.formats.sql import SqlReader, SqlWriter
     from tinsmith.batch.formats.webdataset import WebdatasetReader, WebdatasetWriter
     from tinsmith.batch.operations.base import row_seed
-    from tinsmith.batch.operations.environments import Retry, Turns
     from tinsmith.batch.operations.grade import Grade
-    from tinsmith.batch.operations.rollout import Rollout
+    from tinsmith.batch.operations.rollout import Retry, Rollout, Turns
     from tinsmith.batch.operations.sample import Sample
     from tinsmith.batch.types import JobSpec
     from tinsmith.batch.worker.feed import RowError
@@ -63,75 +63,26 @@ WHERE = {
     "worker.feed": "RowError",
     "worker.runtime": "load save_results",
     "operations.base": "row_seed",
-    "operations.environments": "Retry Turns",
     "operations.grade": "Grade",
-    "operations.rollout": "Rollout",
+    "operations.rollout": "Retry Rollout Turns",
     "operations.sample": "Sample",
+    "formats.csv": "CsvReader CsvWriter",
+    "formats.huggingface": "HuggingFaceReader",
+    "formats.images": "ImageReader ImageWriter",
+    "formats.lines": "ItemsReader JsonReader JsonWriter TextReader TextWriter",
+    "formats.openai": "OpenAIBatchReader OpenAIBatchWriter",
+    "formats.parquet": "ParquetReader ParquetWriter",
     "formats.registry": "INPUT_READER_REGISTRY InputReader OUTPUT_WRITER_REGISTRY OutputWriter",
+    "formats.sql": "SqlReader SqlWriter",
+    "formats.webdataset": "WebdatasetReader WebdatasetWriter",
     "types": "JobSpec",
 }
-"""Where each public name is defined, but for readers and writers: `formats.registry.FORMATS` has those."""
+"""The module of each public name."""
 MODULES = {name: f"tinsmith.batch.{module}" for module, names in WHERE.items() for name in names.split()}
-
-__all__ = [
-    "INPUT_READER_REGISTRY",
-    "OUTPUT_WRITER_REGISTRY",
-    "Client",
-    "CsvReader",
-    "CsvWriter",
-    "Dataset",
-    "Grade",
-    "HuggingFaceReader",
-    "ImageReader",
-    "ImageWriter",
-    "InputReader",
-    "ItemsReader",
-    "Job",
-    "JobFailedError",
-    "JobSpec",
-    "JsonReader",
-    "JsonWriter",
-    "OpenAIBatchReader",
-    "OpenAIBatchWriter",
-    "OutputWriter",
-    "ParquetReader",
-    "ParquetWriter",
-    "Retry",
-    "Rollout",
-    "RowError",
-    "Sample",
-    "SqlReader",
-    "SqlWriter",
-    "TextReader",
-    "TextWriter",
-    "Turns",
-    "WebdatasetReader",
-    "WebdatasetWriter",
-    "from_huggingface",
-    "from_items",
-    "is_remote_function",
-    "load",
-    "read_csv",
-    "read_images",
-    "read_json",
-    "read_openai_batch",
-    "read_parquet",
-    "read_sql",
-    "read_text",
-    "read_webdataset",
-    "remote_function",
-    "resume",
-    "row_seed",
-    "save_results",
-]
+__all__ = sorted(MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:
-    module = MODULES.get(name)
-    if module is None and name in __all__:
-        from tinsmith.batch.formats.registry import CLASSES
-
-        module = CLASSES.get(name)
-    if module is None:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(MODULES[name]), name)

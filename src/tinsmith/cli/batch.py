@@ -1,8 +1,8 @@
 """`tinsmith batch`: submit, follow, stop, resume and export bulk jobs of a running server.
 
 The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK. With `--json`, standard output holds JSON
-alone. It ends with 0 if what was asked for came about, 1 if a job did not succeed, 2 if it was refused, 130 if the
-user stopped waiting (the job goes on). Only here does anybody get asked anything, and with `--yes` nobody.
+alone. Exit codes: 0 for success, 1 if a job did not succeed, 2 if the request was refused, 130 if the user stopped
+waiting (the job goes on). Questions are asked only here, and none with `--yes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tinsmith.errors import TinsmithError, UserError
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REFUSED, NOT_SUCCEEDED, INTERRUPTED = 2, 1, 130
 PATIENCE_S = 5.0
-"""How long a server that cannot be reached is asked again, where nobody waits for a job."""
+"""How long an unreachable server is tried again by commands that do not wait for a job."""
 ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 MOST_PURGED = 1000
-"""Of the newest jobs, for `purge --all`: a page of the server's listing."""
+"""The newest jobs that `purge --all` considers: a page of the server's listing."""
 
 app = typer.Typer(help="Bulk jobs: a function over every row of a data set.", no_args_is_help=True)
 output = Console(soft_wrap=True, highlight=False)
@@ -42,7 +41,7 @@ notes = Console(stderr=True, soft_wrap=True, highlight=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Answer every question with yes.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
 IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite or ask.")]
 
@@ -62,8 +61,8 @@ def submit(  # noqa: PLR0913  each is a flag
     fn_kwargs: Annotated[str, typer.Option(metavar="JSON", help="An object of the function's parameters.")] = "{}",
     batched: Annotated[bool, typer.Option("--batched", help="The function takes a list of rows.")] = False,
     rows: Annotated[str, typer.Option(help="one or any: results for each row.")] = "one",
-    max_failed_rows: Annotated[float, typer.Option(help="How many rows may fail; below 1, which share.")] = 0,
-    name: Annotated[str, typer.Option(help="A note of what the job is.")] = "",
+    max_failed_rows: Annotated[float, typer.Option(help="How many rows may fail; below 1, a share of all rows.")] = 0,
+    name: Annotated[str, typer.Option(help="A name to show for the job.")] = "",
     weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,
@@ -297,7 +296,7 @@ def pools(as_json: AsJson = False) -> None:
 
 @contextmanager
 def _client() -> Iterator[Client]:
-    """A client of the environment's server. What is refused ends the command with one line."""
+    """A client of the environment's server. An error ends the command with one line."""
     from tinsmith.batch.client.http import Client
 
     client = Client(patience_s=PATIENCE_S)
@@ -311,7 +310,7 @@ def _client() -> Iterator[Client]:
 
 
 def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
-    """Wait for a job's end and say how it went, unless nobody wants to."""
+    """Wait for a job's end and print its outputs; with `detach`, print its id."""
     from tinsmith.batch.client.job import Job, JobFailedError, ending_of
 
     job = Job(job_id, client)
@@ -323,9 +322,7 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         return
     client.patience_s = 60.0
     try:
-        if not as_json:
-            _show_progress(client, job_id)
-        status = job.wait(check=not as_json)
+        status = job.wait(progress=not as_json, check=not as_json)
     except JobFailedError as error:
         notes.print(f"[red]error:[/] {escape(ending_of(error.status, for_shell=True))}")
         raise typer.Exit(NOT_SUCCEEDED) from None
@@ -341,23 +338,8 @@ def _follow(client: Client, job_id: int, detach: bool, as_json: bool) -> None:
         output.print(escape(_said(each)))
 
 
-def _show_progress(client: Client, job_id: int) -> None:
-    """A bar of batches, and the rest beside it, until the job's end."""
-    from tinsmith.batch.client.job import progress_of
-
-    columns = ("[bold]{task.description}", BarColumn(), TaskProgressColumn(), "{task.fields[told]}")
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=notes) as bar:
-        task = bar.add_task(f"job {job_id}", total=None, told="")
-        for status in client.statuses(job_id):
-            now = progress_of(status)
-            told = f"{now.status}, {now.rows_per_second:.0f} rows/s, {now.tokens_per_second:.0f} tokens/s"
-            failed = f", [red]{now.rows_failed} failed[/]" if now.rows_failed else ""
-            done = now.batches if now.status == "SUCCEEDED" else now.batches_done
-            bar.update(task, total=now.batches or None, completed=done, told=told + failed)
-
-
 def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa: ANN401
-    """What the rows are mapped with: of a file, or a Sample of the model. Raises UserError unless it is one of them."""
+    """The function or operations of a file, or a Sample of the model. Raises UserError unless one of them is given."""
     if bool(reference) == bool(model):
         raise UserError("say what to do with the rows: FILE.py:NAME or --sample MODEL, one of the two")
     if reference:
@@ -373,7 +355,7 @@ def _mapper(reference: str, model: str, fields: dict[str, Any]) -> Any:  # noqa:
 
 
 def _loaded(reference: str) -> Any:  # noqa: ANN401
-    """What a file holds under a name, or the one function that can be meant: a function, a class, operations."""
+    """The function, class or operations under a name in a file; without a name, the file's only function."""
     import importlib.util
 
     from tinsmith.batch.client.functions import is_remote_function
@@ -421,23 +403,19 @@ def _writer(given: str) -> OutputWriter:
 
 
 def _found(registry: Registry[T], given: str) -> T:
-    """The reader or writer of `[FORMAT:]PATH`."""
+    """The reader or writer of `[FORMAT:]PATH`. The scheme of a URL is not a format."""
     from tinsmith.batch.formats.registry import format_of
 
-    name, path = _format(given, registry.names())
-    try:
-        return registry.find(name or format_of(path))(path)  # type: ignore[call-arg]
-    except UserError as error:
-        if name:
-            raise
-        names = ", ".join(registry.names())
-        raise UserError(f"the format of {path!r} is not known by its ending: write FORMAT:{path} ({names})") from error
-
-
-def _format(given: str, names: list[str]) -> tuple[str, str]:
-    """`parquet:dir/` -> parquet and dir/; the scheme of a URL is no format."""
     name, colon, path = given.partition(":")
-    return (name, path) if colon and name in names else ("", given)
+    if colon and name in registry.names():
+        return registry.find(name)(path)  # type: ignore[call-arg]
+    try:
+        return registry.find(format_of(given))(given)  # type: ignore[call-arg]
+    except UserError as error:
+        names = ", ".join(registry.names())
+        raise UserError(
+            f"the format of {given!r} is not known by its ending: write FORMAT:{given} ({names})"
+        ) from error
 
 
 def _object(flag: str, text: str) -> dict[str, Any]:
@@ -451,7 +429,7 @@ def _object(flag: str, text: str) -> dict[str, Any]:
 
 
 def _if_exists(given: str, writers: list[OutputWriter], yes: bool) -> str:
-    """What a job is told; asks where an output is there already and nothing was said of it."""
+    """The job's `if_exists`; for `ask`, asks if an output exists."""
     from tinsmith.batch.formats.publishing import check_output
 
     if given != "ask":
@@ -470,7 +448,7 @@ def _confirm(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise UserError(f"{question} Nobody is there to ask: pass --yes")
+        raise UserError(f"{question} This is not a terminal: pass --yes")
     if not typer.confirm(question, err=True):
         raise UserError("nothing was done")
 

@@ -1,8 +1,8 @@
-"""Adapters in PEFT's format, as their files describe themselves: read without torch, and without a single weight.
+"""LoRA adapters in PEFT's format, as their files describe them: read without torch, and without loading weights.
 
-For whoever takes one from elsewhere: the server, before it stores what was uploaded, and the commands that merge and
-import. What changes the numbers in a way that Tinsmith has no counterpart for is refused by name, and so is every
-setting that is not known to be harmless. Knows no base model: which linears there are is the engine's to say.
+Used on adapters from elsewhere, by the server before it stores an upload and by the commands that merge and import. A
+setting that changes the numbers in a way that Tinsmith does not compute is refused by name, and so is every setting
+that is not known to be harmless. Knows no base model: the engine says which linears there are.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OPTIMIZERS: Mapping[frozenset[str], str] = {
     frozenset(("exp_avg", "exp_avg_sq")): "adamw",
     frozenset(("momentum",)): "dimuon",
 }
-"""The names of an optimizer's state in a checkpoint, and whose it is."""
+"""The optimizer of each set of state tensors in a checkpoint."""
 
 UNEMBEDDINGS = ("lm_head", "embed_out", "output")
 
@@ -43,14 +43,14 @@ HARMLESS = frozenset(
      "lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r",
      "revision", "runtime_config", "target_modules", "task_type", "use_rslora", "rank_pattern", "alpha_pattern"]
 )  # fmt: skip
-"""Settings that do not change what a saved adapter computes, or whose meaning is known here. Every other one is refused
-where it is set."""
+"""Settings that do not change what a saved adapter computes, or that are handled here. Any other setting is refused
+if it is set."""
 
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Ways to begin an adapter that leave the base as it is; the others (PiSSA, OLoRA, ...) subtract something from it."""
+"""Initialisations that leave the base unchanged; the others (PiSSA, OLoRA, ...) subtract something from it."""
 
 EXPERTS = "experts.gate_up_proj"
-"""Where the files of our own adapters of experts say that two matrices are one of twice the rank."""
+"""The pattern by which our own checkpoints describe experts: two matrices stored as one of twice the rank."""
 
 IMPORT = "`tinsmith checkpoints import` rewrites the adapter"
 
@@ -62,7 +62,7 @@ _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<name>.+)\.lora_(?P<side>[AB])
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One adapted linear, and under which keys its two matrices are stored."""
+    """One adapted linear, and the keys of its two matrices in the file."""
 
     rank: int
     in_features: int
@@ -80,19 +80,19 @@ class AdapterFacts:
     base_name: str
     linears: Mapping[str, Linear]
     copies: Mapping[str, str]
-    """Weights of the base that PEFT puts beside an adapter of the unembedding: module -> key."""
+    """Weights of the base that PEFT stores with an adapter of the unembedding: module -> key."""
 
     experts: frozenset[str]
-    """Those of `linears` that are all experts of a layer, in the form of our own checkpoints."""
+    """Members of `linears` that hold all experts of a layer, in the form of our own checkpoints."""
 
     @property
     def spec(self) -> LoraSpec:
-        """The groups that it adapts, by the rule of the engines."""
+        """Its rank and the groups of linears that it adapts, by the rule of the engines."""
         groups = {group_of(name) for name in self.linears}
         return LoraSpec(self.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
 
     def scale(self, name: str) -> float:
-        """What the product of a linear's two matrices is multiplied with."""
+        """The factor of the product of a linear's two matrices."""
         alpha, rank = _of_pattern(self.alpha_pattern, name, self.alpha), self.linears[name].rank
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
@@ -117,15 +117,15 @@ class AdapterFacts:
 
 
 def group_of(name: str) -> str:
-    """The group of a linear by its path, as engines sort them."""
+    """The group of a linear by its path, the same as in the engines."""
     if name.rpartition(".")[2] in UNEMBEDDINGS and "layers." not in name:
         return "unembed"
     return "attn" if "attn" in name or "attention" in name else "mlp"
 
 
 def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
-    """Raises UserError for what is no LoRA adapter, or one that cannot be had here; with `plain`, also for one that
-    engines do not load as it is.
+    """Raises UserError if the directory is not a LoRA adapter or has an unsupported setting; with `plain`, also if
+    engines cannot load it without a rewrite.
     """
     config = _read_config(directory)
     stacked = plain and _has_our_experts(config)
@@ -154,7 +154,7 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
     )
     for name, linear in linears.items():
         if name in experts:
-            continue  # whose form the engine knows
+            continue  # the engine checks their form
         said = _of_pattern(facts.rank_pattern, name, cast(int, rank))
         if linear.rank != said:
             raise UserError(f"{WEIGHTS_FILE}: {name} has rank {linear.rank}, and {CONFIG_FILE} says {said}")
@@ -170,8 +170,8 @@ def read(directory: Path, *, plain: bool = False) -> AdapterFacts:
 
 
 def check_fits(facts: AdapterFacts, base: Path) -> None:
-    """Raise UserError if the files of a base model show that an adapter is of another one. What they do not show (some
-    families name weights differently in files) is found out by the engine that loads it.
+    """Raises UserError if the files of a base model show that the adapter is of another model. Some families name
+    weights differently in files; there the engine checks when it loads the adapter.
     """
     shapes = {
         key: shape for path in sorted(base.glob("*.safetensors")) for key, (_, shape) in read_header(path).items()
@@ -189,18 +189,19 @@ def check_fits(facts: AdapterFacts, base: Path) -> None:
 
 
 def optimizer_type(directory: Path) -> str | None:
-    """Whose state `optimizer.safetensors` holds; None where there is none."""
+    """The optimizer whose state `optimizer.safetensors` holds; None without that file."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         return None
     held = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
     if held not in OPTIMIZERS:
-        raise UserError(f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no optimizer here has")
+        found = ", ".join(sorted(held)) or "nothing"
+        raise UserError(f"{OPTIMIZER_FILE} holds {found}, which no optimizer of this server writes")
     return OPTIMIZERS[held]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """The names of a safetensors file's tensors, with dtypes and shapes. Raises UserError if it is none."""
+    """The dtype and shape of each tensor of a safetensors file. Raises UserError if the file is not one."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -263,7 +264,7 @@ def _require_plain(config: Mapping[str, object]) -> None:
 
 
 def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
-    """The linears, and the copies of the base's own embeddings."""
+    """The linears, and the copies of the base's embeddings."""
     copies: dict[str, str] = {}
     sides: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
     for key, (dtype, shape) in read_header(path).items():
@@ -273,7 +274,7 @@ def _read_linears(path: Path) -> tuple[dict[str, Linear], dict[str, str]]:
             copies[copy["name"]] = key
             continue
         if found is None or len(shape) != 2:
-            raise UserError(f"{path.name} holds {key!r} {list(shape)}, which is no matrix of a linear's LoRA")
+            raise UserError(f"{path.name} holds {key!r} {list(shape)}, which is not a LoRA matrix of a linear")
         if dtype not in FLOATS:
             raise UserError(f"{path.name}: {key!r} is {dtype}; weights must be floating-point numbers")
         matrices = sides.setdefault(found["name"], {})

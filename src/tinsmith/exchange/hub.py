@@ -1,9 +1,9 @@
-"""The repositories that this server mirrors, as clients of the Hugging Face hub know them: base models and checkpoints.
+"""Base models and checkpoints as repositories of a Hugging Face hub, which this server mirrors.
 
-A base model has the name under which it is served; a checkpoint `tinker://{session}:train:{n}/{kind}/{name}` is the
-repository `{session}/{n}.{kind}.{name}`, since a repository's id has one slash and no colon. A repository has one
-revision: `main`, which is also known by its commit, a digest of what its files hold. Nothing here opens a path that a
-client named: files are looked up in a listing. Knows no HTTP and no tenants.
+A base model's repository has the name under which it is served; that of the checkpoint
+`tinker://{session}:train:{n}/{kind}/{name}` is `{session}/{n}.{kind}.{name}`, since an id has one slash and no colon. A
+repository has one revision, `main`, also known by its commit, a digest of its files. No path that a client names is
+opened: files are looked up in a listing. Knows no HTTP and no tenants.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SMALL = ("config.json", "generation_config.json", "*processor_config.json", "tokenizer*", "vocab*", "merges.txt",
          "special_tokens_map.json", "added_tokens.json", "*.model", "*.tiktoken", "chat_template*",
          f"{TEMPLATES}/*.jinja", "LICENSE*")  # fmt: skip
-"""What of a base model's directory is given away: these names, and no others that lie beside them."""
+"""The files of a base model's directory that are served; others are not."""
 
 WHOLE_BYTES = 64 << 20
-"""Files up to this size are known by all of their bytes; larger ones by samples of them."""
+"""Files up to this size are hashed whole; larger ones by samples."""
 
 SAMPLES, SAMPLE_BYTES = 64, 64 << 10
 
@@ -42,7 +42,7 @@ _RUN = re.compile(r"([^/:]+):train:([0-9]+)")
 
 
 class MissingError(NotFoundError):
-    """What is missing, in the hub's own word for it."""
+    """There is no such repository; `code` is the hub's own name of the error."""
 
     code = "RepoNotFound"
 
@@ -65,7 +65,7 @@ class MissingEntryError(MissingError):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """`etag` stands for the content; it is the SHA-256 where `whole`. `path` is where it is on this disk, if at all."""
+    """`etag` identifies the content; with `whole`, it is the SHA-256. `path` is None for a file in a bucket."""
 
     path: Path | None
     size_bytes: int
@@ -81,7 +81,7 @@ class Repository:
     modified_at: float
     library: str
     hidden: frozenset[str] = frozenset()
-    """Files that are there, and that this server does not give away."""
+    """Files that exist and are not served."""
 
     @property
     def commit(self) -> str:
@@ -114,7 +114,7 @@ def checkpoint_of(repo_id: str) -> CheckpointRef | None:
 
 
 def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
-    """A base model; its weights only on purpose."""
+    """A base model; its weights only with `weights`."""
     directory = Path(shape.path)
     found = {path.name: path for path in directory.glob("*") if path.is_file()}
     found |= {f"{TEMPLATES}/{path.name}": path for path in (directory / TEMPLATES).glob("*") if path.is_file()}
@@ -127,7 +127,7 @@ def base_repository(shape: ModelShape, *, weights: bool) -> Repository:
 
 
 def checkpoint_repository(repo_id: str, directories: Directories, directory: str, created_at: float) -> Repository:
-    """A checkpoint, without its optimizer's state. Raises CorruptFilesError."""
+    """A checkpoint without its optimizer state. Raises CorruptFilesError."""
     directories.check_sizes(directory)
     files = {
         name: HubFile(
@@ -147,8 +147,8 @@ def _described(path: Path) -> HubFile:
 
 @lru_cache(maxsize=4096)
 def _digest(path: Path, size_bytes: int, _mtime_ns: int) -> str:
-    """Of the content: the same on every server and after every restart. It is asked for once as long as the file stays
-    as it is. Gigabytes are sampled: a client waits ten seconds for the answer.
+    """A digest of the content, the same on every server and after every restart, cached while the file is unchanged.
+    Large files are sampled, since a client waits only ten seconds for the response.
     """
     with path.open("rb") as file:
         if size_bytes <= WHOLE_BYTES:

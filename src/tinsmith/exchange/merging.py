@@ -1,8 +1,8 @@
-"""An adapter put into its base model's weights, and an adapter of any PEFT origin rewritten at our alpha.
+"""Merges an adapter into its base model's weights, and rewrites PEFT adapters at our alpha.
 
-Works on files, tensor by tensor, in float32; nothing of a model is built, and no more than one shard is in memory.
-Every linear of the adapter must be found in the base with its sizes, or the merge is refused by name. What is written
-appears whole or not at all. Knows no server.
+Works on files, tensor by tensor, in float32: no model is built, and at most one shard is in memory. Every linear of the
+adapter must be in the base with the same sizes, or the merge is refused by name. The output is complete or absent.
+Knows no server.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import StateDictSplit, split_state_dict_into_shards_factory
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,8 +30,9 @@ from tinsmith.types import LORA_ALPHA
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+PATTERN = "model{suffix}.safetensors"
 BESIDE = ("*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "additional_chat_templates")
-"""What a model's directory holds beside its weights."""
+"""The other files of a model's directory, which are copied."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -46,7 +48,7 @@ SHARD_BYTES = 5_000_000_000
 SEED = 0
 
 Progress = Callable[[int, int], None]
-"""Told how many tensors are done, and of how many."""
+"""Called with the number of tensors done and in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +63,16 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A tensor of the result: what it is made of, the linear whose update it gets, and what it is rounded to."""
+    """A tensor of the result: its source, the adapted linear it belongs to, and the dtype it is rounded to."""
 
     source: Stored
     linear: str | None
-    dtype: torch.dtype | None  # None: as it is
+    dtype: torch.dtype | None  # None: the source's
 
-    @property
-    def num_bytes(self) -> int:
-        width = BYTES[self.source.dtype] if self.dtype is None else self.dtype.itemsize
-        return math.prod(self.source.shape) * width
+
+def _num_bytes(planned: Planned) -> int:
+    width = BYTES[planned.source.dtype] if planned.dtype is None else planned.dtype.itemsize
+    return math.prod(planned.source.shape) * width
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,22 @@ def merge(
         config = _untied(config)
     if dtype != "auto":
         config = {name: value for name, value in config.items() if name != "torch_dtype"} | {"dtype": dtype}
-    shards = _shards(plan, shard_bytes)
+    shards = split_state_dict_into_shards_factory(
+        plan, get_storage_size=_num_bytes, filename_pattern=PATTERN, max_shard_size=shard_bytes
+    )
     with appearing(output) as hidden:
         _copy_beside(base, hidden)
         _write_shards(hidden, shards, plan, facts, adapter / WEIGHTS_FILE, progress)
         (hidden / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         size_bytes = sum(path.stat().st_size for path in hidden.glob("*.safetensors"))
-    return Merged(output, str(wanted).removeprefix("torch."), len(facts.linears), len(shards), size_bytes)
+    return Merged(
+        output, str(wanted).removeprefix("torch."), len(facts.linears), len(shards.filename_to_tensors), size_bytes
+    )
 
 
 def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFacts:
-    """The same adapter as engines load it: float32, one rank, our alpha. Equal logits, up to float32's rounding. `base`
-    finds the base model, where the adapter holds weights of it that have to be compared.
+    """The same adapter in the form that engines load: float32, one rank, our alpha. Its logits are equal up to float32
+    rounding. `base` finds the base model, which is needed if the adapter holds copies of its weights.
     """
     facts = adapters.read(adapter)
     if facts.copies:
@@ -129,7 +135,7 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
             b_Or = b_Or * (facts.scale(name) / (LORA_ALPHA / facts.rank))
             missing = facts.rank - linear.rank
             if missing:
-                # As a new adapter begins: no effect, and something to learn from.
+                # Initialised as a new adapter: no effect, but trainable.
                 bound = linear.in_features**-0.5
                 new_mI = (
                     torch.rand(missing, linear.in_features, generator=generator, dtype=torch.float64) * 2 - 1
@@ -144,8 +150,8 @@ def rewrite(adapter: Path, output: Path, base: Callable[[], Path]) -> AdapterFac
 
 
 def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Stored]) -> None:
-    """PEFT puts the embeddings beside an adapter of the unembedding. They are of no use if they are the base's, and if
-    they are not, they were trained or resized. Raises UserError.
+    """PEFT stores the embeddings with an adapter of the unembedding. Raises UserError if they differ from the base's,
+    since they were trained or resized then.
     """
     for name, key in facts.copies.items():
         source = stored.get(f"{name}.weight") or _embedding(stored, name)
@@ -153,7 +159,7 @@ def _compare_copies(facts: AdapterFacts, weights: Path, stored: Mapping[str, Sto
             copy, own = theirs.get_tensor(key), ours.get_tensor(source.key)
         if not (torch.equal(copy.to(own.dtype), own) or torch.equal(own.to(copy.dtype), copy)):
             raise UserError(
-                f"{WEIGHTS_FILE} holds {key!r}, which is not what the base model has: weights that were trained in "
+                f"{WEIGHTS_FILE} holds {key!r}, which differs from the base model's: weights that were trained in "
                 "full, or resized, are not supported"
             )
 
@@ -162,9 +168,9 @@ def _base_config(base: Path) -> dict[str, object]:
     try:
         config = json.loads((base / "config.json").read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{base} is no model's directory: config.json cannot be read ({error})") from None
+        raise UserError(f"{base} is not a model's directory: config.json cannot be read ({error})") from None
     if config.get("quantization_config"):
-        raise UserError(f"{base} is quantised (quantization_config); merge into the model that it was made from")
+        raise UserError(f"{base} is quantised (quantization_config); merge into the model that it was quantised from")
     return config
 
 
@@ -189,7 +195,7 @@ def _tensors_of(base: Path) -> dict[str, Stored]:
 
 
 def _usual_dtype(stored: Iterable[Stored]) -> torch.dtype:
-    """That of most numbers of the base."""
+    """The dtype of most numbers of the base."""
     counts: Counter[str] = Counter()
     for tensor in stored:
         if tensor.dtype in FILE_DTYPES:
@@ -211,7 +217,7 @@ def _plan(
     usual: torch.dtype,
     wanted: torch.dtype,
 ) -> dict[str, Planned]:
-    """What is kept in another format than most of the base (a router in float32, say) stays in it."""
+    """Tensors that are stored in another dtype than most of the base (a router in float32, say) keep it."""
     sources = dict(stored)
     for name, linear in facts.linears.items():
         source = stored.get(f"{name}.weight")
@@ -239,7 +245,7 @@ def _plan(
 
 
 def _embedding(stored: Mapping[str, Stored], head: str) -> Stored:
-    """The weights that an unembedding shares which is not in the files."""
+    """The tied weights of an unembedding that is not in the files."""
     found = [tensor for name, tensor in stored.items() if name.endswith(("embed_tokens.weight", "wte.weight"))]
     if len(found) != 1:
         raise UserError(f"the base's files hold no {head}.weight, and not one embedding that it could share")
@@ -247,38 +253,21 @@ def _embedding(stored: Mapping[str, Stored], head: str) -> Stored:
 
 
 def _untied(config: Mapping[str, object]) -> dict[str, object]:
-    """The embedding stays as it was: the update is the unembedding's alone."""
+    """The configuration with untied embeddings, since only the unembedding is updated."""
     changed = dict(config) | {"tie_word_embeddings": False}
     if isinstance(text := config.get("text_config"), dict):
         changed["text_config"] = {**text, "tie_word_embeddings": False}
     return changed
 
 
-def _shards(plan: Mapping[str, Planned], shard_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    room = shard_bytes
-    for name, planned in plan.items():
-        if shards[-1] and planned.num_bytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= planned.num_bytes
-    return shards
-
-
 def _write_shards(
     hidden: Path,
-    shards: Sequence[Sequence[str]],
+    shards: StateDictSplit,
     plan: Mapping[str, Planned],
     facts: AdapterFacts,
     weights: Path,
     progress: Progress,
 ) -> None:
-    names = (
-        [SINGLE_FILE]
-        if len(shards) == 1
-        else [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    )
     done = 0
     with ExitStack() as stack:
         files = {
@@ -286,20 +275,17 @@ def _write_shards(
             for file in {planned.source.file for planned in plan.values()}
         }
         updates = stack.enter_context(safe_open(weights, framework="pt"))
-        for file_name, shard in zip(names, shards, strict=True):
+        for file_name, names in shards.filename_to_tensors.items():
             tensors = {}
-            for name in shard:
+            for name in names:
                 planned = plan[name]
-                tensors[name] = _made(
-                    files[planned.source.file].get_tensor(planned.source.key), planned, facts, updates
-                )
+                weight = files[planned.source.file].get_tensor(planned.source.key)
+                tensors[name] = _made(weight, planned, facts, updates)
                 done += 1
                 progress(done, len(plan))
             save_file(tensors, hidden / file_name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-        total = sum(planned.num_bytes for planned in plan.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    if shards.is_sharded:
+        index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
         (hidden / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -317,7 +303,7 @@ def _made(weight_OI: Tensor, planned: Planned, facts: AdapterFacts, updates: saf
 
 
 def _copy_beside(base: Path, hidden: Path) -> None:
-    """Everything but the weights and what says where they are."""
+    """Copy all files but the weights and their index."""
     for path in {path for pattern in BESIDE for path in base.glob(pattern)}:
         if path.is_dir():
             shutil.copytree(path, hidden / path.name)

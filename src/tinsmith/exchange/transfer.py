@@ -1,7 +1,7 @@
-"""Checkpoints fetched from a server, and adapters sent to one: the client's side of both.
+"""The client's side of downloading checkpoints from a server and uploading adapters to one.
 
-What is pulled appears whole or not at all, and nothing of an archive leads out of its directory. The key goes to the
-server that was asked, and not where its links lead. Knows HTTP and files; what is in them is `adapters`' business.
+A download is complete or absent, and no archive member is written outside its directory. The key is sent to the server
+alone, not to the addresses that its links name. Knows HTTP and files; `adapters` knows their contents.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tinsmith.storage.stores import fsync
 
 TIMEOUT_S = 60.0
 UPLOAD_TIMEOUT_S = 3600.0
-"""How long a server may take to look at what was sent and to store it."""
+"""How long a server may take to check and store an upload."""
 
 PARTS = (adapters.CONFIG_FILE, adapters.WEIGHTS_FILE, adapters.OPTIMIZER_FILE)
 CHUNK_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and of how many (0: nobody knows)."""
+"""Called with the bytes done and in all (0: not known)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class Server:
                 with appearing(directory) as hidden:
                     files = _unpacked(_Stream(response.iter_bytes(CHUNK_BYTES), total, progress), hidden)
         except (httpx.TransportError, tarfile.TarError, EOFError) as error:
-            raise TinsmithError(f"the download broke off: {error!r}; nothing was kept, try again") from None
+            raise TinsmithError(f"the download failed: {error!r}; nothing was kept, try again") from None
         return Pulled(path, directory, files)
 
     def push(self, directory: Path, fields: Mapping[str, str], progress: Progress) -> dict[str, Any]:
-        """Upload an adapter as a training checkpoint; returns the server's answer. Raises UserError."""
+        """Upload an adapter as a training checkpoint; returns the response. Raises UserError."""
         present = [directory / name for name in PARTS if (directory / name).is_file()]
         total = sum(path.stat().st_size for path in present)
-        # The same whenever this request arrives, so that it makes one checkpoint.
+        # A retried request carries the same key, so that it creates one checkpoint.
         headers = {"X-Idempotency-Key": uuid.uuid4().hex}
         done = 0
 
@@ -110,7 +110,7 @@ class Server:
 
 
 class _Stream:
-    """The bytes of a response as a file that is read from beginning to end."""
+    """The bytes of a response as a file that is read once, in order."""
 
     def __init__(self, pieces: Iterator[bytes], total: int, progress: Progress) -> None:
         self._pieces = pieces
@@ -129,7 +129,7 @@ class _Stream:
 
 
 def _unpacked(stream: _Stream, directory: Path) -> dict[str, int]:
-    """The files of an archive, durable. Raises UserError for what is no plain file of this directory."""
+    """Writes the files of an archive durably. Raises UserError for a member that is not a plain file."""
     files: dict[str, int] = {}
     with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[arg-type]
         for member in archive:
@@ -137,7 +137,7 @@ def _unpacked(stream: _Stream, directory: Path) -> dict[str, int]:
             if member.isdir() and name in ("", "."):
                 continue
             if not member.isreg() or name != os.path.basename(name) or name in ("", ".", "..") or name in files:
-                raise UserError(f"the archive holds {member.name!a}, which is no file of its own directory")
+                raise UserError(f"the archive holds {member.name!a}, which is not a plain file of the directory")
             source = archive.extractfile(member)
             assert source is not None
             with (directory / name).open("xb") as target:

@@ -11,19 +11,19 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
-from pydantic import WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from tinsmith.api.openapi import ANYTHING, COUNT, LIST, NUMBER, PAGE, SHORT_TEXT, TEXT, fields, integer, one_of
+from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PAGE, TEXT, fields, integer
 from tinsmith.api.operation import MAX_PAGE, Access, Call, Draft, JsonObject, Services, authenticate, operation, run
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.coordinator import DEFAULT_POOL
 from tinsmith.batch.coordinator.job_run import error_row
 from tinsmith.batch.coordinator.state import TERMINAL, Job
+from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.wire.fields import ClosedBody, Integer, Schema, bounds
@@ -35,39 +35,13 @@ SAFETY_POLL_S = 5.0
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
 AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
-OUTPUTS: Schema = {"type": "array", "items": ANYTHING, "minItems": 1}
-# `JobSpec` reads it.
-JOB = fields(
-    {
-        "batch_serialized_fn": SHORT_TEXT,
-        "batch_input_format": ANYTHING,
-        "batch_output_formats": OUTPUTS,
-        "batch_size": integer(1),
-    },
-    {
-        "name": SHORT_TEXT,
-        "batch_pool_name": SHORT_TEXT,
-        "batch_error_format": ANYTHING,
-        "batch_tokens": integer(1),
-        "batch_activate_env": SHORT_TEXT,
-        "python": SHORT_TEXT,
-        "max_failed_rows": NUMBER,
-        "rows": one_of("one", "any"),
-        "if_exists": one_of("error", "overwrite"),
-        "weight": NUMBER,
-        "priority": integer(-(2**31)),
-        "resume_from": integer(0),
-        "directory": SHORT_TEXT,
-        "limits": ANYTHING,
-    },
-)
 
 
 @operation(
     "POST",
     "/batch/jobs",
     "Submit a bulk job",
-    body=JOB,
+    body=JobRequest,
     answer=fields({"job_id": COUNT}),
     errors=(403, 404),
     example={
@@ -79,8 +53,8 @@ JOB = fields(
         "resume_from": "{job_id}",
     },
 )
-def submit(call: Call) -> JsonObject:
-    return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
+def submit(call: Call, request: JobRequest) -> JsonObject:
+    return {"job_id": _create(call, request.spec())}
 
 
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
@@ -137,7 +111,7 @@ def purge(call: Call) -> JsonObject:
 
 
 class ResumeRequest(ClosedBody):
-    batch_output_formats: Annotated[Any, WithJsonSchema(OUTPUTS)] = None
+    batch_output_formats: list[FormatBody] | None = None
 
 
 @operation(
@@ -156,8 +130,9 @@ def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
     outputs = draft.read().batch_output_formats
     spec = replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id, roots=None)
     if outputs is not None:
-        spec = replace(spec, batch_output_formats=outputs)
-        spec.check()
+        formats = [each.model_dump() for each in outputs]
+        check_paths(spec.batch_input_format, formats, spec.batch_error_format)
+        spec = replace(spec, batch_output_formats=formats)
     return {"job_id": _create(call, spec, other_outputs=outputs is not None)}
 
 

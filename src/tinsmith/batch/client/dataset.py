@@ -1,12 +1,11 @@
-"""A data set and what is to be done with it: the client's side of a bulk job.
+"""Data sets and what is mapped over them: the client's side of a bulk job.
 
-`Dataset.map` with an output submits a job; without one it waits for `write_json` and the like. Everything that can be
-refused is refused here, before anything is sent: the function, the options, an output that exists.
+`Dataset.map` with an output submits a job; without one it waits for `write_json` and the like. Invalid functions,
+options, and outputs that exist are refused here, before anything is sent.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +18,19 @@ from tinsmith.batch.client.job import Job
 from tinsmith.batch.formats import registry
 from tinsmith.batch.formats.publishing import check_output
 from tinsmith.batch.formats.registry import InputReader, OutputWriter, format_of, sent
+from tinsmith.batch.job_request import read_job
 from tinsmith.batch.operations.base import Operation
-from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Limits, Row, identity_of
+from tinsmith.batch.types import DEFAULT_POOL, JobSpec, Row, identity_of
 from tinsmith.errors import NotSupportedError, UserError
 
 Writers = OutputWriter | Sequence[OutputWriter]
 
 POSITIONAL = ("batch_size", "output", "activate_env", "stream")
+DEFAULT_BATCH_SIZE = 32
+SPEC_OPTIONS = (
+    "batch_tokens", "if_exists", "limits", "max_failed_rows", "name", "priority", "python", "rows", "weight",
+)  # fmt: skip
+"""Options of `map` that are fields of the specification."""
 ONLY_OF_FUNCTIONS = {
     "batched", "batch_format", "with_indices", "remove_columns", "fn_kwargs", "fn_constructor_kwargs", "serializer",
     "activate_env", "python",
@@ -33,11 +38,11 @@ ONLY_OF_FUNCTIONS = {
 
 
 class JobRefusedError(UserError, RuntimeError):
-    """The server did not take the job: it has no such pool, or may not run it."""
+    """The server refused the job: it has no such pool, say, or the tenant may not run it."""
 
 
 class MapOptions(TypedDict, total=False):
-    """What `Dataset.map` and `map_batches` take by name. `protocols.JobSpec` says what most of them mean."""
+    """What `Dataset.map` and `map_batches` take by name. `types.JobSpec` says what most of them mean."""
 
     pool: str
     output: Writers
@@ -66,7 +71,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class Dataset:
-    """Rows to be mapped: of a reader, a path, a list, or a data set of Hugging Face."""
+    """Rows to be mapped: of a reader, a path, a list, or a Hugging Face data set."""
 
     def __init__(self, source: InputReader | str | Iterable[Row]) -> None:
         self.reader = _reader_of(source)
@@ -98,9 +103,9 @@ class Dataset:
         *positional: Any,  # noqa: ANN401
         **options: Unpack[MapOptions],
     ) -> Job | Mapped:
-        """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
-        batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
-        columns. An operation, or a list of them, is the service's own doing and runs no code of yours.
+        """Maps the rows. A `@remote_function` loops over `load()`; a class is built once on each worker and called with
+        batches; any other function takes a row, or, with `batched=True`, a batch, and its result is merged over the
+        row's columns. An operation, or a list of them, is run by the service and needs no code of yours.
         With an `output`, the job is submitted; else the result waits for its `write_...`.
 
         By position, after the pool: batch_size, output, activate_env, stream."""
@@ -124,7 +129,7 @@ class Dataset:
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
-        """Maps batches with a function or a class. Results take the place of the rows."""
+        """Maps batches with a function or a class. Results replace the rows."""
         return self._mapped(mapper, "batch", False, options)
 
     def _operated(self, steps: list[Operation], options: MapOptions) -> Job | Mapped:
@@ -147,7 +152,7 @@ class Dataset:
 
 
 class Mapped:
-    """A data set with a function, before it is known where the results go."""
+    """A data set with a function, before its output is chosen."""
 
     def __init__(self, reader: InputReader, payload: str, options: MapOptions) -> None:
         self._reader = reader
@@ -155,7 +160,7 @@ class Mapped:
         self._options = options
 
     def write(self, output: Writers) -> Job:
-        """Submits the job. Unless `stream=False`, shows its progress and returns when it has succeeded."""
+        """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
         options = self._options
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
@@ -175,7 +180,7 @@ class Mapped:
         return self._followed(job)
 
     def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
-        """Raises JobRefusedError if the job that writes to these outputs is another one than this, and has rows."""
+        """Raises JobRefusedError if a different job writes to these outputs and has rows."""
         given = sent(self._reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
         mine = {
             "function": identity_of(self._payload),
@@ -187,8 +192,8 @@ class Mapped:
             job_id, rows, name = status["job_id"], status["rows_ok"], other[0]
             raise JobRefusedError(
                 f"bulk job {job_id} writes to these outputs, is {status['status']} and has {rows} rows, but its {name} "
-                f"is another one: {told[name]} there, {mine[name]} here. To keep its rows and do the rest "
-                f"with this one, pass resume_from={job_id}; to begin anew, if_exists='overwrite'"
+                f"differs: {told[name]} there, {mine[name]} here. To keep its rows and do the rest with this job, pass "
+                f"resume_from={job_id}; to start again, if_exists='overwrite'"
             )
 
     def _followed(self, job: Job) -> Job:
@@ -230,41 +235,28 @@ class Mapped:
                 raise ValueError(f"the output path of a {type(writer).__name__} is empty")
             if writer.in_store:
                 check_output(writer.path, if_exists)
-        resumed = options.get("resume_from")
         formats = [sent(writer) for writer in outputs]
-        spec = JobSpec(
-            batch_serialized_fn=self._payload,
-            batch_input_format=sent(self._reader.of_job([str(each["path"]) for each in formats])),
-            batch_output_formats=formats,
-            batch_size=options.get("batch_size", 32),
-            name=options.get("name", ""),
-            batch_pool_name=options.get("pool", DEFAULT_POOL),
-            batch_error_format=sent(errors) if errors is not None else None,
-            batch_tokens=options.get("batch_tokens"),
-            batch_activate_env=options.get("activate_env"),
-            python=options.get("python"),
-            max_failed_rows=options.get("max_failed_rows", 0),
-            rows=options.get("rows", "one"),
-            if_exists=if_exists,
-            directory=os.getcwd(),
-            weight=options.get("weight", 1.0),
-            priority=options.get("priority", 0),
-            resume_from=int(resumed) if resumed is not None else None,
-        )
-        if limits := options.get("limits"):
-            known = sorted(each.name for each in dataclasses.fields(Limits))
-            if unknown := sorted(set(limits) - set(known)):
-                raise ValueError(f"limits has no {unknown}; it has {known}")
-            spec = dataclasses.replace(spec, limits=Limits(**limits))
+        values: dict[str, Any] = {name: value for name, value in options.items() if name in SPEC_OPTIONS}
+        values |= {
+            "batch_serialized_fn": self._payload,
+            "batch_input_format": sent(self._reader.of_job([str(each["path"]) for each in formats])),
+            "batch_output_formats": formats,
+            "batch_size": options.get("batch_size", DEFAULT_BATCH_SIZE),
+            "batch_pool_name": options.get("pool", DEFAULT_POOL),
+            "batch_error_format": sent(errors) if errors is not None else None,
+            "batch_activate_env": options.get("activate_env"),
+            "directory": os.getcwd(),
+        }
+        if (resumed := options.get("resume_from")) is not None:
+            values["resume_from"] = int(resumed)
         try:
-            spec.check()
+            return read_job(values)
         except UserError as error:
             raise ValueError(str(error)) from None
-        return spec
 
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
-    """The newest of the last jobs that writes, or wrote, to these very outputs."""
+    """The newest of the last jobs with exactly these outputs."""
     wanted = [sent(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
@@ -273,7 +265,7 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
 
 
 def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> str:
-    """The function's payload; what it is decides how it is called."""
+    """The function's payload; its type decides how it is called."""
     kwargs = options.get("fn_kwargs")
     settings: dict[str, Any] = {}
     if inspect.isclass(mapper):
@@ -345,7 +337,7 @@ def read_openai_batch(path: str) -> Dataset:
 
 
 def resume(job_id: int | Job, client: Client | None = None) -> Job:
-    """A new job that does what a failed or cancelled one has left."""
+    """A new job that does the rest of a failed or cancelled one."""
     return Job(int(job_id), client).resume()
 
 

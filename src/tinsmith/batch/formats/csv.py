@@ -1,9 +1,10 @@
-"""Rows of CSV files with a header line. Every value is text: a file does not say what else it could be.
+"""CSV files with a header line.
 
-Rows as one CSV file with a header: the columns of all rows, in the order in which they first appear.
+Reading: every value is text, since a file does not say what else it could be.
 
-Nothing is an empty value; lists and objects are JSON text; everything else as `encoding.py` has it in JSON. A part has
-its own header. Where all headers are the same, publishing joins bytes; else it reads and writes the rows again.
+Writing: one file with the columns of all rows, in the order in which they first appear. None is an empty value; lists
+and objects are JSON text; other values are as `encoding.py` has them. Each part has its own header. Where all headers
+are equal, publishing concatenates bytes; else it reads and writes the rows again.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ import orjson
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.lines import LinesReader
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, OutputWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.storage.locations import open_object
-from tinsmith.storage.stores import join, verified
 
 FIELD_BYTES = 128 * 1024 * 1024
 
@@ -30,7 +30,7 @@ FIELD_BYTES = 128 * 1024 * 1024
 @INPUT_READER_REGISTRY.type_register(name="csv")
 @dataclass
 class CsvReader(LinesReader):
-    """`delimiter` is a comma, or a tab in files named .tsv, unless it is given."""
+    """The default `delimiter` is a comma, or a tab for files named .tsv."""
 
     delimiter: str = ""
 
@@ -55,15 +55,11 @@ class CsvReader(LinesReader):
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="csv")
 @dataclass
-class CsvWriter(OutputWriter):
+class CsvWriter(FileWriter):
     """`column` names the columns to write, all where it is None."""
 
     column: str | list[str] | None = None
     delimiter: str = ","
-
-    def __post_init__(self) -> None:
-        if not self.path or self.is_directory:
-            raise ValueError(f"the path of a CsvWriter is {self.path!r}; it must name a file")
 
     def check(self, row: Row) -> None:
         for value in selected(row, self.column).values():
@@ -73,12 +69,11 @@ class CsvWriter(OutputWriter):
         kept = [selected(row, self.column) for row in rows if row is not None]
         header = list(dict.fromkeys(name for row in kept for name in row))
         lines = [header, *([_text(row.get(name)) for name in header] for row in kept)] if kept else []
-        data = self._encoded(lines)
-        return publishing.store_part(join(part_base, part_name(span, "csv")), data, len(kept))
+        return publishing.store_part(part_base, span, "csv", self._encoded(lines), len(kept))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         filled = [part for part in parts if part.rows]
-        headers = [self._header(part) for part in filled]
+        headers = [next(self._lines(part), []) for part in filled]
         if all(header == headers[0] for header in headers):
             head = self._encoded(headers[:1])
             skips = [len(head)] * len(filled)
@@ -95,13 +90,9 @@ class CsvWriter(OutputWriter):
     def _rewritten(self, parts: Sequence[PartInfo], columns: list[str]) -> Iterator[bytes]:
         yield self._encoded([columns])
         for part in parts:
-            for _ in verified(publishing.source_of(part)):
-                continue  # the whole is checked before any of its rows is written
+            publishing.check_part(part)
             for row in self.read_part(part):
                 yield self._encoded([[row.get(name, "") for name in columns]])
-
-    def _header(self, part: PartInfo) -> list[str]:
-        return next(self._lines(part), [])
 
     def _lines(self, part: PartInfo) -> Iterator[list[str]]:
         with io.TextIOWrapper(open_object(part.path), "utf-8", newline="") as text:

@@ -1,9 +1,8 @@
-"""Image files, one a row: `{path, image}`, the image as the bytes of its file, or decoded, as PIL gives it.
+"""Image files: one row each.
 
-One image file for each row, named after the row's index in the input: `00000000.png`.
-
-An attempt stages its images and a listing of them; publishing copies the winners', so a directory never holds an image
-of an attempt that lost. A row without an image fails: it is not passed over in silence.
+A row read is `{path, column: image}`, the image as the bytes of its file or decoded by PIL. A row written is one file,
+named after the row's index in the input: `00000000.png`. An attempt stages its images and a list of them; publishing
+copies those of the winning attempts. A row without an image fails.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import orjson
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import selected
 from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, Span, part_name
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.storage.locations import locations, open_store
 from tinsmith.storage.stores import join
 
@@ -50,18 +49,8 @@ class ImageReader(InputReader):
         return self._found
 
     def _row(self, location: str) -> Row:
-        store, key = open_store(location)
-        data = store.get(key)
-        if not self.decode:
-            return {"path": location, self.column: data}
-        from PIL import Image, UnidentifiedImageError
-
-        try:
-            image = Image.open(io.BytesIO(data))
-            image.load()
-        except UnidentifiedImageError as error:
-            raise ValueError(f"{location} is no image: {error}") from None
-        return {"path": location, self.column: image}
+        data = _read(location)
+        return {"path": location, self.column: _decoded(data, location) if self.decode else data}
 
 
 KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
@@ -69,9 +58,9 @@ KINDS = {"png": "PNG", "jpg": "JPEG", "webp": "WEBP"}
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="images")
 @dataclass
-class ImageWriter(OutputWriter):
-    """`column` holds an image: PIL's, the bytes of an image file, or an array of uint8, height x width (x channels).
-    `kind` is png, jpg or webp. `path` is a directory, with or without a final slash."""
+class ImageWriter(DirectoryWriter):
+    """`column` holds a PIL image, the bytes of an image file, or a uint8 array [height, width] or
+    [height, width, channels]. `kind` is png, jpg or webp."""
 
     column: str = "image"
     kind: str = "png"
@@ -79,16 +68,13 @@ class ImageWriter(OutputWriter):
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {sorted(KINDS)}")
-        if not self.path:
-            raise ValueError("the path of an ImageWriter is empty; it must name a directory")
-        self.path = self.path.rstrip("/") + "/"
+        super().__post_init__()
 
     def check(self, row: Row) -> None:
         self._image(row)
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
-        if len(rows) != span.rows:
-            raise ProgramError("images are named after the rows of the input, so a row cannot become several or none")
+        self.check_one_each(rows, span)
         listing = []
         for index, row in enumerate(rows, span.start_idx):
             if row is None:
@@ -97,7 +83,7 @@ class ImageWriter(OutputWriter):
             store, key = open_store(join(part_base, name))
             store.put_create(key, data)
             listing.append({"name": name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-        return publishing.store_part(join(part_base, part_name(span, "json")), orjson.dumps(listing), len(listing))
+        return publishing.store_part(part_base, span, "json", orjson.dumps(listing), len(listing))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         rows = sum(part.rows for part in parts)
@@ -105,27 +91,20 @@ class ImageWriter(OutputWriter):
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         for file in _Listed([part]):
-            store, key = open_store(file.location)
-            yield {"path": file.name, self.column: store.get(key)}
+            yield {"path": file.name, self.column: _read(file.location)}
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         for file in publishing.published_files(output, is_directory=True):
-            store, key = open_store(file.path)
-            yield {"path": file.path.rpartition("/")[2], self.column: store.get(key)}
+            yield {"path": file.path.rpartition("/")[2], self.column: _read(file.path)}
 
     def _image(self, row: Row) -> Any:  # noqa: ANN401
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         value: Any = selected(row, self.column)[self.column]
         if isinstance(value, Image.Image):
             return value
         if isinstance(value, bytes | bytearray):
-            try:
-                image = Image.open(io.BytesIO(value))
-                image.load()
-            except UnidentifiedImageError:
-                raise ValueError(f"column {self.column!r} has {len(value)} bytes that are no image file") from None
-            return image
+            return _decoded(value, f"column {self.column!r}")
         if hasattr(value, "__array__") and not isinstance(value, str):
             import numpy as np
 
@@ -144,6 +123,22 @@ class ImageWriter(OutputWriter):
             image = image.convert("RGB")
         image.save(buffer, KINDS[self.kind])
         return buffer.getvalue()
+
+
+def _read(location: str) -> bytes:
+    store, key = open_store(location)
+    return store.get(key)
+
+
+def _decoded(data: bytes | bytearray, what: str) -> Any:  # noqa: ANN401  an image of PIL
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        image = Image.open(io.BytesIO(data))
+        image.load()
+    except UnidentifiedImageError:
+        raise ValueError(f"{what} has {len(data)} bytes that are no image file") from None
+    return image
 
 
 class _Listed:

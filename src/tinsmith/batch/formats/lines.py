@@ -1,27 +1,24 @@
-"""Rows that are lines of files: JSON Lines and text, plain or packed, one file or many.
+"""JSON Lines and text: files with one row in each line, plain or compressed (`.gz`, `.zst`, by the path's ending).
 
-`path` is a file, a directory with a final slash, or a pattern (`s3://b/in/*.jsonl`); files are taken in order of their
-names. The offset of each row is found once and kept (`cache.py`), so any batch is one ranged read of its own bytes.
-Blank lines are no rows. A byte order mark, CRLF and a missing final newline are fine. `.gz` and `.zst` files, and JSON
-documents that are one array, are unpacked into the cache first.
+Reading: `path` is a file, a directory with a final slash, or a pattern (`s3://b/in/*.jsonl`); files are taken in order
+of their names. The offset of each row is found once and cached, so a batch is one ranged read. Blank lines are not
+rows. A byte order mark, CRLF and a missing final newline are accepted. Compressed files, and JSON documents that are
+one array, are first unpacked into the cache.
 
-Rows as lines of one file: JSON Lines and text, plain or packed (`.gz`, `.zst`, by the path's ending).
-
-A part is what its rows will be in the file, packed already: joined gzip members are a gzip file, and joined zstd
-frames a zstd file. So publishing only joins, and needs no memory.
+Writing: a part holds the bytes of its rows in the output, already compressed, since concatenated gzip members are a
+gzip file and concatenated zstd frames a zstd file. So publishing only concatenates parts, in constant memory.
 """
 
 from __future__ import annotations
 
 import gzip
 import io
+import shutil
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import IO, NamedTuple
 
 import orjson
 
@@ -29,19 +26,20 @@ from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode, selected
 from tinsmith.batch.formats.input_versions import InputChangedError
 from tinsmith.batch.formats.offset_cache import cached
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, FileWriter, InputReader
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.storage.locations import locations, open_object, open_store
-from tinsmith.storage.stores import CHUNK_BYTES, LocalStore, join
+from tinsmith.storage.stores import CHUNK_BYTES, LocalStore
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BYTES_PER_TOKEN = 4
 OFFSET = struct.Struct("<Q")
 SPACES = b" \t\r\n"
+MAX_ITEMS_BYTES = 8 * 1024 * 1024
 
 
 class IndexedFile(NamedTuple):
-    """A file of lines, and the file that has the offset of each row and, last, the file's size. `etag` is that of
+    """A file of lines, and the file with the offset of each row and, last, the file's size. `etag` is that of
     `location` when the offsets were found."""
 
     location: str
@@ -61,7 +59,7 @@ class IndexedFile(NamedTuple):
             index.seek((last + 1) * OFFSET.size)
             (end,) = OFFSET.unpack(index.read(OFFSET.size))
         store, key = open_store(self.data)
-        # Offsets of one version in the bytes of another are rows that nobody wrote. A look costs nothing on a disk; in
+        # Offsets of one version applied to the bytes of another would give wrong rows. The check is free on a disk; in
         # a bucket it would be one more request for each batch.
         if self.data == self.location and isinstance(store, LocalStore) and store.head(key).etag != self.etag:
             raise InputChangedError(f"the input {self.location} was changed while the job ran; resume it to see how")
@@ -70,7 +68,7 @@ class IndexedFile(NamedTuple):
 
 @dataclass
 class LinesReader(InputReader):
-    """The lines of files, whatever they hold."""
+    """Files whose lines are rows; a subclass parses a line."""
 
     in_store = True
 
@@ -81,32 +79,19 @@ class LinesReader(InputReader):
 
     def files(self) -> list[IndexedFile]:
         if self._files is None:
-            found = locations(self.path)
-            if not found:
-                raise FileNotFoundError(f"no file is named {self.path}")
-            try:
-                self._files = [indexed(location, self.unroll) for location in found]
-            except FileNotFoundError:
-                raise FileNotFoundError(f"no file is named {self.path}") from None
+            self._files = self.opened(locations(self.path), lambda location: _indexed(location, self.unroll))
         return self._files
 
     def unroll(self, location: str) -> Iterator[bytes] | None:
-        """One line of JSON for each row of a file whose own lines are not its rows; else None."""
+        """The rows of a file as lines of JSON, if the file's own lines are not its rows; else None."""
         return None
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
-        ends = list(accumulate(file.rows for file in self.files()))
-        if not 0 <= start_idx <= end_idx < (ends[-1] if ends else 0):
-            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {ends[-1] if ends else 0}")
         rows: list[Row] = []
-        number = bisect_right(ends, start_idx)
-        while len(rows) <= end_idx - start_idx:
-            file, before = self.files()[number], ends[number - 1] if number else 0
-            first, last = max(start_idx, before) - before, min(end_idx + 1, ends[number]) - before - 1
-            if last >= first:
-                lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
-                rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
-            number += 1
+        for number, first, last in self.pieces([file.rows for file in self.files()], start_idx, end_idx):
+            file = self.files()[number]
+            lines = [line for line in file.read(first, last).split(b"\n") if line.strip(SPACES)]
+            rows += [self.parse(line, file.location, first + at) for at, line in enumerate(lines)]
         return rows
 
     def parse(self, line: bytes, location: str, row: int) -> Row:
@@ -136,7 +121,7 @@ class JsonReader(LinesReader):
         try:
             elements = orjson.loads(store.get(key).removeprefix(BYTE_ORDER_MARK))
         except orjson.JSONDecodeError:
-            return None  # lines that happen to be arrays: each is refused as a row
+            return None  # lines that happen to be arrays; `parse` refuses them
         return (orjson.dumps(element) for element in elements)
 
     def parse(self, line: bytes, location: str, row: int) -> Row:
@@ -163,7 +148,32 @@ class TextReader(LinesReader):
             raise ValueError(f"row {row} of {location} is not UTF-8: {error}") from None
 
 
-def indexed(location: str, unroll: Callable[[str], Iterator[bytes] | None]) -> IndexedFile:
+@INPUT_READER_REGISTRY.type_register(name="items")
+@dataclass
+class ItemsReader(InputReader):
+    """A short list of rows inside the job's specification, which every worker gets whole."""
+
+    path: str = "items"
+    items: list[Row] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        for index, row in enumerate(self.items):
+            if not isinstance(row, dict):
+                raise ValueError(f"row {index} is a {type(row).__name__}; a row is an object")
+        size = len(encode(self.items))
+        if size > MAX_ITEMS_BYTES:
+            raise ValueError(
+                f"the rows are {size} bytes; more than {MAX_ITEMS_BYTES} belong in a file (batch.read_json)"
+            )
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
+        return self.items[start_idx : end_idx + 1]
+
+
+def _indexed(location: str, unroll: Callable[[str], Iterator[bytes] | None]) -> IndexedFile:
     store, key = open_store(location)
     info = store.head(key)
     identity = (unroll.__qualname__, location if "://" in location else key, info.etag, info.size)
@@ -182,18 +192,8 @@ def _write_lines(lines: Iterator[bytes], path: Path) -> None:
 
 def _unpack(location: str, path: Path) -> None:
     store, key = open_store(location)
-    with open(path, "wb") as target:
-        if location.endswith(".gz"):
-            with gzip.GzipFile(fileobj=_Chunks(store.chunks(key))) as stream:  # type: ignore[arg-type]
-                while chunk := stream.read(CHUNK_BYTES):
-                    target.write(chunk)
-        else:
-            import zstandard
-
-            source: BinaryIO = _Chunks(store.chunks(key))  # type: ignore[assignment]
-            with zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as stream:
-                while chunk := stream.read(CHUNK_BYTES):
-                    target.write(chunk)
+    with unpacked(store.open(key), location) as source, open(path, "wb") as target:
+        shutil.copyfileobj(source, target, CHUNK_BYTES)
 
 
 def _index(location: str, path: Path) -> None:
@@ -233,7 +233,7 @@ def _starts(data: np.ndarray, block: bytes, position: int) -> np.ndarray:  # typ
 
 
 def _large(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes in pieces of at least 4 MiB, so that a long line is not copied once for each small piece."""
+    """The same bytes in pieces of at least 4 MiB, so that a long line is not copied once for each small chunk."""
     held: list[bytes] = []
     for chunk in chunks:
         held.append(chunk)
@@ -244,40 +244,23 @@ def _large(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield b"".join(held)
 
 
-class _Chunks:
-    """A file to read from, made of pieces."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._held = b""
-
-    def read(self, size: int = -1) -> bytes:
-        while size < 0 or len(self._held) < size:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._held += chunk
-        taken, self._held = (self._held, b"") if size < 0 else (self._held[:size], self._held[size:])
-        return taken
-
-
 def _shown(line: bytes) -> str:
     text = line[:80].decode(errors="replace")
     return text + ("..." if len(line) > 80 else "")
 
 
 @dataclass
-class LinesWriter(OutputWriter):
-    """A file of lines, whatever they hold. The path names a file."""
+class LinesWriter(FileWriter):
+    """A file with one row in each line; a subclass encodes a row."""
 
     extension = "jsonl"
 
     def line(self, row: Row) -> bytes:
         raise NotImplementedError
 
-    def __post_init__(self) -> None:
-        if not self.path or self.is_directory:
-            raise ValueError(f"the path of a {type(self).__name__} is {self.path!r}; it must name a file")
+    def row(self, line: bytes) -> Row:
+        """What `line` gave, read again."""
+        raise NotImplementedError
 
     def check(self, row: Row) -> None:
         self.line(row)
@@ -285,22 +268,21 @@ class LinesWriter(OutputWriter):
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         lines = [self.line(row) for row in rows if row is not None]
         data = pack(b"".join(line + b"\n" for line in lines), self.path)
-        return publishing.store_part(join(part_base, part_name(span, self.extension)), data, len(lines))
+        return publishing.store_part(part_base, span, self.extension, data, len(lines))
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
         return publishing.publish_file(self.path, parts, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        for line in unpack(publishing.read_verified(part), self.path).splitlines():
-            yield self.row(line)
+        return self._rows(io.BytesIO(publishing.read_verified(part)))
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        with unpacked(output.path) as lines:
+        return self._rows(open_object(output.path))
+
+    def _rows(self, source: IO[bytes]) -> Iterator[Row]:
+        with unpacked(source, self.path) as lines:
             for line in lines:
                 yield self.row(line.removesuffix(b"\n"))
-
-    def row(self, line: bytes) -> Row:
-        raise NotImplementedError
 
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="json")
@@ -340,7 +322,7 @@ class TextWriter(LinesWriter):
 
 
 def pack(data: bytes, path: str) -> bytes:
-    """The bytes as a file of this name has them; the same for the same bytes, always."""
+    """The bytes as a file of this name holds them; deterministic."""
     if path.endswith(".gz"):
         return gzip.compress(data, mtime=0)
     if path.endswith(".zst"):
@@ -350,9 +332,8 @@ def pack(data: bytes, path: str) -> bytes:
     return data
 
 
-def unpacked(path: str) -> IO[bytes]:
-    """The bytes that were packed into a file, for reading; little of it is in memory."""
-    source = open_object(path)
+def unpacked(source: IO[bytes], path: str) -> IO[bytes]:
+    """The decompressed bytes of a file of this name, as a stream."""
     if path.endswith(".gz"):
         return gzip.open(source)  # type: ignore[return-value]
     if path.endswith(".zst"):
@@ -360,14 +341,3 @@ def unpacked(path: str) -> IO[bytes]:
 
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True))
     return source
-
-
-def unpack(data: bytes, path: str) -> bytes:
-    if path.endswith(".gz"):
-        return gzip.decompress(data)
-    if path.endswith(".zst"):
-        import zstandard
-
-        with zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True) as stream:
-            return stream.read()
-    return data

@@ -1,29 +1,24 @@
-"""Rows of Parquet files, by row groups: a batch reads those that it touches, and no others.
+"""Parquet files. Reading goes by row groups: a batch reads those that it touches, and no others.
 
-Rows as Parquet: one file, or a directory (a path with a final slash) of one file for each batch.
-
-A column may be of one type here and of a wider one, or missing, there: one file takes the wider, by the rules of
-`schemas.py`. A row whose types do not go with those of the others fails. Row groups are made of
-whole batches until they hold `GROUP_ROWS` rows or `GROUP_BYTES` bytes, which bounds the memory of publishing.
+The output is one file, or a directory (a path with a final slash) with one file for each batch. In one file, a column
+has the type that holds the values of all rows, by the rules of `schemas.py`; a row whose types cannot be merged with
+those of the others fails. Row groups are made of whole batches until they hold `GROUP_ROWS` rows or `GROUP_BYTES`
+bytes, which bounds the memory of publishing.
 """
 
 from __future__ import annotations
 
 import io
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from tinsmith.batch.formats import publishing, schemas
 from tinsmith.batch.formats.encoding import selected
-from tinsmith.batch.formats.publishing import PublishedFile
 from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
 from tinsmith.batch.formats.schemas import Schema
-from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span, part_name
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.storage.locations import locations, open_object
-from tinsmith.storage.stores import join, verified
 
 
 @INPUT_READER_REGISTRY.type_register(name="parquet")
@@ -35,25 +30,19 @@ class ParquetReader(InputReader):
 
     columns: list[str] | None = None
     _groups: list[tuple[Any, int]] | None = field(default=None, init=False, repr=False, compare=False)
-    _ends: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    _rows: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __len__(self) -> int:
         self._open()
-        return self._ends[-1] if self._ends else 0
+        return sum(self._rows)
 
     def download_batch(self, start_idx: int, end_idx: int, cache_dir: str) -> list[Row]:
         groups = self._open()
-        if not 0 <= start_idx <= end_idx < len(self):
-            raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {len(self)}")
         rows: list[Row] = []
-        number = bisect_right(self._ends, start_idx)
-        while len(rows) <= end_idx - start_idx:
+        for number, first, last in self.pieces(self._rows, start_idx, end_idx):
             file, group = groups[number]
-            before = self._ends[number - 1] if number else 0
-            first, last = max(start_idx, before) - before, min(end_idx + 1, self._ends[number]) - before
             table = file.read_row_group(group, columns=self.columns)
-            rows += table.slice(first, last - first).to_pylist()
-            number += 1
+            rows += table.slice(first, last + 1 - first).to_pylist()
         return rows
 
     def _open(self) -> list[tuple[Any, int]]:
@@ -61,14 +50,9 @@ class ParquetReader(InputReader):
             import pyarrow.parquet
 
             found = [name for name in locations(self.path) if not self.path.endswith("/") or name.endswith(".parquet")]
-            if not found:
-                raise FileNotFoundError(f"no file is named {self.path}")
-            try:
-                files = [pyarrow.parquet.ParquetFile(open_object(location)) for location in found]
-            except FileNotFoundError:
-                raise FileNotFoundError(f"no file is named {self.path}") from None
+            files = self.opened(found, lambda location: pyarrow.parquet.ParquetFile(open_object(location)))
             self._groups = [(file, group) for file in files for group in range(file.num_row_groups)]
-            self._ends = list(accumulate(file.metadata.row_group(group).num_rows for file, group in self._groups))
+            self._rows = [file.metadata.row_group(group).num_rows for file, group in self._groups]
         return self._groups
 
 
@@ -101,18 +85,13 @@ class ParquetWriter(OutputWriter):
             schema = schemas.merged(schema, _schema_of(row))
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(_table(kept, schema), buffer, compression=self.compression)
-        location = join(part_base, part_name(span, "parquet"))
-        return replace(publishing.store_part(location, buffer.getvalue(), len(kept)), schema=schema)
+        return replace(publishing.store_part(part_base, span, "parquet", buffer.getvalue(), len(kept)), schema=schema)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
+        if self.is_directory:
+            return publishing.publish_parts(self.path, parts, "part-{:05d}.parquet", staging, if_exists)
         filled = [part for part in parts if part.rows]
         rows = sum(part.rows for part in filled)
-        if self.is_directory:
-            files = [
-                PublishedFile(f"part-{number:05d}.parquet", part.path, part.bytes, part.sha256)
-                for number, part in enumerate(filled)
-            ]
-            return publishing.publish_directory(self.path, files, rows, staging, if_exists)
         return publishing.publish_stream(self.path, self._joined(filled), rows, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
@@ -153,8 +132,7 @@ def _groups(parts: Sequence[PartInfo], schema: Any) -> Iterator[Any]:  # noqa: A
 
     held: list[Any] = []
     for part in parts:
-        for _ in verified(publishing.source_of(part)):
-            continue  # the whole is checked before any of its rows is written
+        publishing.check_part(part)
         for batch in pyarrow.parquet.ParquetFile(open_object(part.path)).iter_batches():
             held.append(_of_schema(pyarrow.Table.from_batches([batch]), schema))
             if sum(t.num_rows for t in held) >= GROUP_ROWS or sum(t.nbytes for t in held) >= GROUP_BYTES:
@@ -228,7 +206,7 @@ def _arrow_type(kind: Any) -> Any:  # noqa: ANN401
 
 
 def _plain(value: object) -> object:
-    """The values of numpy and torch as Python's, at any depth."""
+    """Values of numpy and torch as Python values, at any depth."""
     if hasattr(value, "tolist"):
         return value.tolist()  # type: ignore[attr-defined]
     if isinstance(value, dict):
@@ -239,7 +217,7 @@ def _plain(value: object) -> object:
 
 
 class _Sink(io.RawIOBase):
-    """A file to write to, whose bytes can be taken away as it grows."""
+    """A file in memory whose bytes are removed while it is being written."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,23 +1,18 @@
-"""Rows of a table or a query, numbered by a key.
+"""Tables of SQLite files and of Postgres, named by URL. In workers only.
 
-Counting goes through the keys once, in order, and keeps every `STRIDE`-th of them in a file of this machine's cache. A
-batch is then one range of keys, wherever it lies in the table: no OFFSET. The range must hold as many rows as were
-counted, or the batch fails: what is added behind the last row is not seen, and any other change is an error, never rows
-that are taken twice or left out. A job's count is its own (`snapshot`); another job counts again.
+Reading: counting goes through the keys once, in order, and keeps every `STRIDE`-th of them in a file of this machine's
+cache. A batch is one range of keys, without OFFSET, and must hold as many rows as were counted, or it fails: rows added
+behind the last one are not seen, and any other change is an error. The count belongs to the job (`snapshot`); another
+job counts again.
 
-Rows as rows of a table.
+Writing: the parts of a job are rows of a table of their own in the same database, `tinsmith_parts_...`: each has its
+rows as lines of JSON and the kinds of its columns. Publishing fills the target table from the winning parts in one
+transaction, which also stores a note. Publishing again finds the note, so the target is complete or absent, and
+appended rows are added once. A column has the type that all its values fit: whole numbers, numbers, text, booleans,
+bytes, times, dates, or else JSON.
 
-The parts of a job lie in a table of their own in the same database, `tinsmith_parts_...`: its rows as lines of JSON,
-and for each part the kinds of its columns. Publishing makes the table of the winners' parts in one transaction, in
-which it also notes that it did: whoever publishes again finds the note. So the table is there whole or not at all, and
-rows that are added to a table (`append`) are added once.
-
-A column has the type that all its values fit: whole numbers, numbers, text, truth, bytes, times, dates, and else JSON.
-
-Databases that bulk jobs read from and write to: SQLite files and Postgres, by URL. In workers only.
-
-A password never stays in a path, which is shown and stored in many places: `split_url` takes it out, and only `connect`
-puts it back. What a driver says of a connection or a statement is passed on without the values of parameters.
+A path is shown and stored in many places and never holds a password: `split_url` takes it out, and only `connect` puts
+it back. Errors of a driver are passed on without the values of parameters.
 """
 
 from __future__ import annotations
@@ -50,12 +45,12 @@ if TYPE_CHECKING:
 
 
 BUSY_S = 60.0
-"""How long one writer of a SQLite file waits for another."""
+"""How long a writer of a SQLite file waits for another."""
 KINDS = "use sqlite:////DIR/FILE or postgresql://USER@HOST/NAME"
 
 
 class Address(NamedTuple):
-    """`url` has no password; `table` is what follows a `#`, if anything does."""
+    """`url` is without the password; `table` is the part after `#`."""
 
     url: str
     table: str
@@ -63,7 +58,7 @@ class Address(NamedTuple):
 
 
 def split_url(given: str) -> Address:
-    """Raises UserError, which shows nothing of a URL that cannot be understood: it may hold a password."""
+    """Raises UserError, which never shows a URL that cannot be parsed, since it may hold a password."""
     from sqlalchemy.engine import make_url
     from sqlalchemy.exc import ArgumentError
 
@@ -74,7 +69,7 @@ def split_url(given: str) -> Address:
     try:
         url = make_url(base)
     except ArgumentError:
-        raise UserError(f"the path of a table is no URL; {KINDS}") from None
+        raise UserError(f"the path of a table is not a URL; {KINDS}") from None
     kind = url.drivername.partition("+")[0]
     if kind not in ("sqlite", "postgresql", "postgres"):
         raise NotSupportedError(f"a database of the kind {url.drivername!r} is not supported; {KINDS}")
@@ -113,7 +108,7 @@ def _engine(url: str, password: str) -> Engine:
 
 
 def _no_transactions_of_the_driver(connection: object, _record: object) -> None:
-    connection.isolation_level = None  # type: ignore[attr-defined]  it would leave statements that make tables outside
+    connection.isolation_level = None  # type: ignore[attr-defined]  its transactions do not cover CREATE TABLE
 
 
 def _begin(connection: Connection) -> None:
@@ -132,7 +127,7 @@ def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
 
 
 def existing_table(connection: Connection, name: str) -> sa.Table | None:
-    """The table as it is; `name` may begin with a schema."""
+    """The table as it exists, or None; `name` may begin with a schema."""
     import sqlalchemy as sa
     from sqlalchemy.exc import NoSuchTableError
 
@@ -155,7 +150,7 @@ Key = list[Any]
 
 @dataclass
 class _Count:
-    """How many rows there are, and the keys of the first of each `STRIDE` of them and of the last."""
+    """The number of rows, and the keys of the first of each `STRIDE` rows and of the last row."""
 
     rows: int
     firsts: list[Key]
@@ -167,9 +162,9 @@ class _Count:
 class SqlReader(InputReader):
     """`path` is `sqlite:////DIR/FILE` or `postgresql://USER@HOST/NAME`, with the table as `#TABLE` or in `table`.
 
-    Or `query` is a SELECT, and `key` the column, or columns, that order it; a table's is its primary key. A key is
-    unique, and each of its columns whole numbers or text. `columns` are the ones to read. Without a `password`,
-    Postgres's own ways to find one apply on the worker (`~/.pgpass`).
+    With `query`, a SELECT, `key` names the column or columns that order it; a table's default is its primary key. A key
+    is unique, and its columns hold whole numbers or text. `columns` are the ones to read. Without a `password`, the
+    worker's Postgres client looks for one (`~/.pgpass`).
     """
 
     table: str = ""
@@ -223,12 +218,12 @@ class SqlReader(InputReader):
         if len(rows) != expected:
             raise RuntimeError(
                 f"{self.path} has changed since its rows were counted: {len(rows)} rows are where {expected} were. "
-                "Submit the job again, when nobody changes what it reads"
+                "Submit the job again while its input does not change"
             )
         return rows[start_idx - first * STRIDE : end_idx + 1 - first * STRIDE]
 
     def _source(self, connection: Connection, keys_only: bool = False) -> tuple[sa.Select[Any], list[Any]]:
-        """What selects the rows, and the columns of the key."""
+        """The SELECT of the rows, and the columns of the key."""
         import sqlalchemy as sa
 
         names = [self.key] if isinstance(self.key, str) else list(self.key or [])
@@ -281,7 +276,7 @@ class SqlReader(InputReader):
         os.replace(unfinished, path)
 
     def _kept(self) -> _Count | None:
-        """What the job counted. A job's rows are not counted twice: they could come out differently."""
+        """The job's count. Rows are not counted twice, since the second count could differ."""
         if not self.snapshot:
             return None
         try:
@@ -289,7 +284,7 @@ class SqlReader(InputReader):
             return _Count(*json.loads(self._file().read_text()))
         except FileNotFoundError:
             raise RuntimeError(
-                f"the count of {self.path} that this job began with is not on this machine any more; submit it again"
+                f"the count of {self.path} that this job began with is no longer on this machine; submit it again"
             ) from None
 
 
@@ -306,7 +301,7 @@ def _tuple(keys: list[Any]) -> Any:  # noqa: ANN401
 def _literals(key: Key) -> Any:  # noqa: ANN401
     import sqlalchemy as sa
 
-    # Postgres is told the type of a parameter, and SQLAlchemy's own guess for a whole number is one of 32 bits.
+    # Postgres needs the type of a parameter, and SQLAlchemy's default for an integer has 32 bits.
     literals = [sa.literal(part, sa.BigInteger() if isinstance(part, int) else sa.Text()) for part in key]
     return literals[0] if len(literals) == 1 else sa.tuple_(*literals)
 
@@ -318,10 +313,8 @@ def _without_parameters(query: str) -> str:
     return re.sub(r"(?<![:\\]):(?=\w)", r"\\:", query)
 
 
-HEAD = -1
-"""The index of the line that describes a part."""
 NOTE = "published"
-"""The part that says that the table was made, and of what."""
+"""The row of a parts table which says that the target was filled, and from which parts."""
 MADE_TRIES = 5
 Kinds = dict[str, str]
 
@@ -329,9 +322,9 @@ Kinds = dict[str, str]
 @OUTPUT_WRITER_REGISTRY.type_register(name="sql")
 @dataclass
 class SqlWriter(OutputWriter):
-    """`path` is a database's URL, as of `SqlReader`, with the table as `#TABLE` or in `table`. `column` names the
-    columns to write, all where it is None. With `append`, rows are added to a table that exists and must have all of
-    their columns; else `if_exists` says what becomes of it."""
+    """`path` is a database's URL as in `SqlReader`, with the table as `#TABLE` or in `table`. `column` names the
+    columns to write, all where it is None. With `append`, rows are added to an existing table, which must have all of
+    their columns; else `if_exists` applies to it."""
 
     table: str = ""
     column: str | list[str] | None = None
@@ -353,7 +346,7 @@ class SqlWriter(OutputWriter):
         encode(kept)
         for name, value in kept.items():
             if not isinstance(name, str) or not name or "\0" in name:
-                raise TypeError(f"{name!r} is no name of a column")
+                raise TypeError(f"{name!r} is not a name of a column")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"column {name!r} is {value}, which is beyond 64 bits")
             if isinstance(value, str) and "\0" in value:
@@ -367,34 +360,28 @@ class SqlWriter(OutputWriter):
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         kept = [selected(row, self.column) for row in rows if row is not None]
-        lines = [encode(row) for row in kept]
-        digest, size = hashlib.sha256(), 0
-        for line in lines:
-            digest.update(line + b"\n")
-            size += len(line) + 1
-        made = PartInfo(join(part_base, part_name(span, self.extension)), len(lines), size, digest.hexdigest())
+        data = b"".join(encode(row) + b"\n" for row in kept)
+        path = join(part_base, part_name(span, self.extension))
+        made = PartInfo(path, len(kept), len(data), hashlib.sha256(data).hexdigest())
         kinds: Kinds = {}
         for row in kept:
             kinds = _wider(kinds, {name: _kind(value) for name, value in row.items()})
-        head = orjson.dumps({"kinds": kinds, "sha256": made.sha256}).decode()
-        values = [{"part": made.path, "idx": HEAD, "line": head}]
-        values += [{"part": made.path, "idx": index, "line": line.decode()} for index, line in enumerate(lines)]
-        parts = _parts_table(made.path)
+        head = {"kinds": kinds, "sha256": made.sha256}
+        parts = _parts_table(path)
         self._make(parts)
         with connect(self._url, self.password, writes=True) as connection:
-            found = _line(connection, parts, made.path, HEAD)
-            if found is None:
-                connection.execute(parts.insert(), values)
+            if (found := _head(connection, path)) is None:
+                connection.execute(parts.insert(), {"part": path, "head": head, "lines": data.decode()})
             elif found["sha256"] != made.sha256:
-                raise FileExistsError(f"the part {made.path} is there already, with other rows")
+                raise FileExistsError(f"the part {path} exists already, with other rows")
         return made
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         with connect(self._url, self.password, writes=False) as connection:
             if existing_table(connection, _parts_table(part.path).name) is None:
-                raise FileNotFoundError(f"the part {part.path} is not there")
-            rows = [orjson.loads(line) for line in _lines(connection, part)]
-        yield from rows
+                raise FileNotFoundError(f"the part {part.path} does not exist")
+            lines = _read(connection, part)
+        yield from map(orjson.loads, lines)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
         raise UserError(f"the output is {output.path}, a table, whose rows have no order: read them there")
@@ -404,24 +391,21 @@ class SqlWriter(OutputWriter):
         notes = _parts_table(staging)
         self._make(notes)
         with connect(self._url, self.password, writes=True) as connection:
-            note = _line(connection, notes, NOTE, HEAD)
+            note = _head(connection, staging, NOTE)
             if note is not None and note["winners"] == winners:
                 return OutputInfo.from_dict(note["output"])
             columns, table = self._table(connection, parts, if_exists)
-            digest, size, rows = hashlib.sha256(), 0, 0
+            digest = hashlib.sha256()
             for part in parts:
-                lines = list(_lines(connection, part))
-                for line in lines:
-                    digest.update(line + b"\n")
-                    size += len(line) + 1
-                rows += len(lines)
-                kinds = _kinds(connection, part)
+                kinds, lines = _kinds(connection, part), _read(connection, part)
+                digest.update(b"".join(line + b"\n" for line in lines))
                 if lines and table is not None:
                     values = [_values({**columns, **orjson.loads(line)}, kinds, table) for line in lines]
                     connection.execute(table.insert(), values)
+            rows, size = sum(part.rows for part in parts), sum(part.bytes for part in parts)
             info = OutputInfo(self.path, rows, size, digest.hexdigest())
-            line = orjson.dumps({"winners": winners, "output": info.to_dict()}).decode()
-            connection.execute(notes.insert(), {"part": NOTE, "idx": HEAD, "line": line})
+            head = {"winners": winners, "output": info.to_dict()}
+            connection.execute(notes.insert(), {"part": NOTE, "head": head, "lines": ""})
         return info
 
     def delete_staging(self, staging: str) -> None:
@@ -429,7 +413,7 @@ class SqlWriter(OutputWriter):
             _parts_table(staging).drop(connection, checkfirst=True)
 
     def _make(self, table: sa.Table) -> None:
-        """Two who make a table at once on Postgres: one of them is told that it exists, whatever was asked."""
+        """Creates a table. Of two that create it at once on Postgres, one fails in spite of IF NOT EXISTS."""
         from sqlalchemy.exc import IntegrityError, ProgrammingError
         from sqlalchemy.schema import CreateTable
 
@@ -443,7 +427,7 @@ class SqlWriter(OutputWriter):
                     raise
 
     def _table(self, connection: Connection, parts: Sequence[PartInfo], if_exists: str) -> tuple[Row, sa.Table | None]:
-        """A row of nulls in all columns that rows have, and the table to fill: none where no row has a column."""
+        """A row of nulls in all columns of the rows, and the table to fill; None if no row has a column."""
         found = existing_table(connection, self.table)
         kinds: Kinds = {}
         for part in parts:
@@ -485,7 +469,7 @@ def _new_table(name: str, kinds: Kinds, dialect: str) -> sa.Table:
 
 
 def _parts_table(location: str) -> sa.Table:
-    """Of the job and output that a part, or a staging directory, is of."""
+    """The table of a job's output, from the location of a part or of the staging directory."""
     import sqlalchemy as sa
 
     staging = location.partition("/attempt-")[0]
@@ -494,37 +478,35 @@ def _parts_table(location: str) -> sa.Table:
         name,
         sa.MetaData(),
         sa.Column("part", sa.String(1024), primary_key=True),
-        sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
-        sa.Column("line", sa.Text, nullable=False),
+        sa.Column("head", sa.JSON, nullable=False),
+        sa.Column("lines", sa.Text, nullable=False),
     )
 
 
-def _line(connection: Connection, table: sa.Table, part: str, index: int) -> dict[str, Any] | None:
+def _head(connection: Connection, location: str, part: str = "") -> dict[str, Any] | None:
+    """The head of the part at a location, or of another `part` of the same table."""
     import sqlalchemy as sa
 
-    query = sa.select(table.c.line).where(table.c.part == part, table.c.idx == index)
-    found = connection.scalar(query)
-    return None if found is None else orjson.loads(found)
+    table = _parts_table(location)
+    return connection.scalar(sa.select(table.c.head).where(table.c.part == (part or location)))
 
 
-def _kinds(connection: Connection, part: PartInfo) -> Kinds:
-    head = _line(connection, _parts_table(part.path), part.path, HEAD)
-    if head is None:
-        raise CorruptFilesError(f"the part {part.path} is not there")
-    return head["kinds"]
-
-
-def _lines(connection: Connection, part: PartInfo) -> Iterator[bytes]:
-    """The rows of a part as they were written. Raises CorruptFilesError before the first of them."""
+def _read(connection: Connection, part: PartInfo) -> list[bytes]:
+    """The rows of a part. Raises CorruptFilesError if it is not as it was written."""
     import sqlalchemy as sa
 
     table = _parts_table(part.path)
-    mine = sa.select(table.c.line).where(table.c.part == part.path, table.c.idx > HEAD).order_by(table.c.idx)
-    lines = [line.encode() for line in connection.scalars(mine)]
-    digest = hashlib.sha256(b"".join(line + b"\n" for line in lines)).hexdigest()
-    if digest != part.sha256:
+    data = (connection.scalar(sa.select(table.c.lines).where(table.c.part == part.path)) or "").encode()
+    if hashlib.sha256(data).hexdigest() != part.sha256:
         raise CorruptFilesError(f"the part {part.path} is not as it was written")
-    yield from lines
+    return data.split(b"\n")[:-1]
+
+
+def _kinds(connection: Connection, part: PartInfo) -> Kinds:
+    head = _head(connection, part.path)
+    if head is None:
+        raise CorruptFilesError(f"the part {part.path} does not exist")
+    return head["kinds"]
 
 
 def _kind(value: object) -> str:
@@ -550,7 +532,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 
 
 def _wider(one: Kinds, other: Kinds) -> Kinds:
-    """The columns of both, each of the kind that takes the values of both."""
+    """The columns of both, each of the kind that holds the values of both."""
     return {name: _widest(one.get(name, "none"), other.get(name, "none")) for name in {**one, **other}}
 
 

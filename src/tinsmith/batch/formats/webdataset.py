@@ -1,11 +1,8 @@
-"""Samples of tar files: the members that share a name up to the first dot, one row of them, `__key__` and the rest.
+"""WebDataset tar files: the members that share a name up to the first dot are one row, `__key__` and their endings.
 
-`.json` members come parsed, `.txt` as text, `.cls` as a number, all others as bytes.
-
-Rows as samples in tar files, one file for each batch, in a directory.
-
-A column's name is a member's ending, and says what it holds: text in `txt`, a whole number in `cls`, a list or object
-in `json`, bytes in any other. The sample's key is the row's `__key__`, or else its index in the input.
+A column's name is a member's ending, and gives its type: `txt` is text, `cls` a whole number, `json` JSON, any other
+bytes. The output is a directory with one tar file for each batch; a sample's key is the row's `__key__`, or its index
+in the input.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import orjson
 
 from tinsmith.batch.formats import publishing
 from tinsmith.batch.formats.encoding import encode
-from tinsmith.batch.formats.publishing import PublishedFile
-from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, InputReader, OutputWriter
-from tinsmith.batch.types import OutputInfo, PartInfo, ProgramError, Row, Span, part_name
+from tinsmith.batch.formats.registry import INPUT_READER_REGISTRY, OUTPUT_WRITER_REGISTRY, DirectoryWriter, InputReader
+from tinsmith.batch.types import OutputInfo, PartInfo, Row, Span
 from tinsmith.storage.locations import locations, open_object, open_store
-from tinsmith.storage.stores import join
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class WebdatasetReader(InputReader):
 
 
 def samples_of(location: str) -> list[Sample]:
-    """The samples of one file, in order; members of a sample lie side by side."""
+    """The samples of one file, in order. The members of a sample are adjacent."""
     samples: list[Sample] = []
     with tarfile.open(fileobj=open_object(location), mode="r:") as archive:
         for member in archive:
@@ -98,13 +93,8 @@ KEY = "__key__"
 
 @OUTPUT_WRITER_REGISTRY.type_register(name="webdataset")
 @dataclass
-class WebdatasetWriter(OutputWriter):
-    """`path` is a directory, with or without a final slash."""
-
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("the path of a WebdatasetWriter is empty; it must name a directory")
-        self.path = self.path.rstrip("/") + "/"
+class WebdatasetWriter(DirectoryWriter):
+    """One tar file for each batch."""
 
     def check(self, row: Row) -> None:
         for ending, value in row.items():
@@ -112,8 +102,7 @@ class WebdatasetWriter(OutputWriter):
                 _member(ending, value)
 
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
-        if len(rows) != span.rows:
-            raise ProgramError("samples are named after the rows of the input, so a row cannot become several or none")
+        self.check_one_each(rows, span)
         buffer, count = io.BytesIO(), 0
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
             for index, row in enumerate(rows, span.start_idx):
@@ -126,15 +115,10 @@ class WebdatasetWriter(OutputWriter):
                         member = tarfile.TarInfo(f"{row.get(KEY, f'{index:08d}')}.{ending}")
                         member.size = len(data)
                         archive.addfile(member, io.BytesIO(data))
-        return publishing.store_part(join(part_base, part_name(span, "tar")), buffer.getvalue(), count)
+        return publishing.store_part(part_base, span, "tar", buffer.getvalue(), count)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        filled = [part for part in parts if part.rows]
-        files = [
-            PublishedFile(f"shard-{number:06d}.tar", part.path, part.bytes, part.sha256)
-            for number, part in enumerate(filled)
-        ]
-        return publishing.publish_directory(self.path, files, sum(part.rows for part in parts), staging, if_exists)
+        return publishing.publish_parts(self.path, parts, "shard-{:06d}.tar", staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
         reader = WebdatasetReader(part.path)

@@ -1,29 +1,27 @@
-"""Operations: what stands where a function would, when the service itself is to answer a bulk job's rows.
+"""Operations: steps of a bulk job that the service itself carries out, in place of a user's function.
 
 An operation is a frozen dataclass below `Operation`, known by a name in `OPERATION_REGISTRY`; its fields are JSON, and
-no code of a user is part of it. `Dataset.map(Sample(...), ...)` sends one, `Dataset.map([Sample(...), Grade(...)])`
-several, each of which gets the rows that the one before it made. To the rest of a bulk job a row that was answered is
-like one that a function returned: batches, leases, retries, halving, errors, parts, resuming and progress are the same.
+no user's code is part of it. `Dataset.map(Sample(...), ...)` sends one, `Dataset.map([Sample(...), Grade(...)])`
+several, each of which gets the rows that the one before it made. Batches, leases, retries, bisection, errors, parts,
+resuming and progress are the same as for functions.
 
-Where what runs:
-- A worker's child (`runtime.py`) reads and writes the rows, as for functions, and calls `Operation.answer` for every
-  row of a batch, together. It renders prompts, reads answers and grades them. It loads no weights and no torch, and can
-  be killed at any time.
-- What needs the service is asked for: `RowService.ask(verb, payload)`, of which `sample` and `text` are made. The
-  question goes up the stream of the attempt (`worker.py`), is answered by the server's model gateway (for the job's
-  tenant, and for jobs of operations only), and the answer comes back. The server parses no rows.
+What runs where:
+- A worker's child (`runtime.py`) reads and writes the rows and calls `Operation.answer` for all rows of a batch
+  concurrently. It renders prompts, reads answers and grades them. It loads no weights and no torch, and can be killed
+  at any time.
+- Requests to the service go through `RowService.ask(verb, payload)`, on which `sample` and `text` are built. A request
+  travels to the coordinator, is answered there for the job's tenant, and only for jobs of operations
+  (`coordinator.model_gateway`). The server parses no rows.
 
 Invariants:
-- A question is named by (job, row, step, key, payload). Asked again, by another attempt or after a restart, it is the
-  same question: what was answered is not worked out again (`tinsmith.batch.coordinator.model_gateway`). So an
-  operation asks with a key of its own for everything that it wants to have done twice, and makes its payload of the
-  row and its own fields alone.
-- What `answer` raises fails its row and no other one.
-- Randomness is a function of the operation's seed and the row's index (`base.row_seed`): how rows were batched
-  and which of them were tried twice is not seen in the results.
+- A request is identified by (job, row, step, key, payload). When another attempt repeats it, or a restarted server gets
+  it again, the stored answer is used. So an operation gives a key of its own to every request that must be computed
+  again, and makes payloads of the row and its own fields alone.
+- An exception in `answer` fails its row and no other one.
+- Randomness is a function of the operation's seed and the row's index: batching and retries do not change results.
 
-To add one: a module with the class, `@OPERATION_REGISTRY.type_register(name=...)`, and the name in `MODULES` below. To
-add a verb: `ServiceGateway.register(verb, handler)` where the server is wired.
+To add an operation: a module with the class, `@OPERATION_REGISTRY.type_register(name=...)`, and the name in `MODULES`.
+To add a verb: `register(verb, handler)` of the model gateway where the server is wired.
 """
 
 from __future__ import annotations
@@ -31,11 +29,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from tinsmith.batch.formats.registry import Registry
-from tinsmith.batch.operations.base import Operation
+from tinsmith.batch.operations.base import Operation, build
 from tinsmith.errors import UserError
 
 TYPE = "operations"
@@ -43,7 +41,7 @@ VERSION = "1.0"
 MAX_STEPS = 16
 MODULES = {
     "grade": "tinsmith.batch.operations.grade",
-    "openai_request": "tinsmith.batch.operations.openai_request",
+    "openai_request": "tinsmith.batch.operations.sample",
     "rollout": "tinsmith.batch.operations.rollout",
     "sample": "tinsmith.batch.operations.sample",
 }
@@ -51,7 +49,7 @@ OPERATION_REGISTRY: Registry[Operation] = Registry("operation", MODULES)
 
 
 def payload_of(steps: Sequence[Operation]) -> str:
-    """What travels in place of a function's source (`JobSpec.batch_serialized_fn`). Raises UserError."""
+    """The operations as `JobSpec.batch_serialized_fn`, in place of a function's source. Raises UserError."""
     _check_steps(steps)
     made = [{"operation": step.name, **asdict(step)} for step in steps]
     try:
@@ -62,7 +60,7 @@ def payload_of(steps: Sequence[Operation]) -> str:
 
 
 def steps_of(payload: str) -> list[Operation] | None:
-    """The operations of a payload; None if it is a function's. Runs nothing of it. Raises UserError."""
+    """The operations of a payload; None if it is a function's, of which nothing is run. Raises UserError."""
     try:
         data = json.loads(base64.b64decode(payload, validate=True))
     except (ValueError, RecursionError):
@@ -81,14 +79,7 @@ def _step(given: object) -> Operation:
     if not isinstance(given, dict) or not isinstance(given.get("operation"), str):
         raise UserError("each step must be an object that names its 'operation'")
     values: dict[str, Any] = {name: value for name, value in given.items() if name != "operation"}
-    cls = OPERATION_REGISTRY.find(given["operation"])
-    known = sorted(each.name for each in fields(cls))  # type: ignore[arg-type]
-    if unknown := sorted(set(values) - set(known)):
-        raise UserError(f"{given['operation']} has no field {unknown}; it has {known}")
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise UserError(f"{given['operation']}: {error}") from None
+    return build(OPERATION_REGISTRY.find(given["operation"]), values, given["operation"])
 
 
 def _check_steps(steps: Sequence[Operation]) -> None:

@@ -1,15 +1,12 @@
-"""What an operation is, and what it may ask for while it answers a row. Pure: no pipe, no tokenizer, no numbers.
+"""What an operation is, and what it may ask the service for one row. No pipes and no numbers.
 
-The seeds of what an operation samples: functions of its own seed and of the row, and of nothing else.
+Seeds depend on the operation's own seed and on the row alone. A sample of input row i has `row_seed(seed, i)`, whatever
+its batch; answer k is the one that the service gives any request with that seed and `num_samples` above k. A turn of a
+rollout has `row_seed(seed, i, rollout, turn)`; a grading model's sample has the answer's index in place of the rollout.
+A client that samples with these seeds gets the same tokens.
 
-A sample of row i of the input has `row_seed(seed, i)`, whatever its batch; answer k of a sample is then the one that
-the service gives any request with that seed and `num_samples` above k. A rollout's turn has `row_seed(seed, i, rollout,
-turn)`; what a model grades has its place among the row's answers for a rollout. Whoever samples by hand with these
-seeds has the same tokens.
-
-Templates: `{column}` is the row's value, `{{` and `}}` are braces. There is nothing else, and nothing is run.
-
-A text goes in as it is, anything else as JSON.
+Templates: `{column}` is the row's value, text as it is and anything else as JSON; `{{` and `}}` are braces. Nothing
+else is interpreted.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tinsmith.batch.types import Row
@@ -30,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class RefusedError(Exception):
-    """The service refused what a row asked for, or could not do it; the message says why. The row has failed."""
+    """The service refused a row's request, or failed at it; the message says why. The row has failed."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: its tokens with their logprobs at the sampling temperature, and why it ended (stop or length)."""
+    """One answer: its tokens, their logprobs at the sampling temperature, and why it ended (stop or length)."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -45,7 +42,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What the service answers to a sample. Where a prompt's token has no logprob there is None."""
+    """The answers to a sample. A prompt token without a logprob has None."""
 
     sequences: list[Answer]
     prompt_logprobs: list[float | None] | None = None
@@ -53,7 +50,7 @@ class Sampled:
 
 
 class RowService(Protocol):
-    """The service, as one row of one step sees it."""
+    """The service for one row of one step."""
 
     @property
     def row_idx(self) -> int: ...
@@ -67,11 +64,11 @@ class RowService(Protocol):
         ...
 
     async def context(self, model: str) -> int:
-        """How many tokens a prompt and its answer may have."""
+        """The most tokens that a prompt and its answer may have together."""
         ...
 
     async def ask(self, verb: str, payload: Mapping[str, Any], key: str = "") -> dict[str, Any]:
-        """Any question that the server has a handler for. Raises RefusedError."""
+        """Calls a handler of the server by its verb. Raises RefusedError."""
         ...
 
     def count(self, tokens_in: int, tokens_out: int) -> None:
@@ -84,17 +81,25 @@ class Operation(ABC):
     """A frozen dataclass whose fields are JSON."""
 
     name: ClassVar[str]
-    """As it is registered."""
+    """The name under which it is registered."""
 
     def check(self) -> None:  # noqa: B027  an operation may have nothing to check
-        """Raises UserError naming the field, its value and what it may be."""
+        """Raises UserError that names the field, its value and what it must be."""
 
     @abstractmethod
     async def answer(self, row: Row, service: RowService) -> Row:
-        """What becomes of a row. What it raises fails the row."""
+        """The row's result. An exception fails the row."""
 
 
-# What `check` is made of.
+def build(cls: Any, given: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401  a dataclass and its instance
+    """An instance of a dataclass from its fields. Raises UserError that begins with `name`."""
+    known = sorted(each.name for each in fields(cls))
+    if unknown := sorted(set(given) - set(known)):
+        raise UserError(f"{name} has no field {unknown}; it has {known}")
+    try:
+        return cls(**given)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from None
 
 
 def check_text(name: str, value: object) -> None:
@@ -137,7 +142,7 @@ def row_seed(seed: int, row_idx: int, rollout_idx: int | str = 0, turn: int = 0)
 
 
 def seed_for(seed: int | None, row_idx: int, rollout_idx: int | str = 0, turn: int = 0) -> int | None:
-    """None where no seed is wanted: then every job has numbers of its own."""
+    """None without a seed: then every job samples differently."""
     return None if seed is None else row_seed(seed, row_idx, rollout_idx, turn)
 
 

@@ -1,32 +1,130 @@
 """`Rollout`: conversations of a model with an environment, as trajectories that a trainer can use.
 
-Each of a row's `num_rollouts` begins with the messages of a column and is rendered with the base's chat template before
-every answer, so answer t of rollout r is what any client samples for that prompt with `row_seed(seed, i, r, t)`. It
-ends when the environment has nothing more to say, after `max_turns` answers, with an answer that was cut at
-`max_tokens`, or before a prompt that leaves no room for one; `ended` says which (done, turns, length, context).
+Each of a row's `num_rollouts` begins with the messages of a column. Before every answer they are rendered with the
+base's chat template, so answer t of rollout r is what any client samples for that prompt with `row_seed(seed, i, r,
+t)`. `ended` says why a rollout ended: `done` (the environment sent no message), `turns` (after `max_turns` answers),
+`length` (an answer was cut at `max_tokens`), `context` (the next prompt leaves no room for an answer).
 
 A trajectory is `{turns, datums, reward, ended}`:
-- `turns`: for each answer `{prompt_tokens, tokens, logprobs, text, stop_reason, reward}`; the next prompt may tokenize
-  it otherwise, so the tokens here are those that were sampled;
-- `datums`: the same as training takes it, `{model_input, loss_fn_inputs: {target_tokens, logprobs, mask}}`, shifted by
-  one; mask is 1 where the model answered, logprobs are 0 elsewhere. Answers whose prompt begins with all tokens before
-  them share a datum; where the template takes something out again (what was thought, say) the next one begins;
-- `reward`: the sum of the answers' rewards, None if there was none. With `grade`, the last answer's score is added.
+- `turns`: for each answer `{prompt_tokens, tokens, logprobs, text, stop_reason, reward}`. The tokens are those sampled;
+  the next prompt may tokenize the same text differently;
+- `datums`: the same as training data, `{model_input, loss_fn_inputs: {target_tokens, logprobs, mask}}`, shifted by one.
+  mask is 1 on the model's tokens; logprobs are 0 elsewhere. Answers share a datum as long as each prompt begins with
+  all tokens before it; where the template removes something (the reasoning, say), the next datum begins;
+- `reward`: the sum of the answers' rewards, None if there are none. `grade` adds the score of the last answer.
+
+Environments are declared, not programmed: `Turns` sends the texts of a column, `Retry` asks again until an answer
+passes. An environment that needs code belongs into a function that runs on workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from tinsmith.batch.operations import OPERATION_REGISTRY
-from tinsmith.batch.operations.base import Operation, RowService, check_integer, check_text, column_of, seed_for
-from tinsmith.batch.operations.environments import Environment, check_grade, environment_of, made_of
+from tinsmith.batch.operations.base import (
+    Operation,
+    RowService,
+    build,
+    check_integer,
+    check_template,
+    check_text,
+    column_of,
+    render,
+    seed_for,
+)
 from tinsmith.batch.operations.grade import Grade
 from tinsmith.batch.operations.sample import Stop, check_sampling, messages_of, sampling_request
 from tinsmith.batch.types import Row
+from tinsmith.errors import NotSupportedError, UserError
+
+
+class Reply(NamedTuple):
+    """`message` None ends the conversation."""
+
+    reward: float | None
+    message: str | None
+
+
+@dataclass(frozen=True)
+class Environment(ABC):
+    @abstractmethod
+    def check(self) -> None:
+        """Raises UserError."""
+
+    @abstractmethod
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+        """The reply to answer number `turn`, from 0. `key` is unique among the row's answers."""
+
+
+@dataclass(frozen=True)
+class Turns(Environment):
+    """The user's turns after the first answer are the texts in a column, in order."""
+
+    column: str
+    kind: str = "turns"
+
+    def check(self) -> None:
+        check_text("environment.column", self.column)
+
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+        turns = column_of(row, self.column)
+        if not isinstance(turns, list) or not all(isinstance(each, str) for each in turns):
+            raise ValueError(f"column {self.column!r} must hold a list of texts")
+        return Reply(None, turns[turn] if turn < len(turns) else None)
+
+
+@dataclass(frozen=True)
+class Retry(Environment):
+    """Each answer is graded: the score is its reward, and one that does not pass is answered with `feedback`, a
+    template of the row's columns, the answer (as the grade's `output`) and its score."""
+
+    grade: Grade
+    feedback: str = "That is not right. Try again."
+    kind: str = "retry"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.grade, Mapping):  # read from a payload
+            object.__setattr__(self, "grade", build(Grade, self.grade, "environment.grade"))
+
+    def check(self) -> None:
+        check_grade("environment.grade", self.grade)
+        check_template("environment.feedback", self.feedback)
+
+    async def reply(self, answer: str, turn: int, row: Row, service: RowService, key: str) -> Reply:
+        score = await self.grade.score_of(answer, row, service, key)
+        if score >= self.grade.passing:
+            return Reply(score, None)
+        return Reply(score, render(self.feedback, {**row, self.grade.output: answer, self.grade.score: score}))
+
+
+KINDS: dict[str, type[Environment]] = {"turns": Turns, "retry": Retry}
+
+
+def environment_of(given: object) -> Environment:
+    """Raises UserError, and NotSupportedError for an object that is code."""
+    if isinstance(given, Environment):
+        return given
+    if isinstance(given, Mapping):
+        cls = KINDS.get(str(given.get("kind")))
+        if cls is None:
+            raise UserError(f"environment.kind is {given.get('kind')!r}; it must be one of {sorted(KINDS)}")
+        return build(cls, given, "environment")
+    raise NotSupportedError(
+        f"environment is a {type(given).__name__}; the service runs Turns and Retry. One of your own is code: write it "
+        "into a function, which runs on workers (Dataset.map(function, ...)), and sample there with the SDK"
+    )
+
+
+def check_grade(name: str, grade: object) -> None:
+    if not isinstance(grade, Grade):
+        raise UserError(f"{name} is {grade!r}; it must be a Grade")
+    grade.check()
+
 
 MAX_ROLLOUTS = 1024
 MAX_TURNS = 1000
@@ -91,8 +189,8 @@ class Rollout(Operation):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "environment", environment_of(self.environment))
-        if isinstance(self.grade, Mapping):  # as it travelled
-            object.__setattr__(self, "grade", made_of(Grade, self.grade, "grade"))
+        if isinstance(self.grade, Mapping):  # read from a payload
+            object.__setattr__(self, "grade", build(Grade, self.grade, "grade"))
 
     def check(self) -> None:
         check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)

@@ -1,12 +1,16 @@
-"""`Sample`: answers of a model to a column of the rows, as `SamplingClient.sample` would give them.
+"""`Sample`: a model's answers to a column of the rows, the same as those of `SamplingClient.sample`.
 
 The prompt is a column of one of three kinds: text, which is tokenized as it is; messages, which the base's chat
-template makes a prompt of; token ids. Row i is one request of `num_samples` answers with the seed `row_seed(seed, i)`,
-so what it gives is what any client has who sends the same.
+template turns into a prompt; token ids. Row i is one request for `num_samples` answers with the seed `row_seed(seed,
+i)`, so any client that sends this request gets the same tokens.
 
-The row gets, under the name `into`: the text; `{into}_stop_reason`; with `tokens=True` `{into}_tokens`; with
-`logprobs=True` `{into}_logprobs`; lists of these, one entry for each answer, where `num_samples` was given. With
-`prompt_logprobs=True` `prompt_logprobs` (None for the first token), with `topk_prompt_logprobs=K` that too.
+The row gets the text under the name `into`, and `{into}_stop_reason`; with `tokens=True` `{into}_tokens`; with
+`logprobs=True` `{into}_logprobs`; where `num_samples` was given, lists of these with one entry for each answer. With
+`prompt_logprobs=True` it gets `prompt_logprobs` (None for the first token), with `topk_prompt_logprobs=K` that too.
+
+`OpenAIRequest`: the answer to a row that is a line of OpenAI's batch files, `{custom_id, method, url, body}`. The row
+becomes `{custom_id, response: {status_code, request_id, body}}`, whatever the status, since a refused request is also
+a result. `OpenAIBatchWriter` writes such rows.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from tinsmith.errors import UserError
 if TYPE_CHECKING:
     from tinsmith.chat.texts import Text
 
+
 MAX_SEED = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 MAX_NUM_SAMPLES = 1024
@@ -43,7 +48,7 @@ Stop = str | list[str] | list[int]
 def check_sampling(
     model: object, max_tokens: object, temperature: object, top_p: object, top_k: object, stop: object, seed: object
 ) -> None:
-    """What can be told without the model; the service tells the rest, for each row."""
+    """Raises UserError. What depends on the model is checked by the service, for each row."""
     check_text("model", model)
     if max_tokens is not None:
         check_integer("max_tokens", max_tokens, 1, MAX_TOKENS)
@@ -78,7 +83,7 @@ def sampling_request(
 
 
 def messages_of(value: object, column: str) -> list[dict[str, Any]]:
-    """A conversation; a plain text is one message of the user's."""
+    """A conversation; a plain text is one message of the user."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
@@ -96,7 +101,7 @@ def token_ids_of(value: object, column: str) -> list[int]:
 @dataclass(frozen=True)
 class Sample(Operation):
     """`model` is a base model's id, or the tinker:// path of a checkpoint. One of `prompt` (text), `messages` and
-    `tokens_column` names the column that it is asked with."""
+    `tokens_column` names the column with the prompt."""
 
     name: ClassVar[str] = "sample"
 
@@ -121,7 +126,7 @@ class Sample(Operation):
         check_sampling(self.model, self.max_tokens, self.temperature, self.top_p, self.top_k, self.stop, self.seed)
         given = [name for name in PROMPT_COLUMNS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise UserError(f"a Sample has {given or 'no column'} to ask with; give one of {list(PROMPT_COLUMNS)}")
+            raise UserError(f"a Sample has {given or 'no column'} for its prompt; give one of {list(PROMPT_COLUMNS)}")
         check_text(given[0], getattr(self, given[0]))
         check_text("into", self.into)
         if self.num_samples is not None:
@@ -171,3 +176,19 @@ class Sample(Operation):
         if self.logprobs:
             columns[f"{self.into}_logprobs"] = answer.logprobs
         return columns
+
+
+VERB = "openai_request"
+
+
+@OPERATION_REGISTRY.type_register(name=VERB)
+@dataclass(frozen=True)
+class OpenAIRequest(Operation):
+    name: ClassVar[str] = VERB
+
+    async def answer(self, row: Row, service: RowService) -> Row:
+        custom_id = column_of(row, "custom_id")
+        response = await service.ask(VERB, {"url": column_of(row, "url"), "body": column_of(row, "body")})
+        usage = response["body"].get("usage") or {}
+        service.count(int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
+        return {"custom_id": custom_id, "response": response}

@@ -1,0 +1,105 @@
+"""The body that submits a bulk job, validated by the client before it is sent and by the server that takes it.
+
+Workers read stored specifications (`JobSpec.from_dict`) and never load this module, so that a user's own interpreter
+needs no pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from tinsmith.batch.types import DEFAULT_POOL, IF_EXISTS, ROWS, JobSpec, Limits
+from tinsmith.errors import UserError
+from tinsmith.wire.fields import Body, ClosedBody, OneOf, Unread, validate
+
+MAX_NUMBER = 2**53 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Number = Annotated[float, Field(ge=0, le=MAX_NUMBER, allow_inf_nan=False)]
+
+
+class FormatBody(Body):
+    """A reader or writer: its format, its path, and the fields of its class."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: str
+    path: str
+
+
+class LimitsBody(ClosedBody):
+    """`types.Limits`, each field optional."""
+
+    max_retries: Annotated[int, Field(ge=0, le=MAX_NUMBER)] = Limits.max_retries
+    batch_timeout_s: Number = Limits.batch_timeout_s
+    startup_timeout_s: Number = Limits.startup_timeout_s
+    discovery_timeout_s: Number = Limits.discovery_timeout_s
+    lease_s: Number = Limits.lease_s
+    backoff_s: Number = Limits.backoff_s
+    grace_s: Number = Limits.grace_s
+    heartbeat_timeout_s: Number = Limits.heartbeat_timeout_s
+
+
+class JobRequest(ClosedBody):
+    """The fields of `JobSpec` that a client sets. The others are accepted and ignored, since `to_dict` writes them."""
+
+    batch_serialized_fn: str
+    batch_input_format: FormatBody
+    batch_output_formats: list[FormatBody]
+    batch_size: Count
+    name: str = ""
+    batch_pool_name: str = DEFAULT_POOL
+    batch_error_format: FormatBody | None = None
+    batch_tokens: Count | None = None
+    batch_activate_env: str | None = None
+    python: str | None = None
+    max_failed_rows: Number = 0
+    rows: Annotated[str, OneOf(ROWS)] = "one"
+    if_exists: Annotated[str, OneOf(IF_EXISTS)] = "error"
+    weight: Number = 1.0
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] = 0
+    resume_from: Annotated[int, Field(ge=0, le=MAX_NUMBER)] | None = None
+    directory: str = ""
+    limits: LimitsBody | None = None
+    roots: Unread = None
+    batch_coordinator: Unread = None
+    batch_dataset_path: Unread = None
+    batch_output_path: Unread = None
+    input_version: Unread = None
+    part_formats: Unread = None
+    purge: Unread = None
+
+    def spec(self) -> JobSpec:
+        """The specification. Raises UserError for fields that contradict each other."""
+        if self.weight == 0:
+            raise UserError("weight is 0; it must be more than 0, since it is the job's share of its pool")
+        ignored = {"input_version", "part_formats", "purge"}
+        spec = JobSpec.from_dict(self.model_dump(exclude_unset=True, exclude=ignored))
+        check_paths(spec.batch_input_format, spec.batch_output_formats, spec.batch_error_format)
+        return spec
+
+
+def read_job(values: Mapping[str, object]) -> JobSpec:
+    """The specification in a JSON object. Raises UserError that names the field, its value and what it must be."""
+    return validate(JobRequest, values).spec()
+
+
+def check_paths(
+    source: Mapping[str, Any], outputs: Sequence[Mapping[str, Any]], errors: Mapping[str, Any] | None
+) -> None:
+    """Raises UserError for an empty path, for no outputs, and for two outputs with the same path."""
+    if not outputs:
+        raise UserError("batch_output_formats is empty; a bulk job writes to one output or more")
+    named = {"batch_input_format": source}
+    named |= {f"batch_output_formats[{index}]": output for index, output in enumerate(outputs)}
+    if errors is not None:
+        named["batch_error_format"] = errors
+    for name, data in named.items():
+        if not data["path"]:
+            raise UserError(f"{name}.path is ''; it must be a text that is not empty")
+    paths = [data["path"] for name, data in named.items() if name != "batch_input_format"]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise UserError(f"two outputs of the bulk job have the path {path!r}; give each its own")
