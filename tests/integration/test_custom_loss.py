@@ -37,7 +37,7 @@ def arrays(datum: tinker.Datum) -> Datum:
 
 
 def read(body: object) -> CustomLoss:
-    loss = create_custom_loss_of(read_object(orjson.dumps(body)).values).loss
+    loss = create_custom_loss_of(read_object(orjson.dumps(body))).loss
     graphs.check_graph(loss)
     return loss
 

@@ -21,9 +21,9 @@ from starlette.responses import Response
 from starlette.types import HTTPExceptionHandler
 
 from tinsmith.api.operation import JsonObject, answer, is_anthropic, is_hub, is_openai
-from tinsmith.chat.refusals import ContextLengthError, RequestError
+from tinsmith.chat.generation_request import ContextLengthError
 from tinsmith.db.database import DatabaseMovedError
-from tinsmith.errors import InvalidTokenError, MissingKeyError, TinsmithError, TooManyRequestsError
+from tinsmith.errors import InvalidTokenError, MissingKeyError, RequestError, TinsmithError, TooManyRequestsError
 from tinsmith.exchange.hub import MissingEntryError, MissingError
 from tinsmith.storage.stores import UnreachableError
 

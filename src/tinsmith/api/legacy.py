@@ -23,7 +23,14 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 import orjson
-from pydantic import Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+)
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -64,7 +71,7 @@ from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Outcome
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.fields import Body, Fields, SequenceNumber, Text, bounds, iso, show
+from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, bounds, described, iso, show, validate, wrong
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 from tinsmith.wire.training import refuse_chunk
 
@@ -82,17 +89,38 @@ LIST_DTYPES = {
 STOP_REASONS = {pb.STOP_REASON_STOP: "stop", pb.STOP_REASON_LENGTH: "length"}
 
 
-class DatumBody(Body):
-    """For the OpenAPI document: a datum is read with its tensors, in the forms that this dialect knows."""
+class JsonTensor(TensorDataBody):
+    """Other fields are ignored, as older servers did."""
 
-    model_input: ModelInputBody
-    loss_fn_inputs: dict[str, TensorDataBody]
+    model_config = ConfigDict(extra="ignore")
+
+    dtype: Annotated[str, OneOf(tuple(DTYPES))]
+
+
+def _list_or_tensor(value: object, tensor: ValidatorFunctionWrapHandler) -> list[object] | JsonTensor:
+    if not isinstance(value, list | dict):
+        raise wrong(f"is {show(value)}; it must be a list, or an object with data and dtype")
+    return value if isinstance(value, list) else tensor(value)
+
+
+def _number_or_text(value: object) -> float | str:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise wrong(f"is {show(value)}; it must be a number or a string")
+    return value
+
+
+Config = dict[str, Annotated[Any, AfterValidator(_number_or_text), WithJsonSchema({"type": ["number", "string"]})]]
+
+
+class DatumBody(Body):
+    model_input: Annotated[Any, WithJsonSchema(described(ModelInputBody)["ModelInput"])]
+    loss_fn_inputs: dict[str, Annotated[JsonTensor, WrapValidator(_list_or_tensor)]]
 
 
 class PassBody(Body):
     data: list[DatumBody]
     loss_fn: Text
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Config = Field(default_factory=dict)
 
 
 class JsonPassBody(Body):
@@ -102,7 +130,7 @@ class JsonPassBody(Body):
     seq_id: SequenceNumber | None = None
     data: list[DatumBody] | None = None
     loss_fn: Text | None = None
-    loss_fn_config: dict[str, float | str] | None = None
+    loss_fn_config: Config = Field(default_factory=dict)
     forward_backward_input: PassBody | None = None
     forward_input: PassBody | None = None
 
@@ -110,32 +138,27 @@ class JsonPassBody(Body):
 JSON_PASS = shown(JsonPassBody)
 
 
-def pass_message(fields: Fields, *, forward_only: bool) -> pb.ForwardBackwardRequest:
-    """`{data, loss_fn}`, flat or below forward_backward_input or forward_input."""
-    inner = fields.fields_or("forward_backward_input", None) or fields.fields_or("forward_input", None) or fields
-    message = pb.ForwardBackwardRequest(
-        model_id=fields.text("model_id"), loss_fn=inner.text("loss_fn"), forward_only=forward_only
-    )
-    for key, value in inner.fields_or("loss_fn_config", Fields({})).values.items():
+def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.ForwardBackwardRequest:
+    """The protobuf message of the same content."""
+    request = validate(JsonPassBody, values)
+    inner = request.forward_backward_input or request.forward_input or request
+    if inner.loss_fn is None or inner.data is None:
+        raise UserError(f"{'data' if inner.data is None else 'loss_fn'} is missing")
+    names = {id(request.forward_backward_input): "forward_backward_input.", id(request.forward_input): "forward_input."}
+    where = "" if inner is request else names[id(inner)]
+    message = pb.ForwardBackwardRequest(model_id=request.model_id, loss_fn=inner.loss_fn, forward_only=forward_only)
+    for key, value in inner.loss_fn_config.items():
         if isinstance(value, str):
             message.loss_fn_config_v2[key].text = value
         else:
-            message.loss_fn_config_v2[key].number = Fields({key: value}, f"{inner.where}loss_fn_config.").number(key)
-    data = inner.values.get("data")
-    if not isinstance(data, list):
-        raise UserError(f"{inner.path('data')} is {show(data)}; it must be a list of data")
-    for index, datum in enumerate(data):
-        where = f"{inner.where}data[{index}]"
-        _write_datum(message.data.add(), Fields({"datum": datum}, f"{where}:").fields("datum"), where)
+            message.loss_fn_config_v2[key].number = value
+    for index, datum in enumerate(inner.data):
+        written, at = message.data.add(), f"{where}data[{index}]"
+        for tokens in prompt_chunks(datum.model_input, f"{at}.model_input"):
+            written.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
+        for name, tensor in datum.loss_fn_inputs.items():
+            _write_tensor(written.loss_fn_inputs[name], name, tensor, f"{at}.loss_fn_inputs.{name[:SHOWN]}")
     return message
-
-
-def _write_datum(message: pb.Datum, datum: Fields, where: str) -> None:
-    for tokens in prompt_chunks(datum.values.get("model_input"), f"{where}.model_input"):
-        message.model_input.add().encoded_text.tokens = tokens.astype("<i4").tobytes()
-    inputs = datum.fields("loss_fn_inputs")
-    for name, value in inputs.values.items():
-        _write_tensor(message.loss_fn_inputs[name], name, value, f"{where}.loss_fn_inputs[{show(name)}]")
 
 
 def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
@@ -161,53 +184,46 @@ def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
     return found
 
 
-def _write_tensor(message: pb.Tensor, name: str, value: object, where: str) -> None:
-    if isinstance(value, list):
+def _write_tensor(message: pb.Tensor, name: str, tensor: JsonTensor | list[object], where: str) -> None:
+    if isinstance(tensor, list):
         if name not in LIST_DTYPES:
             raise UserError(f"{where} is a plain list; give it as {{data, dtype, shape}}")
-        value = {"data": value, "dtype": LIST_DTYPES[name]}
-    if not isinstance(value, dict):
-        raise UserError(f"{where} is {show(value)}; it must be a list, or an object with data and dtype")
-    tensor = Fields(value, f"{where}.")
-    dtype = tensor.text("dtype")
-    if dtype not in DTYPES:
-        raise UserError(f"{where}.dtype is {show(dtype)}; it must be one of {', '.join(DTYPES)}")
-    message.dtype, wanted = DTYPES[dtype]
-    data = _numbers(tensor, "data", wanted)
-    shape = None if not tensor.has("shape") else _flat(tensor, "shape").tolist()
-    if tensor.has("sparse_crow_indices") or tensor.has("sparse_col_indices"):
-        if shape is None:
+        tensor = JsonTensor(data=tensor, dtype=LIST_DTYPES[name])
+    message.dtype, wanted = DTYPES[tensor.dtype]
+    data = _numbers(tensor.data, f"{where}.data", wanted)
+    shape = data.shape if tensor.shape is None else _flat(tensor.shape, f"{where}.shape").tolist()
+    if tensor.sparse_crow_indices is not None or tensor.sparse_col_indices is not None:
+        if tensor.shape is None:
             raise UserError(f"{where}.shape is missing; a sparse tensor needs it")
         message.sparse_csr.values = data.tobytes()
-        message.sparse_csr.crow_indices = _flat(tensor, "sparse_crow_indices").tobytes()
-        message.sparse_csr.col_indices = _flat(tensor, "sparse_col_indices").tobytes()
+        message.sparse_csr.crow_indices = _flat(tensor.sparse_crow_indices, f"{where}.sparse_crow_indices").tobytes()
+        message.sparse_csr.col_indices = _flat(tensor.sparse_col_indices, f"{where}.sparse_col_indices").tobytes()
     else:
         message.dense = data.tobytes()
-    message.shape.extend(data.shape if shape is None else shape)
+    message.shape.extend(shape)
 
 
-def _flat(fields: Fields, name: str) -> np.ndarray:
-    found = _numbers(fields, name, np.dtype("<i8"))
+def _flat(value: object, where: str) -> np.ndarray:
+    found = _numbers(value, where, np.dtype("<i8"))
     if found.ndim != 1:
-        raise UserError(f"{fields.path(name)} is {show(fields.values[name])}; it must be a flat list of integers")
+        raise UserError(f"{where} is {show(value)}; it must be a flat list of integers")
     return found
 
 
-def _numbers(fields: Fields, name: str, dtype: np.dtype[np.generic]) -> np.ndarray:
+def _numbers(value: object, where: str, dtype: np.dtype[np.generic]) -> np.ndarray:
     """A list of numbers, nested if it is a dense array of more dimensions."""
-    value = fields.values.get(name)
     if not isinstance(value, list):
-        raise UserError(f"{fields.path(name)} is {show(value)}; it must be a list of numbers")
+        raise UserError(f"{where} is {show(value)}; it must be a list of numbers")
     if not value:
         return np.empty(0, dtype)
     try:
         found = np.array(value)
     except (ValueError, OverflowError) as error:
-        raise UserError(f"{fields.path(name)} is not an array of numbers: {error}") from error
+        raise UserError(f"{where} is not an array of numbers: {error}") from error
     if found.dtype.kind not in ("i" if dtype.kind == "i" else "iuf"):
         wanted = "integers of at most 64 bits" if dtype.kind == "i" else "numbers"
-        raise UserError(f"{fields.path(name)} must be a list of {wanted}, which {show(value)} is not")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused with the loss's words
+        raise UserError(f"{where} must be a list of {wanted}, which {show(value)} is not")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and the loss refuses it
         return found.astype(dtype)
 
 

@@ -77,7 +77,7 @@ from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
 from tinsmith.telemetry.tracing import Tracing
 from tinsmith.wire import bodies
-from tinsmith.wire.fields import Body, Fields, Integer, Schema, Text, read_object, show, validate
+from tinsmith.wire.fields import Body, Integer, Schema, Text, read_object, show, validate
 from tinsmith.wire.token_stream import Partials
 
 T = TypeVar("T")
@@ -173,7 +173,8 @@ class Call:
         if not self.may_wait:
             raise WouldWaitError
 
-    def fields(self) -> Fields:
+    def fields(self) -> dict[str, object]:
+        """The JSON body, for a handler that reads it by itself."""
         return read_object(self.body)
 
     def page(self, default_limit: int) -> tuple[int, int]:
@@ -358,7 +359,7 @@ def answering(
             decoded = bodies.decode(sent, encoding, services.settings.max_body_bytes)
             call = call_of(request, services, tenant_id, decoded)
             if isinstance(body, type):
-                values = read_object(decoded).values
+                values = read_object(decoded)
                 return orjson.dumps(handler(call, Draft(body, values) if late else validate(body, values)))
             return orjson.dumps(handler(call))
 
@@ -442,7 +443,7 @@ async def read_json(request: Request, model: type[B]) -> B:
     encoding = request.headers.get("content-encoding")
 
     def work() -> B:
-        return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)).values)
+        return validate(model, read_object(bodies.decode(body, encoding, limit_bytes)))
 
     return work() if encoding is None and len(body) <= SHORT_BYTES else await run(work)
 
@@ -501,7 +502,7 @@ def submission(handler: Handler, takes: str, model: type[Body] | None = None) ->
         def submit(*, may_wait: bool) -> Submission:
             decoded = bodies.decode(body, encoding, services.settings.max_body_bytes)
             call = replace(call_of(request, services, tenant_id, decoded), may_wait=may_wait)
-            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded).values))
+            submitted = handler(call) if model is None else handler(call, Draft(model, read_object(decoded)))
             assert isinstance(submitted, Submission)
             return submitted
 

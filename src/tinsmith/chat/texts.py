@@ -33,8 +33,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinsmith.base_models import json_object, named_tokens
-from tinsmith.chat.refusals import RequestError
-from tinsmith.errors import NotSupportedError
+from tinsmith.errors import NotSupportedError, RequestError
 from tinsmith.types import ModelShape
 
 Message = Mapping[str, object]

@@ -85,7 +85,7 @@ def create_custom_loss_of(values: Mapping[str, object]) -> CreateCustomLoss:
 
 @lru_cache(maxsize=256)
 def read_definition(definition: bytes) -> CustomLoss:
-    return _custom_loss(validate(CustomLossRequest, read_object(definition).values))
+    return _custom_loss(validate(CustomLossRequest, read_object(definition)))
 
 
 def _custom_loss(request: CustomLossRequest) -> CustomLoss:

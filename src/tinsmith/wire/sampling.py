@@ -38,8 +38,8 @@ from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import (
     Body,
     ClosedBody,
-    Fields,
     Integer,
+    LongText,
     OneOf,
     Position,
     Schema,
@@ -52,8 +52,8 @@ from tinsmith.wire.fields import (
 )
 from tinsmith.wire.training import check_sizes, refuse_chunk
 
-FIELD = "beyond"
 INTEGERS: Schema = {"type": "array", "items": {"type": "integer"}}
+_USUAL = Adjustments()
 _NUMBERS = ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -73,7 +73,7 @@ def sample_body(
         "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
         "num_samples": num_samples,
         "sampling_params": own,
-        FIELD: beyond | _written(params.adjustments),
+        "beyond": beyond | _written(params.adjustments),
         **shown,
     }
 
@@ -86,28 +86,6 @@ def _written(adjustments: Adjustments | None) -> dict[str, object]:
     if adjustments.grammar:
         written["grammar"] = {"kind": adjustments.grammar.kind, "text": adjustments.grammar.text}
     return written
-
-
-def with_extras(sample: Sample, fields: Fields) -> Sample:
-    """A sample with what `beyond` says of it."""
-    usual = Adjustments()
-    biases = fields.values.get("logit_bias") or []
-    tokens = fields.values.get("stop_tokens") or []
-    grammar = fields.fields_or("grammar", None)
-    if not isinstance(biases, list) or not isinstance(tokens, list):
-        raise UserError(f"{fields.where} holds no lists")
-    adjustments = Adjustments(
-        **{name: fields.number_or(name, getattr(usual, name)) for name in _NUMBERS},
-        logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in biases),
-        grammar=grammar and Grammar(grammar.text("kind"), grammar.text_or("text", "", max_length=2**31)),
-    )
-    params = replace(
-        sample.params,
-        stop_tokens=tuple(int(one) for one in tokens),
-        stop_eos=fields.flag_or("stop_eos", True),
-        adjustments=None if adjustments == usual else adjustments,
-    )
-    return replace(sample, params=params, stream=fields.flag_or("stream", False))
 
 
 MAX_NUM_SAMPLES = 1024
@@ -185,6 +163,42 @@ class SampleRequest(AsampleRequest):
     seq_id: Unread = None
 
 
+class GrammarBody(Body):
+    kind: Text
+    text: LongText
+
+
+class BeyondBody(Body):
+    min_p: float = _USUAL.min_p
+    repetition_penalty: float = _USUAL.repetition_penalty
+    presence_penalty: float = _USUAL.presence_penalty
+    frequency_penalty: float = _USUAL.frequency_penalty
+    logit_bias: list[Any] = Field(default_factory=list)
+    grammar: GrammarBody | None = None
+    stop_tokens: list[int] = Field(default_factory=list)
+    stop_eos: bool = True
+    stream: bool = False
+
+    def added(self, sample: Sample) -> Sample:
+        """A sample with these."""
+        adjustments = Adjustments(
+            **{name: getattr(self, name) for name in _NUMBERS},
+            logit_bias=tuple((int(token_id), float(bias)) for token_id, bias in self.logit_bias),
+            grammar=self.grammar and Grammar(self.grammar.kind, self.grammar.text),
+        )
+        params = replace(
+            sample.params,
+            stop_tokens=tuple(self.stop_tokens),
+            stop_eos=self.stop_eos,
+            adjustments=None if adjustments == _USUAL else adjustments,
+        )
+        return replace(sample, params=params, stream=self.stream)
+
+
+class StoredSample(SampleRequest):
+    beyond: BeyondBody | None = None
+
+
 INT32_MAX = 2**31 - 1
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -192,11 +206,9 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
     """The whole request at once, as the engine reads it from its row, which may hold more than an asample."""
-    fields = read_object(body)
-    extras = fields.fields_or(FIELD, None)
-    own = {name: value for name, value in fields.values.items() if name != FIELD}
-    sample = sample_of(validate(SampleRequest, own), request_id, version_id)
-    return sample if extras is None else with_extras(sample, extras)
+    request = validate(StoredSample, read_object(body))
+    sample = sample_of(request, request_id, version_id)
+    return sample if request.beyond is None else request.beyond.added(sample)
 
 
 def sample_of(request: AsampleRequest, request_id: str, version_id: str | None) -> Sample:

@@ -249,7 +249,7 @@ class OptimStepRequest(Body):
 
 
 def read_optim_step(body: bytes, request_id: str) -> OptimStep:
-    return optim_step_of(validate(OptimStepRequest, read_object(body).values), request_id)
+    return optim_step_of(validate(OptimStepRequest, read_object(body)), request_id)
 
 
 def optim_step_of(request: OptimStepRequest, request_id: str) -> OptimStep:

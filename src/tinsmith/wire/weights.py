@@ -155,11 +155,11 @@ class SaveWeightsExternal(SaveRequest):
 
 
 def read_save(body: bytes) -> SaveRequest:
-    return validate(SaveRequest, read_object(body).values, closed=False)
+    return validate(SaveRequest, read_object(body))
 
 
 def read_load(body: bytes) -> LoadWeights:
-    return validate(LoadWeights, read_object(body).values, closed=False)
+    return validate(LoadWeights, read_object(body))
 
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ from tinsmith.api.openai.generation import weights_of
 from tinsmith.api.openapi import LIST, TEXT, fields
 from tinsmith.api.operation import ANTHROPIC, MAX_PAGE, Access, Call, JsonObject, answering, is_anthropic, operation
 from tinsmith.chat.generation_request import Target
-from tinsmith.chat.refusals import RequestError
+from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
 
 SINCE = 1_700_000_000
@@ -47,10 +47,7 @@ def _all(call: Call) -> list[Served]:
 
 def _one(call: Call) -> Served:
     name = call.path["model"]
-    base, separator, path = name.partition(";")
-    target = Target(name, base, path) if separator else Target(name, name, None)
-    if name.startswith("tinker://"):
-        target = Target(name, None, name)
+    target = Target.of(name)
     shape, _ = weights_of(call.services, call.tenant_id, target)
     owner = "tinsmith" if target.model_path is None else call.tenant_id
     return Served(name, owner, SINCE, shape.max_context_length)

@@ -80,7 +80,7 @@ JOB = fields(
     },
 )
 def submit(call: Call) -> JsonObject:
-    return {"job_id": _create(call, JobSpec.from_dict(call.fields().values))}
+    return {"job_id": _create(call, JobSpec.from_dict(call.fields()))}
 
 
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:

@@ -42,10 +42,14 @@ from tinsmith.wire.custom_loss import (
     create_custom_loss_of,
     read_definition,
 )
-from tinsmith.wire.fields import validate
+from tinsmith.wire.fields import Body, validate
 from tinsmith.wire.training import OptimStepRequest, optim_step_of, parse_pass, pass_of, spans_of
 
 PASS_TYPES = (JSON_TYPE, PROTO_TYPE)
+
+
+class PassMode(Body):
+    forward_only: bool = False
 
 
 def _forward_backward(call: Call) -> Submission:
@@ -79,7 +83,7 @@ def _forward(call: Call) -> Submission:
 
 
 def _json_forward_backward(call: Call) -> Submission:
-    return _submit_json_pass(call, forward_only=call.fields().flag_or("forward_only", False))
+    return _submit_json_pass(call, forward_only=validate(PassMode, call.fields()).forward_only)
 
 
 def _json_forward(call: Call) -> Submission:
@@ -88,7 +92,7 @@ def _json_forward(call: Call) -> Submission:
 
 def _submit_json_pass(call: Call, *, forward_only: bool) -> Submission:
     fields = call.fields()
-    named = validate(ModelRequest, fields.values)
+    named = validate(ModelRequest, fields)
     try:
         message = pass_message(fields, forward_only=forward_only)
     except UserError as error:
