@@ -71,7 +71,7 @@ from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
 from tinsmith.store.futures import Outcome
 from tinsmith.wire import tinker_public_pb2 as pb
-from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, bounds, described, iso, show, validate, wrong
+from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
 from tinsmith.wire.training import refuse_chunk
 
@@ -527,7 +527,7 @@ async def _outcome(
 
 
 class CleanupRequest(Body):
-    max_age_hours: Annotated[float, bounds(0, MAX_AGE_HOURS)] = 24.0
+    max_age_hours: Annotated[float, Field(ge=0, le=MAX_AGE_HOURS)] = 24.0
 
 
 @operation(
@@ -543,8 +543,6 @@ def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
     are what their models would be rebuilt from, and stay.
     """
     age_hours = request.max_age_hours
-    if not 0 <= age_hours <= MAX_AGE_HOURS:
-        raise UserError(f"max_age_hours is {age_hours}; it must lie between 0 and {MAX_AGE_HOURS}")
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
     while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):
         deleted += services.futures.delete_of_sessions(closed, usage.folded)

@@ -18,7 +18,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import CustomLoss, LossArgument, LossInput, LossNode, NodeRef, SliceArgument, TorchConstant
-from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, bounds, read_object, show, validate
+from tinsmith.wire.fields import NO_NUL, Body, Integer, OneOf, Position, Text, read_object, show, validate
 
 GRAPH_FORMAT = 1
 MAX_DEPTH = 8
@@ -39,7 +39,7 @@ class CreateCustomLoss:
 
 class CustomLossInputBody(Body):
     name: Text
-    rank: Annotated[Integer, bounds(0, 2)]
+    rank: Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 2})]
 
 
 class CustomLossNodeBody(Body):

@@ -160,11 +160,6 @@ def _chosen(schemas: list[CoreSchema], choose: Callable[[object], int]) -> CoreS
     return core_schema.tagged_union_schema(choices, lambda value: -1 - choose(value))
 
 
-def bounds(low: float, high: float) -> object:
-    """The bounds of a number, for its schema: `admission` checks them, with what they depend on."""
-    return Field(json_schema_extra={"minimum": low, "maximum": high})
-
-
 def _check_size(value: dict[str, T]) -> dict[str, T]:
     size = len(orjson.dumps(value))
     if size > MAX_METADATA_BYTES:
@@ -175,6 +170,7 @@ def _check_size(value: dict[str, T]) -> dict[str, T]:
 NO_NUL = r"^[^\x00]*$"
 Text = Annotated[str, Field(max_length=MAX_TEXT, pattern=NO_NUL)]
 LongText = Annotated[str, Field(max_length=2**31, pattern=NO_NUL)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
 Integer = Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)]
 Position = Annotated[int, Field(ge=0, le=2**31 - 1)]
 """A number that becomes part of an id."""
@@ -270,6 +266,8 @@ def _wanted(schema: Schema, kind: str) -> str:
     values = cast("list[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
     if values:
         return f"be {values[0]!r}" if len(values) == 1 else f"be one of {', '.join(map(str, values))}"
+    if kind == "finite_number":
+        return "be finite"
     if kind.startswith(("greater_than", "less_than")):
         return _within(schema)
     if kind == "string_unicode":

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field, SkipValidation, WithJsonSchema
+from pydantic import AfterValidator, Field, SkipValidation, WithJsonSchema
 
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -40,15 +40,16 @@ from tinsmith.wire.fields import (
     ClosedBody,
     Integer,
     LongText,
+    Number,
     OneOf,
     Position,
     Schema,
     Text,
     Unread,
-    bounds,
     read_object,
     show,
     validate,
+    wrong,
 )
 from tinsmith.wire.training import check_sizes, refuse_chunk
 
@@ -89,6 +90,11 @@ def _written(adjustments: Adjustments | None) -> dict[str, object]:
 
 
 MAX_NUM_SAMPLES = 1024
+MAX_TOP_LOGPROBS = 1024
+MAX_TEMPERATURE = 1e30  # the sampler computes in float32
+INT32_MAX = 2**31 - 1
+LAST_N = "at most the prompt's length - 1; with prompt_logprobs only"
+TARGETS = "int64 ids [prompt's length - 1, K], dense or CSR; -1 asks for nothing, and at least one id is another"
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 256
 
@@ -104,6 +110,7 @@ class ModelInputBody(Body):
 
 _STOP_TEXT: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 _STOP: Schema = {
+    "description": "[] stops at nothing, not even at the end-of-text token",
     "anyOf": [
         _STOP_TEXT,
         {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS},
@@ -112,17 +119,25 @@ _STOP: Schema = {
             "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
             "maxItems": MAX_STOPS,
         },
-    ]
+    ],
 }
 
 
+def _check_top_k(top_k: int) -> int:
+    if top_k == 0:
+        raise wrong(f"is 0; it must lie between 1 and {INT32_MAX}; -1 turns it off")
+    return top_k
+
+
 class SamplingParamsBody(ClosedBody):
-    max_tokens: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
-    seed: Integer | None = None
+    max_tokens: (
+        Annotated[int, Field(ge=1, le=INT32_MAX, description="without it, to the end of the context")] | None
+    ) = None
+    seed: Annotated[Integer, Field(description="without it, each answer is another one")] | None = None
     stop: Annotated[Any, WithJsonSchema(_STOP)] = None
-    temperature: Annotated[float, Field(json_schema_extra={"minimum": 0})] = 1.0
-    top_k: Annotated[Integer, bounds(-1, 2**31 - 1)] = -1
-    top_p: Annotated[float, Field(json_schema_extra={"exclusiveMinimum": 0, "maximum": 1})] = 1.0
+    temperature: Annotated[Number, Field(ge=0, le=MAX_TEMPERATURE, description="0 is greedy")] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX, description="-1 turns it off"), AfterValidator(_check_top_k)] = -1
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     type: Unread = None
 
 
@@ -136,7 +151,7 @@ class TensorDataBody(ClosedBody):
     sparse_col_indices: Annotated[Any, WithJsonSchema(INTEGERS)] = None
 
 
-Count = Annotated[Integer, bounds(0, 2**31 - 1)]
+Count = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS, description="at most the vocabulary")]
 SampleNumber = Annotated[int, Field(ge=0, le=2**62)]
 
 
@@ -145,13 +160,13 @@ class AsampleRequest(ClosedBody):
     sampling_session_id: Text
     seq_id: SampleNumber
     sampling_params: SamplingParamsBody = SamplingParamsBody()
-    num_samples: Annotated[Integer, bounds(1, MAX_NUM_SAMPLES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_NUM_SAMPLES)] = 1
     prompt_logprobs: bool = False
     topk_prompt_logprobs: Count = 0
     topk_sample_logprobs: Count = 0
-    target_prompt_logprobs: TensorDataBody | None = None
-    prompt_alt_tokens_k: Count = 0
-    prompt_logprobs_last_n: Annotated[Integer, bounds(1, 2**31 - 1)] | None = None
+    target_prompt_logprobs: Annotated[TensorDataBody, Field(description=TARGETS)] | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1, le=INT32_MAX, description=LAST_N)] | None = None
     record_stability_info: bool = False
     type: Unread = None
 
@@ -198,8 +213,6 @@ class BeyondBody(Body):
 class StoredSample(SampleRequest):
     beyond: BeyondBody | None = None
 
-
-INT32_MAX = 2**31 - 1
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 

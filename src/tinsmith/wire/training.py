@@ -14,6 +14,7 @@ from typing import Annotated
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from pydantic import Field
 
 from tinsmith.errors import NotSupportedError, UserError
 from tinsmith.types import (
@@ -34,7 +35,18 @@ from tinsmith.types import (
 )
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.bodies import check_messages
-from tinsmith.wire.fields import Body, ClosedBody, OneOf, SequenceNumber, Text, Unread, read_object, show, validate
+from tinsmith.wire.fields import (
+    Body,
+    ByType,
+    ClosedBody,
+    Number,
+    SequenceNumber,
+    Text,
+    Unread,
+    read_object,
+    show,
+    validate,
+)
 
 RECORD_TYPE = "ArrayRecord"
 MAX_DATA = 16384
@@ -45,8 +57,6 @@ MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_CELLS = 2**48
 """Product of an empty array's other sizes; numpy must be able to count them in bytes."""
-ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
-DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
 _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -219,32 +229,43 @@ def _write_field(record: pb.ArrayRecord, name: str, arrays: Sequence[F32], trail
 _ADAM = AdamParams()
 
 
+NotNegative = Annotated[Number, Field(ge=0)]
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
 class AdamParamsBody(ClosedBody):
-    learning_rate: float = _ADAM.learning_rate
-    beta1: float = _ADAM.beta1
-    beta2: float = _ADAM.beta2
-    eps: float = _ADAM.eps
-    weight_decay: float = _ADAM.weight_decay
-    grad_clip_norm: float = _ADAM.grad_clip_norm
+    learning_rate: NotNegative = _ADAM.learning_rate
+    beta1: Beta = _ADAM.beta1
+    beta2: Beta = _ADAM.beta2
+    # A zero gradient would otherwise be divided by zero.
+    eps: Annotated[Number, Field(gt=0)] = _ADAM.eps
+    weight_decay: NotNegative = _ADAM.weight_decay
+    grad_clip_norm: Annotated[NotNegative, Field(description="0 turns it off")] = _ADAM.grad_clip_norm
     type: Unread = None
 
+    @property
+    def params(self) -> AdamParams:
+        return AdamParams(**self.model_dump(exclude={"type"}))
 
-class OptimParamsBody(ClosedBody):
-    """The parameters of any family; what a family has no use for is refused with its name."""
 
-    type: Annotated[str, OneOf(("adamw", "dimuon"))]
-    learning_rate: float | None = None
-    beta1: float | None = None
-    beta2: float | None = None
-    eps: float | None = None
-    weight_decay: float | None = None
-    grad_clip_norm: float | None = None
+class DimuonParamsBody(ClosedBody):
+    learning_rate: NotNegative
+    beta1: Beta = 0.9
+    grad_clip_norm: Annotated[Number, Field(description="0 or less turns it off")] = 0.0
+    type: Unread = None
+
+    @property
+    def params(self) -> DimuonParams:
+        return DimuonParams(**self.model_dump(exclude={"type"}))
+
+
+FAMILIES = {"adamw": AdamParamsBody, "dimuon": DimuonParamsBody}
 
 
 class OptimStepRequest(Body):
     model_id: Text
     adam_params: AdamParamsBody | None = None
-    optimizer_params: OptimParamsBody | None = None
+    optimizer_params: Annotated[AdamParamsBody | DimuonParamsBody, ByType(FAMILIES)] | None = None
     seq_id: SequenceNumber | None = None
 
 
@@ -260,25 +281,6 @@ def _optim_params(request: OptimStepRequest) -> OptimParams:
     adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
         raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
-    if other is not None and other.type == "dimuon":
-        return _dimuon_params(other)
-    if adam is None and other is None:
+    if (given := adam or other) is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
-    given = adam or other
-    return AdamParams(**{name: value for name in ADAM_FIELDS if (value := getattr(given, name)) is not None})
-
-
-def _dimuon_params(given: OptimParamsBody) -> DimuonParams:
-    for name in sorted(ADAM_FIELDS - DIMUON_FIELDS):
-        if getattr(given, name):
-            raise UserError(
-                f"optimizer_params.{name} is not supported by this server; leave it out (known here: "
-                f"{', '.join(sorted(DIMUON_FIELDS | {'type'}))})"
-            )
-    if given.learning_rate is None:
-        raise UserError("optimizer_params.learning_rate is missing")
-    return DimuonParams(
-        learning_rate=given.learning_rate,
-        beta1=0.9 if given.beta1 is None else given.beta1,
-        grad_clip_norm=given.grad_clip_norm or 0.0,
-    )
+    return given.params

@@ -25,9 +25,9 @@ from tinsmith.wire.fields import (
     Text,
     TextMetadata,
     Unread,
-    bounds,
     read_object,
     validate,
+    wrong,
 )
 
 DEFAULT_RANK = 32  # the SDK's
@@ -42,14 +42,13 @@ MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
 """The optimizer families, each with the one version of it that there is."""
 
-Ttl = Annotated[Integer, bounds(MIN_TTL_S, MAX_TTL_S)]
-"""Seconds that a checkpoint is kept."""
+Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; without it, the checkpoint never expires")]
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
 
 class OptimizerConfigBody(ClosedBody):
     type: Annotated[str, OneOf(tuple(OPTIMIZERS))] = "adamw"
-    version: Annotated[Integer, bounds(1, 1)] | None = None
+    version: Integer | None = None
 
     @model_validator(mode="after")
     def _check_version(self) -> OptimizerConfigBody:
@@ -62,11 +61,17 @@ class OptimizerConfigBody(ClosedBody):
 
 
 class LoraConfigBody(ClosedBody):
-    rank: Annotated[Integer, bounds(MIN_RANK, MAX_RANK)] = DEFAULT_RANK
+    rank: Annotated[int, Field(ge=MIN_RANK, le=MAX_RANK)] = DEFAULT_RANK
     seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _check_trained(self) -> LoraConfigBody:
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise wrong("trains nothing; at least one of train_attn, train_mlp and train_unembed must be true")
+        return self
 
 
 class CreateModel(ClosedBody):

@@ -23,7 +23,6 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tinsmith.api.admission import check_ttl
 from tinsmith.api.openapi import COUNT, TEXT, fields
 from tinsmith.api.operation import FORM_TYPE, Access, Call, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import MAX_PROJECT_LENGTH, idempotent_session, made_before
@@ -230,7 +229,6 @@ def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
         except UserError as error:
             raise UserError(f"user_metadata: {error}") from None
     given = validate(UploadRequest, texts)
-    check_ttl(given.ttl_seconds)
     check_name(given.name)
     return given, files
 
