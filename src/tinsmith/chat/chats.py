@@ -52,7 +52,7 @@ class Part(Body):
 
 class ChatMessage(ClosedBody):
     role: Annotated[str, OneOf(("system", "developer", "user", "assistant", "tool"))]
-    content: Annotated[list[Part], OrText()] | None = None
+    content: Annotated[str | list[Part], OrText()] | None = None
     name: LongText | None = None
     tool_call_id: LongText | None = None
     reasoning_content: LongText | None = None
@@ -86,6 +86,7 @@ class ChatRequest(GenerationRequest):
     """`separate_reasoning` is SGLang's, `chat_template_kwargs` vLLM's."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0

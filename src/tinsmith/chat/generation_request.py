@@ -217,7 +217,6 @@ class GenerationRequest(ClosedBody):
     ignores_zero = False
 
     model: Annotated[Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1

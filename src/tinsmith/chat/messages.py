@@ -68,7 +68,7 @@ class ToolUseBlock(ClosedBody):
 
 
 # Text, or blocks of text.
-Texts = Annotated[list[Annotated[Any, ByType({"text": TextBlock})]], OrText()]
+Texts = Annotated[str | list[Annotated[TextBlock, ByType({"text": TextBlock})]], OrText()]
 
 
 class ToolResultBlock(ClosedBody):
@@ -86,7 +86,7 @@ OF_USER, OF_ASSISTANT = (TextBlock, ToolResultBlock), (TextBlock, ToolUseBlock, 
 
 class Turn(ClosedBody):
     role: Annotated[str, OneOf(("user", "assistant"))]
-    content: Annotated[list[Annotated[Any, ByType(BLOCKS)]], OrText()]
+    content: Annotated[str | list[Annotated[Block, ByType(BLOCKS)]], OrText()]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Turn:

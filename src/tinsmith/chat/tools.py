@@ -157,7 +157,7 @@ class NamedTool(Body):
 
 
 GivenTool = Annotated[ToolBody, WrapValidator(_tool)]
-ToolChoice = Annotated[NamedTool, OrText(("none", "auto", "required"))]
+ToolChoice = Annotated[str | NamedTool, OrText(("none", "auto", "required"))]
 
 
 def read_tools(

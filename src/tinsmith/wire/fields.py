@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast, get_args
 
 import orjson
 from pydantic import (
@@ -124,13 +124,14 @@ def refused(why: str, *, unless: object = None) -> AfterValidator:
 
 @dataclass(frozen=True, slots=True)
 class OrText:
-    """Marks a field that takes a text, or one of `values`, in place of the declared type."""
+    """Marks a field that is `str | Other`; its text may have to be one of `values`."""
 
     values: tuple[str, ...] = ()
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         text = handler.generate_schema(Annotated[str, OneOf(self.values)] if self.values else LongText)
-        return _chosen([text, handler(source)], lambda value: 0 if isinstance(value, str) else 1)
+        (other,) = (each for each in get_args(source) if each is not str)
+        return _chosen([text, handler.generate_schema(other)], lambda value: 0 if isinstance(value, str) else 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
