@@ -29,7 +29,7 @@ def check_sample(sample: Sample, shape: ModelShape) -> None:
 
 
 def most_tokens(sample: Sample, shape: ModelShape) -> int:
-    """What a sample may cost at most: the prompt once, and every answer at full length."""
+    """The most tokens that a sample can have: the prompt once, and every answer at full length."""
     prompt = len(sample.prompt_T)
     answer_length = sample.params.max_tokens or shape.max_context_length - prompt
     return min(prompt + sample.num_samples * answer_length, 2**31 - 1)
@@ -108,14 +108,14 @@ def _check_targets(sample: Sample, shape: ModelShape) -> None:
     if wrong.size:
         raise UserError(
             f"{name} holds the id {wrong[0]}; token ids of {shape.name!r} lie between 0 and {shape.vocab_size - 1}, "
-            "and -1 asks for nothing"
+            "and -1 is a placeholder"
         )
     if not np.any(ids >= 0):
         raise UserError(f"{name} names no token; name at least one or leave it out")
 
 
 def _check_amounts(sample: Sample, shape: ModelShape) -> None:
-    """Bounds on what is kept until a sample ends, and then sent at once."""
+    """Bounds the logprobs that are held until a sample ends, and sent at once."""
     num_prompt, num_samples = len(sample.prompt_T), sample.num_samples
     max_tokens = sample.params.max_tokens or shape.max_context_length - num_prompt
     for name, k, rows, what in (

@@ -1,13 +1,11 @@
-"""Paths of an older dialect of this API, for clients that were written for it: the same nouns under other names.
+"""The JSON-only API of older clients: its paths, and its passes and results as JSON <-> protobuf.
 
-Nothing here does work of its own: a path asks the route of the noun that it stands for and words the answer as the
-dialect has it. Its requests carry no numbers, so one that is sent twice is two. Results are fetched by path and come
-as JSON: `{"status": "pending" | "completed" | "failed", "result"?, "error"?}`, always with 200.
+The paths call the routes of the current API and translate the answers. Requests have no sequence numbers, so one that
+is sent twice is two requests. Results are fetched by path as JSON, always with status 200: `{"status": "pending" |
+"completed" | "failed", "result"?, "error"?}`.
 
-The JSON dialect of older clients: passes as JSON <-> the one protobuf form, and results as JSON.
-
-Nothing else knows this form: a JSON pass is the protobuf message that the SDK would have sent, before it is
-judged or stored, and a result is turned into JSON when it is fetched. Shape letters: N positions of one datum.
+A JSON pass becomes the protobuf message of the SDK before it is checked and stored; a result becomes JSON when it is
+fetched. No other module knows these forms. Shape letters: N positions of one datum.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ from tinsmith.api.openapi import (
     fields,
     integer,
     one_of,
-    shown,
 )
 from tinsmith.api.operation import (
     SUBMITTED,
@@ -76,7 +73,7 @@ from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBo
 from tinsmith.wire.training import refuse_chunk
 
 DTYPES = {"int64": (pb.DTYPE_INT64, np.dtype("<i8")), "float32": (pb.DTYPE_FLOAT32, np.dtype("<f4"))}
-# What a plain list stands for, as in the SDK (training_client.py); any other input must say its dtype.
+# The dtype of a plain list, as in the SDK (training_client.py); any other input must name its dtype.
 LIST_DTYPES = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -135,9 +132,6 @@ class JsonPassBody(Body):
     forward_input: PassBody | None = None
 
 
-JSON_PASS = shown(JsonPassBody)
-
-
 def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.ForwardBackwardRequest:
     """The protobuf message of the same content."""
     request = validate(JsonPassBody, values)
@@ -162,7 +156,7 @@ def pass_message(values: Mapping[str, object], *, forward_only: bool) -> pb.Forw
 
 
 def prompt_chunks(value: object, where: str) -> list[npt.NDArray[np.int32]]:
-    """Token ids as this dialect writes them: a list, `tokens`, `input_ids`, or the SDK's chunks."""
+    """Token ids: a list, `tokens`, `input_ids`, or the SDK's chunks."""
     if isinstance(value, list):
         return [token_ids(value, where)]
     if not isinstance(value, dict):
@@ -278,7 +272,7 @@ def sample_body(request: SamplesRequest, prompt: object, where: str) -> dict[str
 
 
 def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
-    """`stop_token_ids` stand beside `stop` in this dialect; here a stop is either."""
+    """These clients send token ids as `stop_token_ids`; asample has both in `stop`."""
     values = dict(params)
     stop_token_ids = values.pop("stop_token_ids", None)
     if stop_token_ids:
@@ -289,7 +283,7 @@ def _sampling_params(params: Mapping[str, object]) -> Mapping[str, object]:
 
 
 HOLD_S = 2.0
-"""How long a fetch by path is held: these clients ask again by themselves, and some give up after five seconds."""
+"""Seconds that a fetch by path waits. These clients poll again, and some give up after five seconds."""
 
 MAX_PROMPTS = 1024
 HOUR_S = 3600
@@ -316,7 +310,7 @@ BY_PATH = fields(
     at_root=True,
 )
 async def health(request: Request) -> Response:
-    """Nothing of any tenant: no key is asked for."""
+    """Needs no key."""
     services: Services = request.app.state.services
     facts: JsonObject = {"version": VERSION, "timestamp": iso(time.time())}
     if why := services.failing():
@@ -348,16 +342,15 @@ def list_sessions(call: Call) -> JsonObject:
     errors=(404, 410, 429, 501),
 )
 async def delete_model(request: Request) -> Response:
-    """An unload whose end is waited for; an engine that is busy for longer does it all the same."""
+    """Unload, and wait for `hold_s`; a busy engine unloads later."""
     services, tenant_id = await authenticate(request)
-    asked = await read_json(request, models.UnloadModelRequest)
-    model_id = asked.model_id
-    call = call_of(request, services, tenant_id, asked.model_dump_json().encode())
-    request_id = str((await run(models.unload_model, call, asked))["request_id"])
+    body = await read_json(request, models.UnloadModelRequest)
+    call = call_of(request, services, tenant_id, body.model_dump_json().encode())
+    request_id = str((await run(models.unload_model, call, body))["request_id"])
     outcome = await _outcome(request, services, tenant_id, request_id, services.settings.hold_s)
     if outcome is not None and outcome.error is not None:
         raise UserError(outcome.error)
-    deleted: JsonObject = {"model_id": model_id, "status": "deleted" if outcome else "deleting"}
+    deleted: JsonObject = {"model_id": body.model_id, "status": "deleted" if outcome else "deleting"}
     kept = "the model is unloaded; its checkpoints are kept and can be resumed from"
     return answer(deleted | {"message": kept, "resources_freed": ["adapter", "optimizer"] if outcome else []})
 
@@ -383,7 +376,7 @@ def get_tokenizer(call: Call) -> JsonObject:
 
 
 class CreateSamplingClientRequest(Body):
-    """One of the two is needed."""
+    """Needs one of the two."""
 
     model_path: Text | None = None
     base_model: Text | None = None
@@ -399,7 +392,7 @@ class CreateSamplingClientRequest(Body):
     example={"model_path": "{tinker_path}"},
 )
 def create_sampling_client(call: Call, request: CreateSamplingClientRequest) -> JsonObject:
-    """A sampling session in a session of its own, which lives as long as it is sampled from, or has heartbeats."""
+    """A sampling session in a session of its own. Samples and heartbeats keep it alive."""
     model_path, base_model = request.model_path, request.base_model
     if model_path is not None:
         call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
@@ -443,7 +436,7 @@ class SamplesRequest(CreateSamplingClientRequest):
     example={"sampling_client_id": "{sampling_session_id}", "prompts": [[1, 2]]},
 )
 def sample(call: Call, request: SamplesRequest) -> JsonObject:
-    """One asample per prompt; their one request_id names all of them."""
+    """One asample per prompt; one request_id names all of them."""
     prompts = request.prompts
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise UserError(f"prompts must be a list of 1 to {MAX_PROMPTS} prompts, each a list of token ids")
@@ -511,7 +504,7 @@ def _result(services: Services, tenant_id: str, request_id: str, outcome: Outcom
 
 
 def _together(results: Sequence[JsonObject]) -> JsonObject:
-    """The samples of several prompts, prompt by prompt."""
+    """The samples of several prompts in their order."""
     lists = [sequences for result in results if isinstance(sequences := result["sequences"], list)]
     return {"type": "sample", "sequences": [one for some in lists for one in some], "results": list(results)}
 
@@ -539,9 +532,7 @@ class CleanupRequest(Body):
     access=Access.LISTING,
 )
 def cleanup_futures(call: Call, request: CleanupRequest) -> JsonObject:
-    """Forget the results of sessions that were closed for that long. Those of open sessions, and what is pending,
-    are what their models would be rebuilt from, and stay.
-    """
+    """Delete results of sessions that were closed for that long. Recovery needs those of open sessions."""
     age_hours = request.max_age_hours
     before, services, deleted = time.time() - age_hours * HOUR_S, call.services, 0
     while closed := services.sessions.closed_before(before, tenant_id=call.tenant_id):

@@ -123,7 +123,7 @@ def _joined(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
-class Tool(ClosedBody):
+class CustomTool(ClosedBody):
     name: fields.Text
     input_schema: dict[str, Any]
     description: Any = None
@@ -182,7 +182,7 @@ class CountRequest(ClosedBody):
     model: Annotated[fields.Text, Field(description="a base model, or the tinker:// path of a checkpoint")]
     messages: Annotated[list[Turn], Field(min_length=1)]
     system: Texts | None = None
-    tools: Annotated[list[Tool], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
+    tools: Annotated[list[CustomTool], BeforeValidator(lambda given: given or [])] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

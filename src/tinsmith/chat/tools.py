@@ -1,9 +1,8 @@
 """Tools: functions that a model may call, how a call is written in its text, and how it is found there.
 
-Two forms are known, told by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
-arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A call that must
-be made, or whose arguments must fit their schema (`strict`), is held to it by a grammar. What looks like a call and is
-none stays text.
+There are two forms, chosen by the model's chat template: Hermes (`<tool_call>` around a JSON object with name and
+arguments; also Qwen's) and Llama 3.1's (the whole answer is a JSON object with name and parameters). A grammar enforces
+a required call, and arguments that fit their schema (`strict`). Text that only resembles a call stays text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tinsmith.wire.fields import Body, Only, OrText, Text, show, wrong
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""In an answer that must call tools: one that need not stop would go on calling for some models."""
+"""The most calls of an answer that must call tools; some models would never stop."""
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 NEWLINE = json.dumps("\n")
@@ -51,7 +50,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The tools of a request and what is to become of them: `choice` is auto, required or the name of one."""
+    """The tools of a request; `choice` is auto, required or a tool's name."""
 
     tools: tuple[Tool, ...]
     choice: str
@@ -61,7 +60,7 @@ class ToolUse:
     marked: bool = True  # whether OPEN and CLOSE are tokens of their own
 
     def grammar(self) -> Grammar | None:
-        """What an answer must match, if not every answer will do."""
+        """The grammar of an answer; None if any text is allowed."""
         if self.choice == "auto":
             return self._strict_grammar() if any(tool.strict for tool in self.tools) else None
         wanted = [tool for tool in self.tools if not self.named or tool.name == self.choice]
@@ -88,11 +87,11 @@ class ToolUse:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where an answer that may hold one call only ends; this text is the call's own."""
+        """The stop string of an answer with at most one call; the text is part of the call."""
         return (CLOSE,) if self.form == "hermes" and not self.parallel and self.choice == "auto" else ()
 
     def held(self, text: str) -> int:
-        """How much of a text that still grows is certainly no call, and no space before one."""
+        """Length of the prefix of a growing text that is certainly not a call, nor white space before one."""
         end = len(text)
         if self.choice != "auto" or (self.form == "llama" and text.lstrip()[:1] in ("{", "")):
             end = 0
@@ -176,7 +175,7 @@ def read_tools(
     if choice == "none" and not named:
         return None
     if named and choice not in names:
-        raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is none of the tools")
+        raise RequestError("tool_choice", f"tool_choice names {show(choice)}, which is not one of the tools")
     return ToolUse(tuple(tools), choice, named, parallel, _form(template), marked)
 
 

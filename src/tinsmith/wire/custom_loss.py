@@ -1,4 +1,4 @@
-"""create_custom_loss: the JSON of a traced loss -> `ops.CustomLoss`, and the stored definition -> the same.
+"""create_custom_loss: the JSON of a traced loss, or its stored definition -> `types.CustomLoss`.
 
 Only the form is read here: one-key objects become references, constants, slices. What a graph may contain,
 `loss_graphs` says. The definition that is stored is the request's own inputs and graph.
@@ -31,7 +31,7 @@ NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 @dataclass(frozen=True, slots=True)
 class CreateCustomLoss:
-    """The request; `definition` is what is stored of it."""
+    """The request; `definition` is its stored part."""
 
     loss: CustomLoss
     definition: bytes
@@ -62,7 +62,7 @@ class CustomLossGraphBody(Body):
 
 
 class CustomLossRequest(Body):
-    """What is stored of a request to create a custom loss."""
+    """The stored part of a request to create a custom loss."""
 
     inputs: Annotated[list[CustomLossInputBody], Field(fail_fast=True)]
     graph: CustomLossGraphBody
@@ -118,7 +118,7 @@ def _argument(value: object, where: str, depth: int) -> LossArgument:
         found = _encoded(kind, inner, where, depth)
         if found is not None:
             return found
-    raise UserError(f"{where} has the argument {show(value)}, which is no encoded value")
+    raise UserError(f"{where} has the argument {show(value)}, which is not an encoded value")
 
 
 def _encoded(kind: str, inner: object, where: str, depth: int) -> LossArgument:

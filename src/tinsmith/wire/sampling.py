@@ -1,14 +1,12 @@
-"""asample: JSON request -> `ops.Sample`; `ops.SampleResult` -> SampleResponse bytes.
+"""asample: JSON request -> `types.Sample`; `types.SampleResult` -> SampleResponse bytes.
 
-A field that asks for something this server cannot do is refused by name; one left at its empty value is
-accepted, because the SDK always sends its defaults. `record_stability_info` asks nothing of a server that
-keeps no such record and is accepted (docs/losses.md says what stable_reinforce does without it).
+Unknown fields are refused, except at an empty value, because the SDK always sends its defaults.
+`record_stability_info` is accepted and has no effect (docs/losses.md describes stable_reinforce without it).
+
+A stored sample may have one more field, `beyond`: parameters that only this server's own routes for chats write. An
+asample with it is refused like any other unknown field.
+
 Shape letters: T tokens, K targets of a prompt token, k entries of a top-k row.
-
-What a stored sample may hold beyond the SDK's fields: written by this server alone, never read from an asample.
-
-One field of the body, `beyond`, so that the wire's own fields keep their meaning and an asample that has it is refused
-like any other unknown field. Knows both directions; what is written here was checked where it came from.
 """
 
 from __future__ import annotations
@@ -172,7 +170,7 @@ class AsampleRequest(ClosedBody):
 
 
 class SampleRequest(AsampleRequest):
-    """The same without a place in a sampling session, or with one that is known already."""
+    """The same without sampling session and number."""
 
     sampling_session_id: Unread = None
     seq_id: Unread = None
@@ -218,7 +216,7 @@ _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
 
 
 def read_sample(body: bytes, request_id: str, version_id: str | None) -> Sample:
-    """The whole request at once, as the engine reads it from its row, which may hold more than an asample."""
+    """A stored sample, as the engine reads it from its row."""
     request = validate(StoredSample, read_object(body))
     sample = sample_of(request, request_id, version_id)
     return sample if request.beyond is None else request.beyond.added(sample)
@@ -258,7 +256,7 @@ def _chunk(chunk: object, where: str) -> I32:
 
 
 def token_ids(value: object, where: str) -> I32:
-    """A JSON list of integers as int32; whether the vocabulary has them is for admission to say."""
+    """A JSON list of integers as int32; admission compares them with the vocabulary."""
     found = _integers(value, where)
     if len(found) and (found.min() < 0 or found.max() > INT32_MAX):
         raise UserError(f"{where} holds {found.min()} .. {found.max()}; token ids lie between 0 and {INT32_MAX}")
@@ -281,7 +279,7 @@ def _integers(value: object, where: str) -> I64:
 
 
 def _targets(given: TensorDataBody | None) -> I64 | SparseRows | None:
-    """Ids [T - 1, K], dense or in CSR form; whether they fit the prompt is for admission to say."""
+    """Ids [T - 1, K], dense or in CSR form; admission compares them with the prompt."""
     if given is None:
         return None
     where = "target_prompt_logprobs"
@@ -370,7 +368,7 @@ def _write_tensor(message: pb.Tensor, array: F32 | I64 | SparseRows) -> None:
 
 
 def read_sample_result(body: bytes, request_id: str) -> SampleResult:
-    """What `write_sample_result` wrote, but for alternatives and targets."""
+    """The inverse of `write_sample_result`, without alternatives and targets."""
     message = pb.SampleResponse.FromString(body)
     reasons = {number: name for name, number in _STOP_REASONS.items()}
     return SampleResult(

@@ -1,8 +1,7 @@
-"""forward, forward_backward and optim_step: request bytes -> ops, results -> bytes.
+"""forward, forward_backward and optim_step: request bytes -> types, results -> bytes.
 
-The arrays of a `Pass` view the message's own buffers; only what the wire stores differently from the ops
-(int32 and bfloat16 tensors, prompts cut into several chunks) is converted. What is checked here is that the
-bytes are what they say they are: sizes, dtypes, shapes. What a loss needs of them, `losses` says.
+The arrays of a `Pass` are views of the message's buffers; int32 and bfloat16 tensors and prompts of several chunks are
+converted. Checks sizes, dtypes and shapes; `losses` checks the inputs of a loss.
 Shape letters: N positions of one datum.
 """
 
@@ -67,12 +66,12 @@ _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
 
 
 def read_pass(body: bytes, request_id: str) -> Pass:
-    """The whole request at once, as the engine reads it from its row."""
+    """A stored pass, as the engine reads it from its row."""
     return pass_of(parse_pass(body), request_id)
 
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
-    """The protobuf message alone: enough to know whose request it is, before its contents are judged."""
+    """The protobuf message, which names the model, before its data are checked."""
     check_messages(body, pb.ForwardBackwardRequest)
     try:
         return pb.ForwardBackwardRequest.FromString(body)
@@ -93,7 +92,7 @@ def pass_of(message: pb.ForwardBackwardRequest, request_id: str) -> Pass:
 
 
 def spans_of(message: pb.ForwardBackwardRequest) -> list[DatumSpans]:
-    """Each datum's provenance, for the one loss that asks for it. Whether it holds, `sequences` says."""
+    """Each datum's provenance, for the one loss that needs it; `recorded_sequences` verifies it."""
     return [DatumSpans(_spans(datum.model_input_spans), _spans(datum.loss_fn_input_spans)) for datum in message.data]
 
 

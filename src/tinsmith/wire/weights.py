@@ -1,7 +1,6 @@
 """The JSON requests that make, save, load and unload models, as typed bodies.
 
-The server validates them to answer; the engine reads the same stored bytes to act. Unknown fields are refused where a
-request is admitted, and not where a stored one is read again.
+The server validates a body to answer it, and the engine reads the same stored bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ DEFAULT_RANK = 32  # the SDK's
 MAX_RECIPIENTS = 10  # the SDK's
 TOKEN = "weights_access_token"
 GRANTED_BY = "granted_by"
-"""What the server writes into a stored body in place of TOKEN; from a client it is worth nothing."""
+"""The server writes it into a stored body in place of TOKEN, and ignores a client's value."""
 
 MIN_RANK, MAX_RANK = 1, 256
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
@@ -85,14 +84,7 @@ class CreateModel(ClosedBody):
 
     @property
     def lora(self) -> LoraSpec:
-        asked = self.lora_config
-        return LoraSpec(
-            rank=asked.rank,
-            seed=asked.seed,
-            train_attn=asked.train_attn,
-            train_mlp=asked.train_mlp,
-            train_unembed=asked.train_unembed,
-        )
+        return LoraSpec(**self.lora_config.model_dump())
 
 
 class LoadWeights(ClosedBody):
@@ -141,7 +133,7 @@ class SaveRequest(ClosedBody):
         return self
 
 
-# The fields that a client sends in each form. The others are read and refused where they mean something.
+# The documented fields of each form. A field of another form is refused if it has an effect there.
 class SaveWeights(SaveRequest):
     overwrite: bool = False
     user_metadata: TextMetadata | None = None
@@ -168,5 +160,5 @@ def read_load(body: bytes) -> LoadWeights:
 
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
-    """As answers name it."""
+    """For answers."""
     return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}

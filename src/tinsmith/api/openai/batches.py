@@ -1,6 +1,6 @@
-"""OpenAI's batches: made, looked at, listed and cancelled. `openai_batches.keeper` does the rest.
+"""OpenAI's batches: create, get, list and cancel. `batch.openai.reconciler` runs them.
 
-The file of a batch is read after it was made, as OpenAI does it: what is wrong with it is told by a batch that failed.
+The server reads the file of a batch after it has created the batch, as OpenAI does: an invalid file fails the batch.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ def create(call: Call, request: CreateBatchRequest) -> JsonObject:
 
 
 async def answer_request(services: Services, question: Question) -> dict[str, object]:
-    """A line of a batch's file, as its route would answer it; what only time can change is tried until it has."""
+    """Answer a line of a batch's file as its route would. Waits for quotas and capacity, and retries server errors."""
     url, body = question.payload.get("url"), question.payload.get("body")
     if not isinstance(url, str) or not isinstance(body, dict):
-        raise UserError("the question must have a url, and a body that is an object")
+        raise UserError("the line must have a url, and a body that is an object")
     tries = 0
     while True:
         status, answered = await answer(services, question.tenant_id, url, body)

@@ -1,7 +1,7 @@
 """OpenAI's chat completions and completions, over any base model or checkpoint.
 
-`chat` has the words, `generation` the sampling, `streams` the pieces. An answer that is not a stream is waited for on
-the request's connection, however long it takes; when that ends, so do the samples.
+`tinsmith.chat` translates, `generation` samples, `streaming` sends pieces. A request without `stream` waits for its
+answer on its connection; a disconnect cancels the samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Files as OpenAI's clients upload, list, read and delete them.
+"""OpenAI's files: upload, list, read and delete. Batches read and write them.
 
-An upload is a multipart form of one file and a few short fields. It is spooled to disk as it comes, and stored when it
-is whole and known to be allowed; nothing but a piece of it is in memory. `openai_batches` is what files are for.
+An upload is a multipart form of one file and a few short fields. The server spools it to disk, and stores it when it is
+complete and allowed; memory holds one chunk of it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def upload(request: Request) -> Response:
             await run(_store, services, tenant_id, form, on=services.threads.transfers), media_type=JSON_TYPE
         )
     finally:
-        await form.close()  # which deletes what was spooled
+        await form.close()  # deletes the spooled file
 
 
 def _store(services: Services, tenant_id: str, form: FormData) -> bytes:
@@ -181,7 +181,7 @@ def delete(call: Call) -> JsonObject:
 
 @operation("GET", "/files/{file_id}/content", "Its bytes", answer=JSONL_TYPE, errors=(206, 404, 416), prefixes=OPENAI)
 async def content(request: Request) -> Response:
-    """The bytes, whole or in ranges."""
+    """The bytes, or ranges of them."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
@@ -193,7 +193,7 @@ async def content(request: Request) -> Response:
         try:
             return file_response(request, stored, JSONL_TYPE, headers, found.filename)
         except FileNotFoundError:
-            raise NotFoundError(f"file {file_id!r} was deleted at this moment") from None
+            raise NotFoundError(f"file {file_id!r} was deleted during this request") from None
 
     return await run(work, on=services.threads.transfers)
 

@@ -126,14 +126,14 @@ def weights_of(services: Services, tenant_id: str, target: Target) -> tuple[Mode
 
 
 class ModelNotFoundError(RequestError, NotFoundError):
-    """There is no such model."""
+    """The model does not exist."""
 
 
 # Samples.
 
 
 async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> list[SampleResult]:
-    """Sample for every prompt and wait for all of it."""
+    """Sample for every prompt, and wait for all results."""
     async with seated(services, tenant_id, prepared) as seats:
         return [await settled(services, seat) for seat in seats]
 
@@ -142,10 +142,10 @@ async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> lis
 async def seated(
     services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
 ) -> AsyncIterator[list[Seat]]:
-    """Submit a plan's samples; those that are left at the end of the block are cancelled."""
+    """Submit a plan's samples. An exception inside the block cancels those that are not settled."""
     seats: list[Seat] = []
     try:
-        # Shielded, since what was submitted must be known here in order to be cancelled.
+        # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(_submit_all, services, tenant_id, prepared, stream, seats))
         yield seats
     except BaseException:
@@ -167,7 +167,7 @@ def _submit(
     plan, shape = prepared.plan, prepared.shape
     params = plan.params
     if params.seed is None:
-        # So that an engine that takes over draws the same tokens again.
+        # So that an engine that takes over samples the same tokens.
         params = replace(params, seed=secrets.randbits(62))
     body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path)
@@ -191,7 +191,7 @@ def _submit(
 
 
 def _shown(plan: Plan) -> Mapping[str, object]:
-    """The logprobs that the answer shows."""
+    """The fields of an asample for the logprobs that the answer shows."""
     top = plan.top_logprobs
     if top is None:
         return {}
@@ -211,14 +211,14 @@ def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
 
 
 def give_up(services: Services, seats: Sequence[Seat]) -> None:
-    """Cancel what is not settled of these."""
+    """Cancel the samples that are not settled."""
     for seat in seats:
         with contextlib.suppress(NotFoundError):
             services.futures.cancel(seat.tenant_id, seat.request_id, "its client went away")
 
 
 async def settled(services: Services, seat: Seat) -> SampleResult:
-    """The result of a sample, however long it takes. Raises the error that it ended with."""
+    """Wait for the result of a sample. Raises its error."""
     with services.waiters.watch(seat.request_id) as woken:
         while (outcome := await _outcome(services, seat)) is None:
             if services.waiters.closed:

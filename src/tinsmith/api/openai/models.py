@@ -1,6 +1,6 @@
-"""What can be sampled, as OpenAI's clients and as Anthropic's list it: the base models, and the tenant's checkpoints.
+"""The list of models for OpenAI's and Anthropic's clients: base models, and the tenant's checkpoints.
 
-One path serves both at OpenAI's addresses; a client that names a version of Anthropic's API gets Anthropic's form.
+OpenAI's paths serve both; a client that sends `anthropic-version` gets Anthropic's form.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tinsmith.errors import RequestError
 from tinsmith.wire.fields import iso, show
 
 SINCE = 1_700_000_000
-"""When a base model was made is not known here; clients want a moment."""
+"""The creation time of base models, which clients require and this server does not know."""
 
 USUAL_PAGE = 20  # Anthropic's
 
@@ -87,7 +87,7 @@ def _place(found: Sequence[Served], call: Call, name: str) -> int:
     wanted = call.query[name]
     place = next((place for place, each in enumerate(found) if each.name == wanted), None)
     if place is None:
-        raise RequestError(name, f"{name} is {show(wanted)}, which is no model of this list")
+        raise RequestError(name, f"{name} is {show(wanted)}, which is not a model of this list")
     return place
 
 

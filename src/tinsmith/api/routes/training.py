@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.api.admission import check_optimizer
-from tinsmith.api.legacy import JSON_PASS, pass_message
+from tinsmith.api.legacy import JsonPassBody, pass_message
 from tinsmith.api.operation import (
     Call,
     Draft,
@@ -127,7 +127,7 @@ def _check_optim_step(model: Model, request: OptimStepRequest) -> None:
     "POST",
     "/forward_backward",
     "One pass, with gradients or without",
-    body=JSON_PASS,
+    body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )
@@ -139,7 +139,7 @@ async def forward_backward(request: Request) -> Response:
     "POST",
     "/forward",
     "One pass without gradients",
-    body=JSON_PASS,
+    body=JsonPassBody,
     takes=PASS_TYPES,
     example={"model_id": "{model_id}", "seq_id": 5, "loss_fn": "cross_entropy", "data": []},
 )
