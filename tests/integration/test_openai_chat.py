@@ -18,9 +18,8 @@ from support import tiny_models
 from support.chat_models import make_plain_model, make_tool_model
 from support.properties import examples
 from tinsmith.base_models import nano, read_shape
-from tinsmith.chat.chats import ChatRequest
+from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Choice, Decoder
-from tinsmith.chat.completions import CompletionRequest
 from tinsmith.chat.generation_request import Plan, Target
 from tinsmith.chat.messages import MessageRequest
 from tinsmith.chat.texts import Text, Thinking, thinking_of

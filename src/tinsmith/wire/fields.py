@@ -48,8 +48,6 @@ MAX_CONTAINERS = 2**18
 SHOWN = 80
 """Characters of a wrong value that a message repeats."""
 
-MISSING = "missing_required_parameter"
-
 
 def show(value: object) -> str:
     """A value for a message: short, on one line, ASCII. Formats no more of the value than it shows."""
@@ -65,6 +63,8 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", hide_input_in_errors=True)
     ignores_zero: ClassVar[bool] = True
     """Whether an unknown field of a `ClosedBody` inside may be 0 or false."""
+    missing_code: ClassVar[str | None] = None
+    """The code of the error for a missing field."""
 
 
 class ClosedBody(Body):
@@ -252,7 +252,7 @@ def _refusal(model: type[Body], error: ErrorDetails) -> RequestError:
     schema = _at(model, place) or {"type": _TYPES.get(kind), "maxLength": error.get("ctx", {}).get("max_length")}
     if kind == "missing":
         what = schema.get("description")
-        return RequestError(path, f"{path} is missing" + (f": {what}" if what else ""), MISSING)
+        return RequestError(path, f"{path} is missing" + (f": {what}" if what else ""), model.missing_code)
     if kind.endswith("_type") and place and _is_choice(place[-1]):
         schema = _at(model, place[:-1])
     return RequestError(path, f"{path} is {show(error['input'])}; it must {_wanted(schema, kind)}")

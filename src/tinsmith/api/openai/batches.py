@@ -44,6 +44,8 @@ Value = Annotated[str, Field(max_length=MAX_VALUE, pattern=NO_NUL)]
 
 
 class CreateBatchRequest(ClosedBody):
+    missing_code = "missing_required_parameter"
+
     input_file_id: Text
     endpoint: Annotated[Text, Only(ENDPOINTS, f"use one of {list(ENDPOINTS)}")]
     completion_window: Annotated[str, OneOf((WINDOW,))]

@@ -18,9 +18,8 @@ from tinsmith.api.openai.generation import Prepared, give_up, new_head, read, sa
 from tinsmith.api.openai.streaming import DONE, STILL_THERE, Events, event, follow, unless_gone
 from tinsmith.api.openapi import ANYTHING, LIST, TEXT, fields
 from tinsmith.api.operation import OPENAI, Access, Call, JsonObject, Services, operation, run
-from tinsmith.chat.chats import ChatRequest
+from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Piece
-from tinsmith.chat.completions import CompletionRequest
 from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
 from tinsmith.errors import TinsmithError, not_supported
 from tinsmith.store.implicit_sessions import Seat

@@ -24,8 +24,7 @@ from tinsmith.api.errors import openai_error
 from tinsmith.api.operation import JsonObject, Services, authenticate, read_body, run
 from tinsmith.api.routes.futures import outcome_of
 from tinsmith.api.routes.sampling import most_tokens
-from tinsmith.chat.chats import ChatRequest
-from tinsmith.chat.completions import CompletionRequest
+from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.generation_request import ContextLengthError, Plan, Target
 from tinsmith.chat.messages import CountRequest, MessageRequest
 from tinsmith.chat.results import Head, whole
