@@ -26,7 +26,7 @@ from tinsmith.batch.coordinator.state import TERMINAL, Job
 from tinsmith.batch.job_request import FormatBody, JobRequest, check_paths
 from tinsmith.batch.types import JobSpec, identity_of
 from tinsmith.errors import ForbiddenError, NotFoundError, UserError
-from tinsmith.wire.fields import ClosedBody, Integer, Schema, bounds
+from tinsmith.wire.fields import ClosedBody, Integer, Schema
 
 EVENTS_PAUSE_S = 0.25
 """Between two looks at a job that changes all the time."""
@@ -224,7 +224,7 @@ def pools(call: Call) -> JsonObject:
 
 
 class ResizePoolRequest(ClosedBody):
-    workers: Annotated[Integer, bounds(0, 1024)]
+    workers: Annotated[Integer, Field(json_schema_extra={"minimum": 0, "maximum": 1024})]
 
 
 @operation(

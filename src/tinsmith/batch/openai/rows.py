@@ -237,7 +237,7 @@ def _check_line(
     if len(line) > max_line_bytes:
         return ("request_too_large", None, f"the request is longer than {max_line_bytes} bytes"), None
     try:
-        request: dict[str, Any] = dict(read_object(line).values)
+        request: dict[str, Any] = read_object(line)
     except UserError as error:
         return ("invalid_json_line", None, str(error).replace("the body", "the line")), None
     if found := problem_of(request, seen, (endpoint,)):
