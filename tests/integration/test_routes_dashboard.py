@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
 from tinsmith.api.dashboard import assets
 from tinsmith.auth.keys import Keys
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.schema import BATCH_JOBS, MODELS
 from tinsmith.db.statements import execute
@@ -238,7 +238,7 @@ def test_a_job_that_is_being_cancelled_is_not_finished(harness: Harness) -> None
 
 
 def test_keys_and_quotas_of_the_tenant_are_shown_without_secrets(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(models=4, tokens_per_minute=100))
+    harness = make_harness(tmp_path, limits=QuotaLimits(models=4, tokens_per_minute=100))
     try:
         keys = Keys(harness.services.models._db)
         made, secret = keys.create("alice", "laptop")

@@ -39,7 +39,7 @@ REACHED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class BenchTarget:
     """A server: where it is, with which key, and which of its base models (the first, if that is None)."""
 
     url: str
@@ -47,7 +47,7 @@ class Target:
     model: str | None = None
 
 
-def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) -> list[Target]:
+def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) -> list[BenchTarget]:
     """A server for each URL; models and keys are given once for all of them, or for each. Raises SettingsError."""
     for flag, values in (("--model", models), ("--key", keys)):
         if len(values) not in (0, 1, len(urls)):
@@ -56,7 +56,7 @@ def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) 
             )
     every_model = [*models] if len(models) == len(urls) else [*models, None][:1] * len(urls)
     every_key = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
-    return [Target(url, key, model) for url, key, model in zip(urls, every_key, every_model, strict=True)]
+    return [BenchTarget(url, key, model) for url, key, model in zip(urls, every_key, every_model, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Measure:
     """One kind of work; `run` answers how many tokens it was. Its figure is tokens a second, or else its time."""
 
     name: str
-    run: Callable[[Client], int]
+    run: Callable[[BenchClient], int]
     is_rate: bool = False
 
     @property
@@ -85,7 +85,7 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One measure, with a figure for each server in order."""
 
     measure: Measure
@@ -98,7 +98,7 @@ class Row:
             return None
         return own / first if self.measure.is_rate else first / own
 
-    def as_json(self, clients: Sequence[Client]) -> dict[str, object]:
+    def as_json(self, clients: Sequence[BenchClient]) -> dict[str, object]:
         servers = [
             {
                 "url": client.target.url,
@@ -114,10 +114,10 @@ class Row:
         return {"measure": self.measure.name, "unit": self.measure.unit, "servers": servers}
 
 
-class Client:
+class BenchClient:
     """A session on one server, and the work that is measured there."""
 
-    def __init__(self, service: tinker.ServiceClient, target: Target, rank: int, patience_s: float) -> None:
+    def __init__(self, service: tinker.ServiceClient, target: BenchTarget, rank: int, patience_s: float) -> None:
         self.target = target
         self.model = target.model or _first_model(target)
         self._service = service
@@ -192,24 +192,24 @@ class Client:
 
 
 MEASURES = (
-    Measure("forward, one datum", Client.forward),
-    Measure("forward_backward + optim_step", Client.step),
-    Measure("sample, one token", Client.first_token),
-    Measure("publish + first token", Client.publish),
-    Measure(f"training, {BATCH} x {BATCH_TOKENS}", Client.batch, is_rate=True),
-    Measure(f"sampling, {SAMPLES} x {NEW_TOKENS}", Client.samples, is_rate=True),
+    Measure("forward, one datum", BenchClient.forward),
+    Measure("forward_backward + optim_step", BenchClient.step),
+    Measure("sample, one token", BenchClient.first_token),
+    Measure("publish + first token", BenchClient.publish),
+    Measure(f"training, {BATCH} x {BATCH_TOKENS}", BenchClient.batch, is_rate=True),
+    Measure(f"sampling, {SAMPLES} x {NEW_TOKENS}", BenchClient.samples, is_rate=True),
 )
 
 
 class Benchmark:
     """All servers, with a session on each while the block lasts. Raises SettingsError."""
 
-    def __init__(self, targets: Sequence[Target], *, rank: int, patience_s: float) -> None:
+    def __init__(self, targets: Sequence[BenchTarget], *, rank: int, patience_s: float) -> None:
         self._targets = targets
         self._rank = rank
         self._patience_s = patience_s
         self._sessions = ExitStack()
-        self.clients: list[Client] = []
+        self.clients: list[BenchClient] = []
 
     def __enter__(self) -> Self:
         try:
@@ -220,14 +220,14 @@ class Benchmark:
             for target in self._targets:
                 _require_server(target)
                 service = sessions.enter_context(tinker.ServiceClient(base_url=target.url, api_key=target.key))
-                self.clients.append(Client(service, target, self._rank, self._patience_s))
+                self.clients.append(BenchClient(service, target, self._rank, self._patience_s))
             self._sessions = sessions.pop_all()
         return self
 
     def __exit__(self, *_error: object) -> None:
         self._sessions.close()
 
-    def rows(self, runs: int) -> Iterator[Row]:
+    def rows(self, runs: int) -> Iterator[Comparison]:
         """One after the other, as they are found."""
         for measure in MEASURES:
             figures = tuple(Figure() for _ in self.clients)
@@ -235,10 +235,10 @@ class Benchmark:
                 for client, figure in zip(self.clients, figures, strict=True):
                     if figure.error is None:
                         _take(measure, client, figure, counts=number >= WARM_UP)
-            yield Row(measure, figures)
+            yield Comparison(measure, figures)
 
 
-def _take(measure: Measure, client: Client, figure: Figure, *, counts: bool) -> None:
+def _take(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool) -> None:
     started = time.perf_counter()
     try:
         tokens = measure.run(client)
@@ -250,7 +250,7 @@ def _take(measure: Measure, client: Client, figure: Figure, *, counts: bool) -> 
         figure.values.append(tokens / seconds if measure.is_rate else 1000 * seconds)
 
 
-def _require_server(target: Target) -> None:
+def _require_server(target: BenchTarget) -> None:
     try:
         httpx.get(f"{target.url.rstrip('/')}/api/v1/healthz", timeout=REACHED_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -259,7 +259,7 @@ def _require_server(target: Target) -> None:
         ) from None
 
 
-def _first_model(target: Target) -> str:
+def _first_model(target: BenchTarget) -> str:
     import tinker
 
     served = tinker.RestClient(base_url=target.url, api_key=target.key).get_server_capabilities().result()
@@ -269,7 +269,7 @@ def _first_model(target: Target) -> str:
     raise SettingsError(f"{target.url} names no base model; give one with --model")
 
 
-def run_bench(output: Console, targets: Sequence[Target], *, runs: int, rank: int, patience_s: float) -> bool:
+def run_bench(output: Console, targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float) -> bool:
     """Show a table that grows row by row; whether every server did everything. Raises SettingsError."""
     with Benchmark(targets, rank=rank, patience_s=patience_s) as benchmark:
         table = _table(benchmark.clients)
@@ -289,7 +289,7 @@ def run_bench(output: Console, targets: Sequence[Target], *, runs: int, rank: in
 
 
 def bench_as_json(
-    targets: Sequence[Target], *, runs: int, rank: int, patience_s: float
+    targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float
 ) -> tuple[bool, list[dict[str, object]]]:
     """The same as plain values. Raises SettingsError."""
     with Benchmark(targets, rank=rank, patience_s=patience_s) as benchmark:
@@ -298,7 +298,7 @@ def bench_as_json(
         return whole, [row.as_json(benchmark.clients) for row in rows]
 
 
-def _table(clients: Sequence[Client]) -> Table:
+def _table(clients: Sequence[BenchClient]) -> Table:
     table = Table("what", "unit", box=None, pad_edge=False)
     for index, client in enumerate(clients):
         table.add_column(escape(f"{client.target.url}\n{client.model}"), justify="right", overflow="fold")
@@ -307,7 +307,7 @@ def _table(clients: Sequence[Client]) -> Table:
     return table
 
 
-def _cells(row: Row) -> Iterator[str]:
+def _cells(row: Comparison) -> Iterator[str]:
     for index, figure in enumerate(row.figures):
         if figure.value is None:
             yield "[red]error[/]"

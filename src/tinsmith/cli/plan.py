@@ -25,7 +25,7 @@ LARGEST_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PlanRequest:
     """What the flags say; None where they say nothing."""
 
     model: str
@@ -41,7 +41,7 @@ class Asked:
     shard_base: bool = False
 
 
-def plan_of(asked: Asked) -> Plan:
+def plan_of(asked: PlanRequest) -> Plan:
     """Raises SettingsError for what cannot be, or does not fit where degrees were asked for."""
     directory = find(asked.model)
     model = read_directory(directory)
@@ -70,7 +70,7 @@ def _compare(model: Architecture, directory: Path) -> None:
         )
 
 
-def _wanted(asked: Asked, model: Architecture) -> Wanted:
+def _wanted(asked: PlanRequest, model: Architecture) -> Wanted:
     devices, memory_bytes, cuda = asked.gpus, None, True
     if asked.memory is not None:
         memory_bytes = _bytes_of(asked.memory)

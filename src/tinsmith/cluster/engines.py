@@ -121,7 +121,7 @@ class Engines:
 
     def renew(self, lease: Lease, lease_s: float) -> bool:
         """Extend the lease; False if this engine was declared dead."""
-        with self._db.write() as connection:
+        with self._db.write() as connection:  # the clock is read once the write lock is held
             update = ENGINES.update().where(*_is(lease))
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
@@ -134,9 +134,8 @@ class Engines:
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
         """Set the state of the engine on a seat."""
-        with self._db.write() as connection:
-            mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
-            connection.execute(mine.values(state=state, reason=reason, address=address))
+        mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
+        self._db.execute(mine.values(state=state, reason=reason, address=address))
 
     def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
         """End the epoch of an engine that is gone and free its runs at once. `suspects` is the in-flight note of its
@@ -150,8 +149,7 @@ class Engines:
 
     def find(self, seat: Seat) -> EngineRow | None:
         """The row of a seat of this holder."""
-        query = sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat))
-        row = self._db.first(query)
+        row = self._db.first(sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat)))
         return None if row is None else EngineRow(**row._mapping)
 
     def of_base(self, base_model: str, kind: str | None = None) -> list[EngineRow]:
@@ -183,8 +181,7 @@ class Engines:
         quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
         owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         given = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
-        with self._db.write() as connection:
-            return connection.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given)).rowcount
+        return self._db.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given))
 
 
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}

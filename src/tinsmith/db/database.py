@@ -26,8 +26,8 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 from tinsmith.db.sqlite import (
     MAX_BUSY_TIMEOUT_S,
     ConnectionPool,
+    DatabaseFiles,
     DatabaseMovedError,
-    Files,
     WriteLock,
     begin,
     commit,
@@ -59,6 +59,7 @@ _LAST_BEFORE_RELEASE, _FIRST_RELEASE = "0010", "schema_0001"
 """Two names of one schema: the last revision of the chain before the first release, and the first release's."""
 
 Fence = Callable[[Connection], None]
+Query = sa.Select | Statement
 Values = Mapping[str, object] | None
 
 __all__ = ["Database", "DatabaseMovedError", "Fence", "now", "sqlalchemy_url"]
@@ -76,11 +77,11 @@ class Database:
         self.url = sqlalchemy_url(url)
         self._fence = fence
         self.is_sqlite = self.url.startswith("sqlite")
-        self._files: Files | None = None
+        self._files: DatabaseFiles | None = None
         if self.is_sqlite:
             path = sa.make_url(self.url).database
             if path and path != ":memory:":
-                self._files = Files(path, exists=exists)
+                self._files = DatabaseFiles(path, exists=exists)
             self._write_lock = WriteLock(patience_s)
             self.engine: Engine = make_engine(self.url, self._files, self._write_lock.busy_timeout_s)
             self._pool = ConnectionPool(self.engine)
@@ -152,12 +153,22 @@ class Database:
             with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 yield connection
 
-    def rows(self, query: sa.Select, values: Values = None) -> Sequence[sa.Row]:
+    def execute(self, statement: sa.Executable, values: Values = None) -> int:
+        """One statement in a transaction of its own; returns the number of rows that it changed."""
+        with self.write() as connection:
+            return connection.execute(statement, values).rowcount
+
+    def rows(self, query: Query, values: Values = None) -> Sequence[Any]:
         with self.read() as connection:
+            if isinstance(query, Statement):
+                return query.rows(connection, values or {})
             return connection.execute(query, values).all()
 
-    def first(self, query: sa.Select, values: Values = None) -> sa.Row | None:
+    def first(self, query: Query, values: Values = None) -> Any:  # noqa: ANN401  a row of the query's columns
+        """The first row; None without one."""
         with self.read() as connection:
+            if isinstance(query, Statement):
+                return query.first(connection, values or {})
             return connection.execute(query, values).first()
 
     def scalars(self, query: sa.Select, values: Values = None) -> list[Any]:
@@ -169,6 +180,13 @@ class Database:
         """The first column of the first row; None without a row."""
         with self.read() as connection:
             return connection.scalar(query, values)
+
+    def page(self, query: sa.Select, limit: int | None, offset: int) -> tuple[Sequence[Any], int]:
+        """Some rows of a query of one table or join, and how many it has in all."""
+        count = query.with_only_columns(sa.func.count(), maintain_column_froms=True).order_by(None)
+        with self.read() as connection:
+            rows = connection.execute(query.limit(limit).offset(offset)).all()
+            return rows, connection.scalar(count) or 0
 
     def insert_once(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing, and counts no row, if a row with the same key exists or is being inserted."""

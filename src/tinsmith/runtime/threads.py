@@ -24,7 +24,7 @@ SWEEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
+class ThreadPools:
     quick: ThreadPoolExecutor
     handlers: ThreadPoolExecutor
     transfers: ThreadPoolExecutor
@@ -32,7 +32,7 @@ class Threads:
     sweeps: ThreadPoolExecutor
 
     @classmethod
-    def start(cls, handlers: int = HANDLERS, transfers: int = TRANSFERS) -> Threads:
+    def start(cls, handlers: int = HANDLERS, transfers: int = TRANSFERS) -> ThreadPools:
         """Create the lanes; each thread starts when it is first needed."""
         sizes = {"quick": QUICK, "handlers": handlers, "transfers": transfers, "results": RESULTS}
         sizes["sweeps"] = SWEEPS

@@ -34,7 +34,7 @@ from tinsmith.api.app import Services, create_app, create_probe_app
 from tinsmith.api.connections import Connection
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import NAMES as QUOTAS
-from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.quotas import QuotaLimits, Quotas
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
@@ -49,7 +49,7 @@ from tinsmith.chat.texts import Texts
 from tinsmith.cluster.early import EarlyEngine
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import Dispatch, Executors
-from tinsmith.cluster.ownership import Fleet
+from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.supervisor import Supervisor
 from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
@@ -67,7 +67,7 @@ from tinsmith.db.wakeups import (
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
-from tinsmith.runtime.threads import Threads
+from tinsmith.runtime.threads import ThreadPools
 from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
@@ -78,7 +78,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
@@ -224,7 +224,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     meters.held_polls(waiters.__len__)
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    fleet = Fleet(database)
+    fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     services = replace(services, failing=supervisor.failing)
@@ -306,14 +306,14 @@ def _services(
     waiters: Waiters,
     futures: Futures,
     engines: Engines,
-    fleet: Fleet,
+    fleet: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
     files = Files(database, settings.storage_location("files"))
     sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
-    quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
+    quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
     answers = ServiceAnswers(
@@ -346,7 +346,7 @@ def _services(
         batch_keeper=Keeper(settings, keeping),
         texts=Texts(),
         partials=Partials(),
-        standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),
+        implicit_sessions=ImplicitSessions(sessions, samplers, audit, settings.session_timeout_s),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
@@ -356,7 +356,7 @@ def _services(
         dispatch=dispatch,
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
-        threads=Threads.start(settings.handler_threads, settings.transfer_threads),
+        threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
 
@@ -376,7 +376,7 @@ def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
         waiters.settled(request_ids)
 
 
-async def _watch_files(database: Database, threads: Threads, supervisor: Supervisor) -> None:
+async def _watch_files(database: Database, threads: ThreadPools, supervisor: Supervisor) -> None:
     """Stop the process if its database file was moved or replaced, even if nothing is being written."""
     while True:
         await asyncio.sleep(FILES_POLL_S)

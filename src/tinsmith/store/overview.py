@@ -19,17 +19,11 @@ from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.models import LOADED
+from tinsmith.telemetry.metrics import Counted
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
 """The client's heartbeats come. One that said farewell is kept open for its last requests, and is no longer active."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    meter: str
-    labels: tuple[str, ...]
-    value: float
 
 
 class Census:
@@ -95,7 +89,7 @@ def resident_bytes(pid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSummary:
     """A model, and what its session is called."""
 
     model_id: str
@@ -145,7 +139,7 @@ class SeatRow:
 _PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
 _RUN_COLUMNS = [
     {"display_name": SESSIONS.c.display_name, "project_id": _PROJECT}.get(field.name, MODELS.c.get(field.name))
-    for field in fields(Run)
+    for field in fields(RunSummary)
 ]
 _RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
 SORTS: Mapping[str, sa.ColumnElement[object]] = {
@@ -159,7 +153,7 @@ class Overview:
 
     def runs(
         self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[RunSummary], int]:
         """A page of the tenant's runs and how many there are; each word of `search` is part of a name of the run."""
         where = MODELS.c.tenant_id == tenant_id
         named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT)
@@ -170,17 +164,15 @@ class Overview:
         key, same = SORTS[sort], MODELS.c.model_id
         order = (key.desc(), same.desc()) if descending else (key.asc(), same.asc())
         query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(where).order_by(*order)
-        with self._db.read() as connection:
-            rows = [Run(*row) for row in connection.execute(query.limit(limit).offset(offset))]
-            total = connection.scalar(sa.select(sa.func.count()).select_from(_RUNS).where(where)) or 0
-        return rows, total
+        rows, total = self._db.page(query, limit, offset)
+        return [RunSummary(*row) for row in rows], total
 
-    def run(self, tenant_id: str, model_id: str) -> Run:
+    def run(self, tenant_id: str, model_id: str) -> RunSummary:
         mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
         row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine))
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
-        return Run(*row)
+        return RunSummary(*row)
 
     def waiting(self, tenant_id: str) -> list[Waiting]:
         """What the tenant waits for, the oldest first."""

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -212,22 +211,20 @@ class TenantLabels:
         return tenant_id
 
 
-class Count(Protocol):
-    """One number counted from rows: its meter and labels."""
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A value of one meter that was counted from rows."""
 
-    @property
-    def meter(self) -> str: ...
-    @property
-    def labels(self) -> tuple[str, ...]: ...
-    @property
-    def value(self) -> float: ...
+    meter: str
+    labels: tuple[str, ...]
+    value: float
 
 
 class ServerMeters:
     """The server's own counters, and the text of all metrics. Methods may be called from any thread."""
 
     def __init__(
-        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Count]] = tuple
+        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Counted]] = tuple
     ) -> None:
         """`directory` has the files of the engines; None if this process has none."""
         prometheus_client.disable_created_metrics()  # a second series for each counter, which nobody asks for
@@ -241,14 +238,14 @@ class ServerMeters:
         self._held = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Counted(counts))
+        self._registry.register(_RowCollector(counts))
         if directory is not None:
             MultiProcessCollector(self._registry, str(directory))
 
     def answered(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
-    def submitted(self, kind: str, tenant_id: str, *, refused: bool) -> None:
+    def submitted(self, kind: str, tenant_id: str, refused: bool) -> None:
         self._submitted.labels(kind, "refused" if refused else "accepted").inc()
         self._of_tenant.labels(self._tenants(tenant_id)).inc()
 
@@ -284,10 +281,10 @@ class ServerMeters:
         return generate_latest(self._registry)
 
 
-class _Counted:
+class _RowCollector:
     """The counts from rows, as a collector of prometheus-client."""
 
-    def __init__(self, counts: Callable[[], Iterable[Count]]) -> None:
+    def __init__(self, counts: Callable[[], Iterable[Counted]]) -> None:
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:

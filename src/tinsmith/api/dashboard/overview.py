@@ -13,7 +13,7 @@ from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth.quotas import NAMES as QUOTAS
 from tinsmith.errors import UserError
 from tinsmith.store.history import Point, RecentStep
-from tinsmith.store.overview import SORTS, Run
+from tinsmith.store.overview import SORTS, RunSummary
 from tinsmith.wire.fields import iso, show, text_values
 
 MAX_SEARCH = 200
@@ -106,7 +106,7 @@ def run(call: Call) -> JsonObject:
     return _run(found, call.services.curves.newest([found.model_id]).get(found.model_id))
 
 
-def _run(found: Run, newest: Point | None) -> JsonObject:
+def _run(found: RunSummary, newest: Point | None) -> JsonObject:
     return {
         "model_id": found.model_id,
         "session_id": found.session_id,

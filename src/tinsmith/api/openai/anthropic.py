@@ -17,7 +17,7 @@ from tinsmith.api.openapi import ANYTHING, COUNT, LIST, SHORT_TEXT, TEXT, TEXTS,
 from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, authenticate, operation, read_body, run
 from tinsmith.chat.messages import Blocks, message, read_counted, read_message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import SampleResult
 from tinsmith.wire.bodies import JSON_TYPE
 from tinsmith.wire.fields import Schema
@@ -75,7 +75,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _events(
-    services: Services, prepared: Prepared, message_id: str, seats: list[Seat]
+    services: Services, prepared: Prepared, message_id: str, seats: list[SampleId]
 ) -> AsyncGenerator[bytes, None]:
     plan = prepared.plan
     results: list[SampleResult] = []

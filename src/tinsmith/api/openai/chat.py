@@ -22,7 +22,7 @@ from tinsmith.chat.choices import Piece
 from tinsmith.chat.refusals import not_supported
 from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
 from tinsmith.errors import TinsmithError
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import SampleResult
 from tinsmith.wire import bodies
 from tinsmith.wire.bodies import JSON_TYPE
@@ -124,7 +124,9 @@ async def _stream(services: Services, tenant_id: str, prepared: Prepared, head: 
     return Events(_events(services, prepared, head, seats), stack)
 
 
-async def _events(services: Services, prepared: Prepared, head: Head, seats: list[Seat]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    services: Services, prepared: Prepared, head: Head, seats: list[SampleId]
+) -> AsyncGenerator[bytes, None]:
     plan, text = prepared.plan, prepared.text
     results: list[SampleResult] = []
     try:

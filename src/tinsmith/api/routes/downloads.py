@@ -27,7 +27,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response, Stream
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TAR_TYPE, TEXT, fields
 from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
-from tinsmith.api.routes.links import Link, follow_link, sign_link
+from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, parse_path
@@ -156,7 +156,7 @@ def archive_url(call: Call) -> JsonObject:
     return {"url": link.url, "expires": link.expires.isoformat().replace("+00:00", "Z")}
 
 
-def _link_to_archive(call: Call) -> Link:
+def _link_to_archive(call: Call) -> SignedLink:
     checkpoint = _readable(call)
     link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
     record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
 from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, operation, read_json, run, traced
 from tinsmith.runtime.failpoints import hit
-from tinsmith.store.futures import UNBOUNDED, Outcome
+from tinsmith.store.futures import UNBOUNDED, FutureOutcome
 from tinsmith.store.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import INT64_MAX, Body, OneOf, Position, Text
@@ -90,7 +90,7 @@ async def retrieve_future(request: Request) -> Response:
 
 async def outcome_of(
     services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
-) -> Outcome | None:
+) -> FutureOutcome | None:
     """As `Futures.outcome`; a large body is read by a thread."""
     small_bytes = min(inline_bytes, ON_LOOP_BYTES)
     found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)

@@ -28,18 +28,18 @@ PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SignedLink:
     url: str
     expires: datetime
 
 
-def sign_link(call: Call, purpose: str, path: str) -> Link:
+def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
     """A link to `path`, one of the API's."""
     expires_s = int(time.time()) + LINK_S
     signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
     base = base_url(call.services.settings, call.scheme, call.headers)
     url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires_s}&signature={signature}"
-    return Link(url, datetime.fromtimestamp(expires_s, UTC))
+    return SignedLink(url, datetime.fromtimestamp(expires_s, UTC))
 
 
 def follow_link(request: Request, purpose: str) -> Services:

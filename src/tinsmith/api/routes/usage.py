@@ -13,7 +13,7 @@ from tinsmith.api.openapi import ANYTHING, LIST, PROJECT, fields, one_of
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth import user_email, user_urn
 from tinsmith.errors import UserError
-from tinsmith.store.audit import PREFIXES, Entry
+from tinsmith.store.audit import PREFIXES, AuditEntry
 from tinsmith.store.sessions import Session
 from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.wire.fields import Schema, iso, moment_of, show, text_values
@@ -156,7 +156,7 @@ def _day(text: str | None) -> date:
     raise UserError(f"the query's day is {show(text)}; it must be a day like 2026-07-13")
 
 
-def _entry(entry: Entry) -> JsonObject:
+def _entry(entry: AuditEntry) -> JsonObject:
     written: JsonObject = {"timestamp": iso(entry.created_at), "event": entry.event, "event_details": entry.details}
     if entry.event.startswith("checkpoint_"):
         written |= {name: entry.details[name] for name in CHECKPOINT_FIELDS if name in entry.details}

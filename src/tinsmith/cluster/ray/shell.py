@@ -36,7 +36,7 @@ TAIL_BYTES = 2000
 ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
 """Each shell has one process, without ports that another on the same node might use."""
 
-COMMAND = (sys.executable, "-m", "tinsmith.cli.placed")
+COMMAND = (sys.executable, "-m", "tinsmith.cli.serve_role")
 
 
 class Shell:
