@@ -50,7 +50,7 @@ from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
-from tinsmith.telemetry.tracing import NoTracing
+from tinsmith.telemetry.tracing import Tracing
 from tinsmith.types import LoraSpec, ModelShape, Pending
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.token_stream import Partials
@@ -209,7 +209,7 @@ def make_harness(
         engine_for_run=lambda _base_model: None,
         dispatch=Dispatch(Executors(database)),
         meters=meters,
-        tracing=NoTracing(),
+        tracing=Tracing(),
         threads=ThreadPools.start(),
         reads_wait=not database.is_sqlite,
     )
