@@ -50,6 +50,9 @@ IDLE_IN_TRANSACTION_S = 10
 """Postgres ends a transaction that is idle for this long: a process that is stopped in the middle of one would hold its
 locks for ever."""
 
+MAX_CONNECTIONS, IDLE_CONNECTIONS = 40, 8
+"""Connections of one process to Postgres: at most, and those that stay open."""
+
 FILES_POLL_S = 1.0
 """How often a process checks that the files of its database are still there."""
 
@@ -69,10 +72,17 @@ class Database:
     """Connections to one database. `write` and `read` each give one transaction."""
 
     def __init__(
-        self, url: str, fence: Fence | None = None, *, patience_s: float = MAX_BUSY_TIMEOUT_S, exists: bool = False
+        self,
+        url: str,
+        fence: Fence | None = None,
+        *,
+        patience_s: float = MAX_BUSY_TIMEOUT_S,
+        exists: bool = False,
+        connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """On SQLite, a writer waits for others for `patience_s`. `exists`: another process has made the database, and
-        this one must not. Raises DatabaseMovedError if its file is missing then.
+        """On SQLite, a writer waits for others for `patience_s`. `exists`: another process has made the database;
+        raises DatabaseMovedError if its file is missing. `connections` is the most on Postgres: with one for each
+        thread, no thread waits for another's.
         """
         self.url = sqlalchemy_url(url)
         self._fence = fence
@@ -87,7 +97,7 @@ class Database:
             self._pool = ConnectionPool(self.engine)
             self._nowait_pool = ConnectionPool(make_engine(self.url, self._files, 0.0, autocheckpoint=False))
         else:
-            self.engine = _postgres_engine(self.url)
+            self.engine = _postgres_engine(self.url, connections)
             event.listen(self.engine, "connect", _configure_postgres)
 
     def time_use(self, used: Callable[[float], None]) -> None:
@@ -284,13 +294,16 @@ def sqlalchemy_url(url: str) -> str:
     return f"postgresql+psycopg{separator}{rest}" if scheme in ("postgres", "postgresql") else url
 
 
-def _postgres_engine(url: str) -> Engine:
+def _postgres_engine(url: str, connections: int) -> Engine:
     scheme = url.partition("://")[0]
     if scheme != "postgresql+psycopg":
         raise SettingsError(f"database_url begins with {f'{scheme[:20]}://'!r}; use sqlite:/// or postgresql://")
     try:
-        # Every worker thread of a server may hold one. A broken connection is replaced before it is used.
-        return sa.create_engine(url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True)
+        # A broken connection is replaced before it is used.
+        overflow = max(0, connections - IDLE_CONNECTIONS)
+        return sa.create_engine(
+            url, pool_size=IDLE_CONNECTIONS, max_overflow=overflow, pool_pre_ping=True, hide_parameters=True
+        )
     except ModuleNotFoundError:
         raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
     except (ArgumentError, ValueError):

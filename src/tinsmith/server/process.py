@@ -51,7 +51,7 @@ from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.supervisor import Supervisor
-from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.database import FILES_POLL_S, MAX_CONNECTIONS, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import (
     EVERYTHING,
@@ -208,13 +208,14 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
-    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S)
+    connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
+    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
     engines = Engines(database, holder_of(data_dir))
     meters = ServerMeters(
         emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
     )
     database.time_use(meters.database_used)
-    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.background_failed)
     background = Background(meters.background_failed)
     supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)

@@ -207,7 +207,7 @@ async def settled(services: Services, seat: SampleId) -> SampleResult:
                 async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
                     await woken.wait()
             woken.clear()
-            await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id)
+            await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
     if outcome.error is not None:
         raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
     assert outcome.body is not None

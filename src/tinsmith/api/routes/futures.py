@@ -270,10 +270,10 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
 
 
 async def note_poll(services: Services, tenant_id: str, name: str) -> None:
-    """A poll is a sign of life of the session whose id `name` begins with."""
+    """Count a poll as a heartbeat of the session whose id `name` begins with."""
     session_id = name.partition(":")[0]
     if services.sessions.is_sign_due(session_id):
-        await run(services.sessions.polled, tenant_id, session_id)
+        await run(services.sessions.polled, tenant_id, session_id, on=services.threads.quick)
 
 
 async def read(services: Services, read: Callable[..., T], *args: object) -> T:

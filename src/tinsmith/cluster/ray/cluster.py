@@ -25,6 +25,7 @@ from tinsmith.cluster.ray.controller import Controller, RayProcess
 from tinsmith.cluster.ray.scaling import ROLES, Fleet, Role
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.runtime.background import kept_thread
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
@@ -140,7 +141,10 @@ class ControllerActor:
         has_samplers = "sampler" in fleet.roles and fleet.roles["sampler"].rule.maximum > 0
         depths = QueueDepths(database, fleet.base_models, has_samplers)
         self._controller = Controller(fleet, RayCluster(), depths.read, time.monotonic)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._start()
+
+    def _start(self) -> None:
+        kept_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
 
     def _run(self) -> None:
         while True:
