@@ -39,17 +39,17 @@ class PlanRequest:
     shard_base: bool = False
 
 
-def plan_of(asked: PlanRequest) -> Plan:
+def plan_of(request: PlanRequest) -> Plan:
     """Raises SettingsError for invalid flags, and if the model does not fit the given degrees."""
-    directory = find(asked.model)
+    directory = find(request.model)
     model = read_directory(directory)
     _compare(model, directory)
-    wanted = _wanted(asked, model)
-    if asked.tensor_parallel is None and asked.data_parallel is None and not asked.shard_base:
+    wanted = _wanted(request, model)
+    if request.tensor_parallel is None and request.data_parallel is None and not request.shard_base:
         return choose(model, wanted)
-    tensor = asked.tensor_parallel or 1
-    data = asked.data_parallel or max(1, wanted.devices // max(1, tensor))
-    return check(model, wanted, Degrees(data, tensor, asked.shard_base))
+    tensor = request.tensor_parallel or 1
+    data = request.data_parallel or max(1, wanted.devices // max(1, tensor))
+    return check(model, wanted, Degrees(data, tensor, request.shard_base))
 
 
 def find(model: str) -> Path:
@@ -68,28 +68,28 @@ def _compare(model: Architecture, directory: Path) -> None:
         )
 
 
-def _wanted(asked: PlanRequest, model: Architecture) -> Wanted:
-    devices, memory_bytes, cuda = asked.gpus, None, True
-    if asked.memory is not None:
-        memory_bytes = _bytes_of(asked.memory)
+def _wanted(request: PlanRequest, model: Architecture) -> Wanted:
+    devices, memory_bytes, cuda = request.gpus, None, True
+    if request.memory is not None:
+        memory_bytes = _bytes_of(request.memory)
     if devices is None or memory_bytes is None:
         found = _this_machine()
         devices, memory_bytes = devices or found[0], memory_bytes or found[1]
-        cuda = found[2] or asked.gpus is not None
-    dtype = asked.dtype or ("bfloat16" if cuda else "float32")
-    context = asked.context or 0
+        cuda = found[2] or request.gpus is not None
+    dtype = request.dtype or ("bfloat16" if cuda else "float32")
+    context = request.context or 0
     longest = f"it must be from 1 to the model's own {model.context:,}"
     for name, value, good, hint in (
         ("--gpus", devices, devices >= 1, "it must be at least 1"),
-        ("--rank", asked.rank, 1 <= asked.rank <= LARGEST_RANK, f"it must be from 1 to {LARGEST_RANK}"),
-        ("--adapters", asked.adapters, asked.adapters >= 1, "it must be at least 1"),
-        ("--context", asked.context, asked.context is None or 1 <= context <= model.context, longest),
+        ("--rank", request.rank, 1 <= request.rank <= LARGEST_RANK, f"it must be from 1 to {LARGEST_RANK}"),
+        ("--adapters", request.adapters, request.adapters >= 1, "it must be at least 1"),
+        ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
         ("--dtype", dtype, dtype in NUMBER_BYTES, "choose bfloat16 or float32"),
-        ("--quantize", asked.quantize, asked.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
+        ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
     ):
         if not good:
             raise SettingsError(f"{name} is {value!r}; {hint}")
-    return Wanted(devices, memory_bytes, asked.rank, context, dtype, asked.quantize, asked.adapters, cuda)
+    return Wanted(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
 
 
 def _bytes_of(text: str) -> int:

@@ -126,7 +126,7 @@ class Engines:
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
     def is_taken(self, seat: Seat, lease: Lease) -> bool:
-        """Whether another process has this seat by now: one with a copy of the holder's id, since the lock is ours."""
+        """Whether another process took this seat, which is possible only with a copy of the holder's id."""
         row = self.find(seat)
         return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
 
@@ -171,8 +171,8 @@ class Engines:
         if ready and len(ready) == len(rows):
             return "paused_capacity", f"the engine of {base_model} has not been heard of; another may take over"
         # The engine that will be ready first gives the reason.
-        told = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
-        state, reason = (told[0].state, told[0].reason) if told else ("starting", None)
+        nearest = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
+        state, reason = (nearest[0].state, nearest[0].reason) if nearest else ("starting", None)
         return "paused_capacity", f"the engine of {base_model} is {state}{f': {reason}' if reason else ''}"
 
     def forget_gone(self) -> int:

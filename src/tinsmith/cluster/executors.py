@@ -18,7 +18,7 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from tinsmith.cluster.routing import Candidate, Loads, choose, prefix_key
+from tinsmith.cluster.routing import Loads, choose, prefix_key
 from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.wakeups import engine_mailbox
@@ -54,12 +54,12 @@ class Executors:
 
     # Reading.
 
-    def live(self, base_model: str) -> list[Candidate]:
+    def live(self, base_model: str) -> dict[str, int]:
         """The live samplers of a base model, with the tokens that wait for each."""
         names = self._db.scalars(live_samplers(self._db, base_model))
         rows = self._db.rows(_LOADS, {"base_model": base_model}) if names else []
         tokens = {row.executor: int(row.tokens) for row in rows}
-        return [Candidate(name, tokens.get(name, 0)) for name in names]
+        return {name: tokens.get(name, 0) for name in names}
 
     def owner_address(self, model_id: str) -> str | None:
         """The address at which a run's engine serves versions; None if it serves none or is not alive."""
@@ -139,8 +139,7 @@ def _round_robin(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
 
 class Dispatch:
     def __init__(self, executors: Executors) -> None:
-        self._executors = executors
-        self._waiting_tokens = Loads(self._look)
+        self._waiting_tokens = Loads(executors.live)
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
         """The request with an executor, if there is a sampler for it."""
@@ -148,12 +147,8 @@ class Dispatch:
             return new
         waiting_tokens = self._waiting_tokens.of(new.base_model)
         with self._waiting_tokens.lock:
-            candidates = [Candidate(name, tokens) for name, tokens in waiting_tokens.items()]
-            executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), candidates)
+            executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), waiting_tokens)
             if executor is None:
                 return new
             waiting_tokens[executor] += new.num_tokens
         return replace(new, executor=executor)
-
-    def _look(self, base_model: str) -> dict[str, int]:
-        return {one.executor: one.waiting_tokens for one in self._executors.live(base_model)}

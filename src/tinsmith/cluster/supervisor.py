@@ -25,7 +25,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.base_models import Bases
-from tinsmith.cluster.early import EarlyEngine, Process
+from tinsmith.cluster.early import AdoptedProcess, EarlyEngine
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
 from tinsmith.cluster.in_flight_journal import left_behind, note_path
 from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
@@ -38,6 +38,8 @@ STOP_S = 20.0
 
 MANY_DEATHS = 3
 """An engine that died this often in a row, each time before STEADY_S, makes the health check fail."""
+
+Process = asyncio.subprocess.Process | AdoptedProcess
 
 log = structlog.get_logger()
 

@@ -82,12 +82,6 @@ class WakeUps(Protocol):
     def close(self) -> None: ...
 
 
-class Waker(Protocol):
-    """Wakes one engine or sampler of a base model, or all of them, since there is work."""
-
-    def __call__(self, base_model: str, engine_id: str | None = None) -> None: ...
-
-
 class Mailbox:
     """A bound datagram socket, which other processes reach by its name."""
 

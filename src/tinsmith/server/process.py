@@ -140,31 +140,31 @@ class Server:
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Serve until SIGTERM or Ctrl-C; returns when every engine has ended. Raises SettingsError if one refuses."""
-        # A signal that comes before uvicorn handles them must not be lost. uvicorn raises those that it got again.
-        told = threading.Event()
+        # A signal before uvicorn handles them must not be lost. uvicorn raises its own again.
+        signalled = threading.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, lambda _signal, _frame: told.set())
+            signal.signal(signal_number, lambda _signal, _frame: signalled.set())
         raise_file_limit()
         gc.freeze()  # a collection over everything that was imported would stop all requests for 0.05 to 0.1 s
-        uvloop.run(self._run(on_ready, told))
+        uvloop.run(self._run(on_ready, signalled))
 
-    async def _run(self, on_ready: Callable[[str], None] | None, told: threading.Event) -> None:
+    async def _run(self, on_ready: Callable[[str], None] | None, signalled: threading.Event) -> None:
         refused = asyncio.create_task(self.supervisor.refused.wait())
         if self.listener is None:
-            await self._work_unseen(on_ready, refused, told)
+            await self._run_without_listening(on_ready, refused, signalled)
         else:
-            await self._listen(self.listener, on_ready, refused, told)
+            await self._listen(self.listener, on_ready, refused, signalled)
         refused.cancel()
         if self.supervisor.refused.is_set():
             raise SettingsError(self.supervisor.refusal)
 
-    async def _work_unseen(
-        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], told: threading.Event
+    async def _run_without_listening(
+        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], signalled: threading.Event
     ) -> None:
         end = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signal_number, end.set)
-        if told.is_set():
+        if signalled.is_set():
             end.set()
         async with self.app.router.lifespan_context(self.app):
             if on_ready:
@@ -178,7 +178,7 @@ class Server:
         listener: socket.socket,
         on_ready: Callable[[str], None] | None,
         refused: asyncio.Task[bool],
-        told: threading.Event,
+        signalled: threading.Event,
     ) -> None:
         config = uvicorn.Config(
             self.app,
@@ -194,7 +194,7 @@ class Server:
         server = _PatientServer(config, self.waiters)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await asyncio.sleep(0)  # its first step: from here on signals are uvicorn's
-        if told.is_set():
+        if signalled.is_set():
             server.should_exit = True
         if on_ready:
             on_ready(self.url)
@@ -217,7 +217,9 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     database.time_use(meters.database_used)
     mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.background_failed)
     background = Background(meters.background_failed)
-    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
+    supervisor = Supervisor(
+        settings, served, engines, meters.engine_gone, partial(_announce_freed_runs, mailbox), early
+    )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     check_reachable(settings)
@@ -362,15 +364,15 @@ def _services(
     )
 
 
-def _tell_of_free_runs(mailbox: WakeUps, base_model: str) -> None:
+def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:
     mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
-    told = {line for line in lines if line.startswith(MARK)}
-    if told:
-        partials.arrived(told)
-    request_ids = lines - told
+    tokens = {line for line in lines if line.startswith(MARK)}
+    if tokens:
+        partials.arrived(tokens)
+    request_ids = lines - tokens
     if "" in request_ids:  # others may have been missed
         waiters.wake_all()
     else:

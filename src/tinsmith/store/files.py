@@ -155,7 +155,7 @@ class Files:
         return gone
 
     def sweep_unnamed(self, age_s: float) -> list[str]:
-        """Delete bytes that no row names, and that nobody has written to for `age_s` seconds."""
+        """Delete bytes that no row names and that were not written to for `age_s` seconds."""
         old = list(self._old(age_s))  # before the rows are read: a row that is added names newer bytes
         swept: list[str] = []
         for start in range(0, len(old), PAGE):

@@ -30,7 +30,7 @@ import zstandard
 from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Effects, Statement, execute
-from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
+from tinsmith.db.wakeups import SERVER, engine_mailbox
 from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.telemetry.tracing import CURRENT
@@ -269,12 +269,13 @@ class Futures:
     def __init__(
         self,
         db: Database,
-        wake: Waker | None = None,
+        wake: Callable[[str, str | None], None] | None = None,
         count: Callable[[str, str, bool], None] | None = None,
         engine_for_sample: Callable[[str, str], str | None] | None = None,
     ) -> None:
-        """`count` is called with kind, tenant and whether it was refused, for each stored request. `engine_for_sample`
-        returns the engine for a sample without a run, by base model and request_id.
+        """For each stored request, `wake` is called with its base model and its engine (None: all of them), and `count`
+        with its kind, its tenant and whether it was refused. `engine_for_sample` returns the engine for a sample
+        without a run, by base model and request_id.
         """
         self._db = db
         self._wake = wake

@@ -176,33 +176,33 @@ class Sessions:
         return {row.session_id: Session(**row._mapping) for row in self._db.rows(query)}
 
     def search(
-        self, tenant_id: str, asked: Search, has_metadata: Callable[[Session], bool]
+        self, tenant_id: str, filters: Search, has_metadata: Callable[[Session], bool]
     ) -> tuple[list[Session], bool]:
         """A page of the tenant's sessions, newest first, and whether there are more.
 
         `has_metadata` says whether a session has the wanted metadata.
         """
         found: list[Session] = []
-        after = asked.after
-        while len(found) <= asked.limit:
-            some = self._scan(tenant_id, asked, after)
-            found += [session for session in some if _is_named(session, asked) and has_metadata(session)]
+        after = filters.after
+        while len(found) <= filters.limit:
+            some = self._scan(tenant_id, filters, after)
+            found += [session for session in some if _is_named(session, filters) and has_metadata(session)]
             if len(some) < _SCANNED_AT_A_TIME:
                 break
             after = (some[-1].created_at, some[-1].session_id)
-        return found[: asked.limit], len(found) > asked.limit
+        return found[: filters.limit], len(found) > filters.limit
 
-    def _scan(self, tenant_id: str, asked: Search, after: tuple[float, str] | None) -> list[Session]:
+    def _scan(self, tenant_id: str, filters: Search, after: tuple[float, str] | None) -> list[Session]:
         """The next sessions that pass the filters which SQL evaluates alike on every database."""
         created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
         query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
-        if asked.session_id is not None and asked.display_name is None:
-            query = query.where(session_id == asked.session_id)
-        if asked.project_ids is not None:
-            query = query.where(SESSIONS.c.project_id.in_(asked.project_ids))
-        if asked.states is not None or asked.finish_types:
-            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(asked.finish_types)
-            query = query.where(SESSIONS.c.state.in_(asked.states or ()) | finished)
+        if filters.session_id is not None and filters.display_name is None:
+            query = query.where(session_id == filters.session_id)
+        if filters.project_ids is not None:
+            query = query.where(SESSIONS.c.project_id.in_(filters.project_ids))
+        if filters.states is not None or filters.finish_types:
+            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(filters.finish_types)
+            query = query.where(SESSIONS.c.state.in_(filters.states or ()) | finished)
         if after is not None:
             query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
         query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
@@ -256,9 +256,9 @@ def _finish_reason(finish_type: str, detail: str) -> str:
     return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
 
 
-def _is_named(session: Session, asked: Search) -> bool:
-    if asked.display_name is None:
+def _is_named(session: Session, filters: Search) -> bool:
+    if filters.display_name is None:
         return True  # the id alone was compared by SQL
     name = (session.display_name or "").casefold()
-    by_name = all(word in name for word in asked.display_name.casefold().split())
-    return by_name or (asked.session_id is not None and session.session_id == asked.session_id)
+    by_name = all(word in name for word in filters.display_name.casefold().split())
+    return by_name or (filters.session_id is not None and session.session_id == filters.session_id)

@@ -1,7 +1,4 @@
-"""Usage by the hour, and what is stored now. There are no prices: the cost fields of the wire are left out.
-
-The audit log of one day.
-"""
+"""Usage by the hour, stored checkpoints, and the audit log of a day. The wire's cost fields are absent."""
 
 from __future__ import annotations
 
@@ -65,7 +62,7 @@ def _window(call: Call) -> tuple[float, float]:
 
 
 def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
-    """A copy into a project has no session: its run was made for it."""
+    """`session` is None for a copy into a project, whose run has no session."""
     info: JsonObject
     if row.type == "checkpoint":
         info = {"type": "checkpoint", "count": row.quantity}
@@ -123,7 +120,7 @@ def stored_checkpoints(call: Call) -> JsonObject:
     }
 
 
-# What older clients read beside the details, for checkpoints only.
+# Also outside of the details for older clients; for checkpoints only.
 CHECKPOINT_FIELDS = ("model_id", "tinker_path", "purpose")
 
 

@@ -90,10 +90,10 @@ class RayCluster:
 
     def seats(self) -> list[RayProcess]:
         names = [name for name in _names() if name.rpartition("-")[0] in ROLES]
-        asked = {name: shell.state.remote() for name in names if (shell := _actor(name)) is not None}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        states = {name: shell.state.remote() for name in names if (shell := _actor(name)) is not None}
+        answered, _ = ray.wait(list(states.values()), num_returns=len(states), timeout=ANSWER_S) if states else ([], [])
         ready = {answer.hex() for answer in answered}
-        return [_seat(name, answer if answer.hex() in ready else None) for name, answer in asked.items()]
+        return [_seat(name, answer if answer.hex() in ready else None) for name, answer in states.items()]
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
         resources = role.resources

@@ -163,7 +163,7 @@ class QueueDepths:
 
 
 def _batches() -> sa.ScalarSelect[int]:
-    """That are not committed; one for a job of which nobody has counted them yet."""
+    """The uncommitted batches; one for a job whose batches are not counted yet."""
     jobs = BATCH_JOBS.c
     left = jobs.total_batches - jobs.completed_batches
     batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)

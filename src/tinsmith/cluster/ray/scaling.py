@@ -87,18 +87,8 @@ def _pruned(looks: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[f
     return looks[first:]
 
 
-ENGINE = "engine"
-
-
-SAMPLER = "sampler"
-
-
-BATCH_WORKER = "batch-worker"
-
-
+ENGINE, SAMPLER, BATCH_WORKER = "engine", "sampler", "batch-worker"
 ROLES = (ENGINE, SAMPLER, BATCH_WORKER)
-
-
 MOST = 1000
 
 
