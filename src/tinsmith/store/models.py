@@ -19,6 +19,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, SESSIONS
 from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError, UserError
+from tinsmith.store.futures import NewFuture
 from tinsmith.types import LoraSpec
 
 
@@ -225,6 +226,20 @@ def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
     project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
     of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
     return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
+
+
+def unload_request(model: Model, body: bytes) -> NewFuture:
+    """The request that unloads a model; a repetition has the same request_id and changes nothing."""
+    return NewFuture(
+        request_id=f"{model.model_id}:unload",
+        tenant_id=model.tenant_id,
+        session_id=model.session_id,
+        base_model=model.base_model,
+        kind="unload_model",
+        body=body,
+        model_id=model.model_id,
+        engine_id=model.engine_id,
+    )
 
 
 def unloading(model_id: str, reason: str) -> sa.Executable:

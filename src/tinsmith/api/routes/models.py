@@ -12,7 +12,7 @@ from tinsmith.api.routes.weights import exchange_token, load_into_model, loadabl
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
-from tinsmith.store.models import NewModel
+from tinsmith.store.models import NewModel, unload_request
 from tinsmith.types import LoraSpec, ModelShape
 from tinsmith.wire.fields import Body, Position, Text, text_values
 from tinsmith.wire.weights import CreateModel, LoadWeights, optimizer_config
@@ -197,14 +197,5 @@ class UnloadModelRequest(Body):
 @operation("POST", "/unload_model", "End a model", body=UnloadModelRequest)
 def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
     model = owned_model(call, request.model_id)
-    new = NewFuture(
-        request_id=f"{model.model_id}:unload",
-        tenant_id=call.tenant_id,
-        session_id=model.session_id,
-        base_model=model.base_model,
-        kind="unload_model",
-        body=call.body,
-        model_id=model.model_id,
-        engine_id=model.engine_id,
-    )
+    new = unload_request(model, call.body)
     return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}
