@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 MEBIBYTE = 1024 * 1024
 PREFIX = "TINSMITH_"
 SECRET_WORDS = frozenset(("KEY", "APIKEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS", "JWT"))
-"""What the name of a secret in the environment has among its words."""
+"""A variable of the environment is secret if its name has one of these words."""
 
 BUCKET_SCHEMES = ("s3", "gs")
 
 RAY_OF_ACTORS = frozenset(("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"))
-"""What Ray tells its own processes, and nobody that they start."""
+"""Variables of Ray's own processes, which their children must not inherit."""
 
 HEAP = f"glibc.malloc.hugetlb=1:glibc.malloc.trim_threshold={1 << 28}:glibc.malloc.mmap_threshold={1 << 25}"
-"""How an engine's C library keeps memory: blocks of up to 32 MiB, which is the most, come from what it keeps."""
+"""glibc's settings for engines: it keeps freed blocks of up to 32 MiB, its maximum."""
 
 KEPT_PRODUCTS = 128
 """How many compiled matrix products an engine keeps."""
@@ -289,7 +289,7 @@ class Settings(BaseSettings):
 
     @property
     def resolved_backend(self) -> str:
-        """What computes: several devices are the sharded backend's affair."""
+        """The backend: with several devices, torch becomes sharded."""
         several = self.data_parallel > 1 or self.tensor_parallel > 1 or self.shard_base
         return "sharded" if self.backend == "torch" and several else self.backend
 
@@ -319,7 +319,7 @@ class Settings(BaseSettings):
 
     @property
     def cache_dir(self) -> Path:
-        """Where what was read from a bucket is kept."""
+        """The local cache of a bucket's files."""
         return self.resolved_data_dir / "cache"
 
     @property
@@ -369,53 +369,45 @@ def load(given: dict[str, object]) -> Settings:
 
 
 def engine_environment(metrics_dir: Path | None = None, *, bucket: bool = False) -> dict[str, str]:
-    """The environment of an engine process; what the user has set stays, but for secrets. `metrics_dir` is where its
-    meters are written (prometheus-client reads this variable when it is imported, and nothing else).
+    """The environment of an engine process: the user's, without secrets except PGPASSWORD and, with a `bucket`, the
+    bucket's credentials. Its settings come by pipe. `metrics_dir` is for its meters, since prometheus-client reads this
+    variable alone, at its import. The rest was measured:
 
-    An engine's settings come by pipe, and it asks nobody for anything. A Postgres password (PGPASSWORD) is the one
-    secret that it may need, and what opens the bucket where its files are in a `bucket`.
-
-    OpenMP's waiting threads spin for a few microseconds and then sleep. Spinning for milliseconds, its default, takes
-    the cores that the server, the client and other engines need (a 32-token step beside another engine on two cores:
-    1,200 ms, against 29); sleeping at once makes large steps a fifth slower.
-
-    oneDNN, and torch's layer above it, keep a compiled product for each of the last 1,024 shapes, at 0.3 to 1 MiB. Data
-    of all lengths fill that, and hardly any of it is used again.
-
-    Large blocks come and go at each step, and their pages with them: 25,000 faults in a step of 8 x 32 tokens with m50,
-    a fifth of its time. In huge pages, for which glibc has to be told to ask, it is 50; where it keeps up to 256 MiB
-    that nobody has just now, 2.
+    - OpenMP threads spin for microseconds before they sleep. Its default of milliseconds takes cores from other
+      processes (a 32-token step beside another engine on two cores: 1,200 ms against 29); no spinning makes large steps
+      a fifth slower.
+    - oneDNN and torch cache compiled products for fewer shapes than their default of 1,024, at 0.3 to 1 MiB each, since
+      data of all lengths rarely repeat a shape.
+    - glibc keeps freed blocks, in huge pages: otherwise a step of 8 x 32 tokens with m50 has 25,000 page faults, a
+      fifth of its time.
     """
     needed = {name: value for name, value in os.environ.items() if not _is_secret(name)}
     kept = dict.fromkeys(("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), str(KEPT_PRODUCTS))
     metered = {"PROMETHEUS_MULTIPROC_DIR": str(metrics_dir)} if metrics_dir else {}
     own = {"GOMP_SPINCOUNT": "2000", "TOKENIZERS_PARALLELISM": "false", "GLIBC_TUNABLES": HEAP}
-    # The ranks of an engine are on one machine, and what they tell each other is for nobody else.
+    # The ranks of an engine are on one machine and must not listen elsewhere.
     own |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo") if sys.platform == "linux" else {}
-    opening = _bucket_variables() if bucket else {}
-    return {**own, **kept, **needed, **metered, **opening}
+    cloud = ("AWS_", "GOOGLE_", "AZURE_") if bucket else ()
+    credentials = {name: value for name, value in os.environ.items() if name.startswith(cloud)}
+    return {**own, **kept, **needed, **metered, **credentials}
 
 
 def worker_environment() -> dict[str, str]:
-    """The environment of a worker of bulk jobs: without secrets, but for those that open its inputs and outputs."""
+    """The environment of a worker of bulk jobs: without secrets except the credentials of buckets."""
     return {name: value for name, value in engine_environment(bucket=True).items() if name not in RAY_OF_ACTORS}
 
 
-def _bucket_variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "GOOGLE_", "AZURE_"))}
-
-
 def role_environment() -> dict[str, str]:
-    """The environment of a process whose settings come by pipe, and which may speak to Ray on its own account."""
+    """The environment of a process whose settings come by pipe and which may connect to Ray itself."""
     return {
         name: value for name, value in os.environ.items() if not name.startswith(PREFIX) and name not in RAY_OF_ACTORS
     }
 
 
 def ray_variables(token_path: Path | None = None) -> dict[str, str]:
-    """What Ray must find in its environment before it is imported: that it reports its use to nobody; and, for a
-    cluster of this machine alone, whose token is in a file, that it asks for it and stays on the loopback interface
-    (the variable for that is named after the systems on which it is the default)."""
+    """Ray's environment before its import: no usage reports. For a cluster of this machine alone, also a token from a
+    file and the loopback interface (by a variable that is named after other systems, where it is the default).
+    """
     quiet = {"RAY_USAGE_STATS_ENABLED": "0"}
     if token_path is None:
         return quiet
@@ -435,7 +427,7 @@ def ray_root() -> str:
 
 
 def portable(settings: Settings) -> dict[str, object]:
-    """For another process on any machine, as JSON: with secrets, and with the places that are the same for all."""
+    """The settings for a process on another machine, as JSON with secrets; shared locations are absolute."""
     values: dict[str, object] = settings.model_dump(mode="json")
     for name, value in settings:
         if isinstance(value, SecretStr):
@@ -451,8 +443,9 @@ def _is_secret(name: str) -> bool:
 
 
 def storage_endpoints() -> dict[str, str]:
-    """Where object stores are, other than their providers' own addresses: scheme -> URL, in the variables that every
-    tool for them reads. (Keys and regions are read by the libraries themselves.)"""
+    """The custom endpoints of object stores, scheme -> URL, from the usual variables. The libraries themselves read
+    keys and regions.
+    """
     found = {
         "s3": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", ""),
         "gs": os.environ.get("STORAGE_EMULATOR_HOST", ""),
@@ -465,7 +458,7 @@ def storage_endpoints() -> dict[str, str]:
 
 
 def client_address() -> tuple[str, str]:
-    """Where a client finds its server, and with which key: the SDK's own variables, or a server on this machine."""
+    """A client's server address and key: the SDK's variables, or a server on this machine."""
     return (
         os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000",
         os.environ.get("TINKER_API_KEY") or "tml-local",

@@ -1,8 +1,8 @@
-"""The values that every part shares: what a client asked for, and what came out of it.
+"""The values that all packages share: requests and their results.
 
-Frozen dataclasses over numpy arrays that view the request's bytes wherever they can. No I/O, no SQL, no device,
-no HTTP. Letters of shapes: N positions of one datum, K targets per position, T tokens of a prompt or an answer,
-k entries of a top-k list.
+Frozen dataclasses over numpy arrays, which view the request's bytes where possible. No I/O, no SQL, no device, no HTTP.
+Letters of shapes: N positions of one datum, K targets per position, T tokens of a prompt or an answer, k entries of a
+top-k list.
 """
 
 from __future__ import annotations
@@ -215,8 +215,8 @@ class OptimStep:
 
 
 JSON_FORM: Mapping[str, bool | str] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How a grammar has JSON written, in llguidance's words: on one line, as json.dumps writes it and chat templates show
-calls. A model that may choose its white space may well find no end of it."""
+"""llguidance's options for JSON: on one line, as json.dumps writes it and chat templates show calls. With free white
+space a model may never stop writing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,10 +232,10 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Adjustments:
-    """What changes which tokens are drawn; the reported logprobs stay the model's own.
+    """Changes to the sampling distribution; the reported logprobs stay the model's own.
 
-    In this order: what the grammar forbids, bias, repetition penalty (of every token of prompt and answer), frequency
-    and presence penalty (of the answer's), temperature, min_p. The defaults change nothing.
+    Applied in this order: grammar mask, bias, repetition penalty (tokens of prompt and answer), frequency and presence
+    penalty (tokens of the answer), temperature, min_p. The defaults change nothing.
     """
 
     min_p: float = 0.0
@@ -267,8 +267,8 @@ class Sample:
 
     `prompt_logprobs_last_n` bounds `prompt_logprobs` and `topk_prompt_logprobs`; None scores the whole prompt.
     `target_prompt_logprobs` holds ids [T - 1, K], whose row i is for prompt token i + 1; -1 asks for nothing.
-    What is cached of prompts is found within one `cache_scope` only: what is cached tells what others asked.
-    `stream` has the engine tell of tokens as they are drawn.
+    Prompt caches are shared within one `cache_scope` only, since a hit reveals the prompts of others. With `stream`,
+    the engine reports tokens as they are drawn.
     """
 
     request_id: str

@@ -28,7 +28,7 @@ from tinsmith.base_models import nano
 from tinsmith.batch.client.dataset import Dataset
 from tinsmith.batch.client.http import Client
 from tinsmith.batch.client.job import Job
-from tinsmith.cluster.ray.controller import Seat
+from tinsmith.cluster.ray.controller import RayProcess
 
 SECRET = "a-secret-that-is-nobodys-business-0123456789"
 # Waiting is for slow machines only.
@@ -66,16 +66,16 @@ class Fleet:
     def up(self, *arguments: str) -> None:
         self.command("up", "--backend", "fake", *arguments)
 
-    def processes(self) -> dict[str, Seat]:
+    def processes(self) -> dict[str, RayProcess]:
         """As `tinsmith status` has them, without its half second of Python and two of Ray."""
         from tinsmith.cluster.ray.cluster import RayCluster
 
         return {seat.name: seat for seat in RayCluster().seats()}
 
-    def running(self, *names: str) -> dict[str, Seat]:
+    def running(self, *names: str) -> dict[str, RayProcess]:
         """Once these, and no others, run."""
 
-        def found() -> dict[str, Seat]:
+        def found() -> dict[str, RayProcess]:
             seen = self.processes()
             alive = all(seat.state == "running" and seat.pid for seat in seen.values())
             return seen if alive and set(seen) == set(names) else {}
@@ -216,6 +216,6 @@ def test_down_drains_everything_and_leaves_nothing(fleet: Fleet) -> None:
     assert fleet.command("status", status=1)["controller"] is False
 
 
-def _pid(seat: Seat) -> int:
+def _pid(seat: RayProcess) -> int:
     assert seat.pid is not None
     return seat.pid

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from support.live import API_KEY, LiveServer, free_port, serving
 from tinsmith.cli import bench
-from tinsmith.cli.bench import MEASURES, Figure, Measure, Row
+from tinsmith.cli.bench import MEASURES, Comparison, Figure, Measure
 from tinsmith.cli.main import app, output
 from tinsmith.errors import SettingsError
 
@@ -59,7 +59,7 @@ def test_a_table_names_the_servers_and_what_one_cannot_do(fake_server: LiveServe
 def test_an_address_where_nobody_is_is_refused_at_once(fake_server: LiveServer) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(SettingsError, match=f"no server answers at {url}.*tinsmith serve"):
-        bench.bench_as_json([bench.Target(url, API_KEY)], runs=1, rank=1, patience_s=1)
+        bench.bench_as_json([bench.BenchTarget(url, API_KEY)], runs=1, rank=1, patience_s=1)
 
 
 def test_as_many_models_as_servers_or_one(fake_server: LiveServer) -> None:
@@ -76,8 +76,8 @@ def test_without_the_sdk_it_says_what_to_do(fake_server: LiveServer, monkeypatch
 
 
 def test_ratios_say_how_many_times_as_good() -> None:
-    def row(*, is_rate: bool, values: tuple[float, ...]) -> Row:
-        return Row(Measure("m", lambda _client: 1, is_rate), tuple(Figure([value]) for value in values))
+    def row(*, is_rate: bool, values: tuple[float, ...]) -> Comparison:
+        return Comparison(Measure("m", lambda _client: 1, is_rate), tuple(Figure([value]) for value in values))
 
     assert row(is_rate=True, values=(100, 300)).ratio(1) == 3.0
     assert row(is_rate=False, values=(100, 300)).ratio(1) == pytest.approx(1 / 3)

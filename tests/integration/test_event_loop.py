@@ -28,7 +28,7 @@ from tinsmith.api.routes.futures import ON_LOOP_BYTES, PIECE_BYTES
 from tinsmith.auth.keys import Keys
 from tinsmith.db.database import Database
 from tinsmith.runtime.threads import RESULTS
-from tinsmith.store.futures import Futures, Outcome
+from tinsmith.store.futures import FutureOutcome, Futures
 
 LARGE_BYTES = 3 * ON_LOOP_BYTES + 1
 READERS = 12
@@ -92,7 +92,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     outcome = Futures.outcome
 
-    def spied(self: Futures, *args: object) -> Outcome | None:
+    def spied(self: Futures, *args: object) -> FutureOutcome | None:
         result = outcome(self, *args)  # type: ignore[arg-type]
         if result is not None and result.body is not None:
             found.append((len(result.body), on_a_loop()))
@@ -125,7 +125,7 @@ def test_few_large_results_are_read_at_once_and_others_are_answered_meanwhile(
     reading, most = 0, 0
     outcome = Futures.outcome
 
-    def slowly(self: Futures, tenant_id: str, asked: str, inline_bytes: int = 0) -> Outcome | None:
+    def slowly(self: Futures, tenant_id: str, asked: str, inline_bytes: int = 0) -> FutureOutcome | None:
         nonlocal reading, most
         if inline_bytes > ON_LOOP_BYTES:
             with changed:

@@ -118,6 +118,47 @@ def test_slow_handlers_hold_up_no_heartbeats(harness: Harness, monkeypatch: pyte
         assert [answer.result().status_code for answer in slow] == [200] * MANY
 
 
+@contextlib.contextmanager
+def full(*pools: ThreadPoolExecutor) -> Iterator[None]:
+    """Every thread of these pools is busy, and more work waits for it, until the end of the block."""
+    held = Held()
+    try:
+        for pool in pools:
+            for _ in range(2 * pool._max_workers):
+                pool.submit(held)
+        held.wait_for(sum(pool._max_workers for pool in pools))
+        yield
+    finally:
+        held.end()
+
+
+def test_authentication_and_heartbeats_need_no_thread_of_other_work(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = harness.services
+    session_id = harness.session()
+    request_id = f"{session_id}:sample:0:0"
+    monkeypatch.setattr(services.sessions, "is_sign_due", lambda _session_id: True)
+    polled: list[str] = []
+    monkeypatch.setattr(services.sessions, "polled", lambda _tenant_id, name: polled.append(name))
+    threads = services.threads
+    with full(threads.handlers, threads.transfers, threads.results, threads.sweeps):
+        for path, body in (
+            ("auth/token", {}),
+            ("client/config", {}),
+            ("client/dynamic_config", {}),
+            ("create_session", {"tags": [], "type": "create_session"}),
+            ("session_heartbeat", {"session_id": session_id, "type": "session_heartbeat"}),
+        ):
+            services.tenants._remembered.clear()  # so that the database is asked who calls
+            services.tenants._open_until = 0.0
+            harness.ok(path, body)
+        assert harness.get("get_server_capabilities").status_code == 200
+        assert harness.client.get("/metrics").status_code in (200, 401)
+        assert harness.post("retrieve_future", {"request_id": request_id}).status_code == 404
+    assert polled == [session_id]
+
+
 def test_downloads_are_opened_beside_other_requests(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     model_id = harness.model()
     path = harness.saved(model_id)

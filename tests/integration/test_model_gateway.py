@@ -11,7 +11,7 @@ import pytest
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.client.functions import serialize_function
 from tinsmith.batch.coordinator.model_gateway import Question, RequestRouter, ServiceGateway
 from tinsmith.batch.operations import steps_of
@@ -167,7 +167,7 @@ def test_the_end_of_a_job_closes_its_sessions(harness: Harness) -> None:
 
 
 def test_a_quota_is_waited_for(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(queued_requests=1))
+    harness = make_harness(tmp_path, limits=QuotaLimits(queued_requests=1))
     answers = harness.services.model_gateway
 
     async def work() -> None:

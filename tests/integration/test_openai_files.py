@@ -15,7 +15,7 @@ import pytest
 from support.databases import fresh_url
 from support.http_harness import ALICE, BOB, Harness, close, make_harness
 from support.live import LiveServer
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.db.database import Database
 from tinsmith.db.schema import UPLOADS
 from tinsmith.store.files import BATCH, Files, new_id
@@ -216,7 +216,7 @@ def test_a_page_that_cannot_be_is_refused(harness: Harness, query: str) -> None:
 
 
 def test_what_a_tenant_stores_is_bounded(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(file_bytes=10))
+    harness = make_harness(tmp_path, limits=QuotaLimits(file_bytes=10))
     try:
         first = form(harness, b"x" * 6).json()["id"]
         refused = form(harness, b"x" * 5)

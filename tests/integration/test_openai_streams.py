@@ -15,12 +15,12 @@ from support.http_harness import Harness, close, make_harness
 from tinsmith.api.openai.generation import CHAT, COMPLETIONS, answer, prepare, seated
 from tinsmith.api.openai.streaming import News, follow
 from tinsmith.api.operation import Services
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases, nano, read_shape
 from tinsmith.chat.chats import ChatRequest
 from tinsmith.errors import EngineFailedError, UserError
 from tinsmith.store.futures import Settlement
-from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, StandingSessions
+from tinsmith.store.implicit_sessions import REPLACED_EVERY_S, ImplicitSessions
 from tinsmith.store.sessions import Sessions
 from tinsmith.types import Partial, SampledSequence, SampleResult
 from tinsmith.wire.sampling import write_sample_result
@@ -181,7 +181,7 @@ def test_a_stranger_is_told_so_in_the_words_that_clients_match_on(harness: Harne
 
 
 def test_a_full_quota_is_429_and_what_was_submitted_before_it_is_cancelled(tmp_path: Path) -> None:
-    made = make_harness(tmp_path, limits=Limits(queued_requests=1))
+    made = make_harness(tmp_path, limits=QuotaLimits(queued_requests=1))
     services = replace(made.services, bases=Bases((SHAPE,)))
     asked = {"model": nano.MODEL_NAME, "prompt": ["a", "b"], "max_tokens": 4}
     status, _ = asyncio.run(answer(services, "alice", COMPLETIONS, asked))
@@ -312,24 +312,24 @@ def test_lines_that_are_none_of_ours_are_passed_over() -> None:
 # Standing sessions.
 
 
-def test_a_tenant_has_one_standing_session_until_it_is_old_or_over(harness: Harness) -> None:
+def test_a_tenant_has_one_implicit_session_until_it_is_old_or_over(harness: Harness) -> None:
     moment = [1000.0]
     services = harness.services
-    standing = StandingSessions(
+    implicit = ImplicitSessions(
         services.sessions, services.sampling_sessions, services.audit, 300.0, clock=lambda: moment[0]
     )
-    seats = [standing.seat("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
+    seats = [implicit.next_sample("alice", nano.MODEL_NAME, path) for path in (None, None, "tinker://x/weights/y")]
     assert len({seat.session_id for seat in seats}) == 1 and len({seat.request_id for seat in seats}) == 3
     assert seats[0].sampling_session_id == seats[1].sampling_session_id != seats[2].sampling_session_id
-    assert standing.seat("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
+    assert implicit.next_sample("bob", nano.MODEL_NAME, None).session_id != seats[0].session_id
     moment[0] += REPLACED_EVERY_S
-    replaced = standing.seat("alice", nano.MODEL_NAME, None)
+    replaced = implicit.next_sample("alice", nano.MODEL_NAME, None)
     assert replaced.session_id != seats[0].session_id
     assert services.sessions.get("alice", seats[0].session_id).state == "finished"
     assert services.sessions.get("alice", replaced.session_id).tags == ["standing"]
     services.sessions.close(replaced.session_id, "silent")
     moment[0] += 30
-    assert standing.seat("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
+    assert implicit.next_sample("alice", nano.MODEL_NAME, None).session_id != replaced.session_id
 
 
 def test_whoever_waits_keeps_the_session_alive(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,9 +337,9 @@ def test_whoever_waits_keeps_the_session_alive(harness: Harness, monkeypatch: py
     monkeypatch.setattr(Sessions, "heartbeat", lambda _self, _tenant_id, session_id: beats.append(session_id))
     moment = [0.0]
     services = harness.services
-    standing = StandingSessions(services.sessions, services.sampling_sessions, services.audit, 40.0, lambda: moment[0])
-    seat = standing.seat("alice", nano.MODEL_NAME, None)
+    implicit = ImplicitSessions(services.sessions, services.sampling_sessions, services.audit, 40.0, lambda: moment[0])
+    seat = implicit.next_sample("alice", nano.MODEL_NAME, None)
     for _ in range(10):
         moment[0] += 3
-        standing.keep("alice", seat.session_id)
+        implicit.keep("alice", seat.session_id)
     assert beats == [seat.session_id] * 2  # every ten seconds of thirty, and not the first ones

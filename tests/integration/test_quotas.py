@@ -22,7 +22,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness,
 from support.live import LiveServer, serving
 from tinsmith.auth import quotas as quotas_module
 from tinsmith.auth.keys import Keys
-from tinsmith.auth.quotas import IDLE_S, NAMES, Limits, Quotas, read_quotas
+from tinsmith.auth.quotas import IDLE_S, NAMES, QuotaLimits, Quotas, read_quotas
 from tinsmith.db.database import Database
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, TENANTS
 from tinsmith.errors import TooManyRequestsError, UserError
@@ -58,7 +58,7 @@ def new(number: int, tenant_id: str = "alice", body: bytes = b"12345", num_token
 
 def harness_with(directory: Path, **limits: int) -> Harness:
     """A harness in which ten seconds pass between any two looks at the clock, so that each request is counted anew."""
-    made = make_harness(directory, limits=Limits(**limits))
+    made = make_harness(directory, limits=QuotaLimits(**limits))
     made.services.quotas._clock = itertools.count(0, 10).__next__
     return made
 
@@ -80,7 +80,7 @@ def rows(harness: Harness, table: sa.Table) -> int:
 
 
 def test_requests_that_wait_are_counted_and_those_that_ended_are_not(database: Database, clock: Clock) -> None:
-    futures, quotas = Futures(database), Quotas(database, Limits(queued_requests=3), clock)
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=3), clock)
     for number in range(3):
         quotas.admit(new(number))
         futures.submit(new(number))
@@ -95,7 +95,7 @@ def test_requests_that_wait_are_counted_and_those_that_ended_are_not(database: D
 
 
 def test_a_full_queue_is_looked_at_again_soon_and_not_at_once(database: Database, clock: Clock) -> None:
-    futures, quotas = Futures(database), Quotas(database, Limits(queued_requests=1), clock)
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1), clock)
     quotas.admit(new(0))
     futures.submit(new(0))
     futures.settle([Settlement("s:alice:0", body=b"{}")], {})
@@ -107,7 +107,7 @@ def test_a_full_queue_is_looked_at_again_soon_and_not_at_once(database: Database
 
 
 def test_bytes_that_wait_are_counted(database: Database, clock: Clock) -> None:
-    futures, quotas = Futures(database), Quotas(database, Limits(queued_bytes=12), clock)
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_bytes=12), clock)
     for number in range(2):
         quotas.admit(new(number))
         futures.submit(new(number))
@@ -117,14 +117,14 @@ def test_bytes_that_wait_are_counted(database: Database, clock: Clock) -> None:
 
 
 def test_a_body_larger_than_the_limit_is_taken_when_nothing_else_waits(database: Database, clock: Clock) -> None:
-    quotas = Quotas(database, Limits(queued_bytes=3), clock)
+    quotas = Quotas(database, QuotaLimits(queued_bytes=3), clock)
     quotas.admit(new(0))
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(1, body=b"1"))
 
 
 def test_many_threads_together_are_held_to_the_limit(database: Database) -> None:
-    futures, quotas = Futures(database), Quotas(database, Limits(queued_requests=20), Clock())
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=20), Clock())
 
     def submit(number: int) -> bool:
         try:
@@ -139,7 +139,7 @@ def test_many_threads_together_are_held_to_the_limit(database: Database) -> None
 
 
 def test_the_usual_request_costs_no_query(database: Database, clock: Clock) -> None:
-    quotas = Quotas(database, Limits(queued_requests=1000, queued_bytes=10**9), clock)
+    quotas = Quotas(database, QuotaLimits(queued_requests=1000, queued_bytes=10**9), clock)
     queries: list[str] = []
     sa.event.listen(database.engine, "before_cursor_execute", lambda *args: queries.append(args[2]))
     for number in range(100):
@@ -160,7 +160,7 @@ def test_the_count_uses_an_index(database: Database) -> None:
 
 
 def test_tenants_do_not_share_a_quota(database: Database, clock: Clock) -> None:
-    quotas = Quotas(database, Limits(queued_requests=1, tokens_per_minute=1), clock)
+    quotas = Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=1), clock)
     for tenant_id in ("alice", "bob"):
         quotas.admit(new(0, tenant_id, num_tokens=1))
         with pytest.raises(TooManyRequestsError):
@@ -172,17 +172,17 @@ def test_a_tenants_own_limits_come_before_the_servers(database: Database, clock:
     Keys(database).create("carol", quotas={"queued_requests": 0})
     with database.write() as connection:
         connection.execute(TENANTS.insert(), {"tenant_id": "dora", "quotas": {"no_such": 1}, "created_at": 1.0})
-    quotas = Quotas(database, Limits(queued_requests=1, models=7), clock)
-    assert quotas.limits("alice") == Limits(queued_requests=2, models=7)
+    quotas = Quotas(database, QuotaLimits(queued_requests=1, models=7), clock)
+    assert quotas.limits("alice") == QuotaLimits(queued_requests=2, models=7)
     assert quotas.limits("carol").queued_requests == 0
-    assert quotas.limits("dora") == quotas.limits("nobody") == Limits(queued_requests=1, models=7)
+    assert quotas.limits("dora") == quotas.limits("nobody") == QuotaLimits(queued_requests=1, models=7)
     Keys(database).create("alice", quotas={"queued_requests": 5})
     clock.moment += 10
     assert quotas.limits("alice").queued_requests == 5
 
 
 def test_tokens_of_a_minute_are_counted(database: Database, clock: Clock) -> None:
-    quotas = Quotas(database, Limits(tokens_per_minute=600), clock)
+    quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
     for number in range(6):
         quotas.admit(new(number, num_tokens=100))
     with pytest.raises(TooManyRequestsError, match="600 tokens were admitted within a minute, the limit is 600"):
@@ -201,7 +201,7 @@ def test_tokens_of_a_minute_are_counted(database: Database, clock: Clock) -> Non
 
 
 def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clock) -> None:
-    quotas = Quotas(database, Limits(tokens_per_minute=60), clock)
+    quotas = Quotas(database, QuotaLimits(tokens_per_minute=60), clock)
     quotas.admit(new(0, num_tokens=1))
     clock.moment += 3600
     quotas.admit(new(1, num_tokens=60))
@@ -210,7 +210,7 @@ def test_a_quiet_hour_saves_no_more_than_a_minute(database: Database, clock: Clo
 
 
 def test_what_is_stored_is_never_refused_and_its_tokens_count_once(database: Database, clock: Clock) -> None:
-    futures, quotas = Futures(database), Quotas(database, Limits(queued_requests=1, tokens_per_minute=10), clock)
+    futures, quotas = Futures(database), Quotas(database, QuotaLimits(queued_requests=1, tokens_per_minute=10), clock)
     quotas.admit(new(0, num_tokens=6))
     futures.submit(new(0, num_tokens=6))
     for _ in range(5):
@@ -363,7 +363,7 @@ def test_full_storage_takes_no_copy(tmp_path: Path) -> None:
         source = harness.saved(harness.model())
         copy = {"source_path": source, "destination_project_id": "p"}
         assert_refused(harness.post("copy_weights", copy), "checkpoint_bytes")
-        harness.services.quotas._defaults = Limits()
+        harness.services.quotas._defaults = QuotaLimits()
         assert harness.post("copy_weights", copy).status_code == 200
     finally:
         close(harness)
@@ -380,7 +380,7 @@ def test_unloading_is_never_refused(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_training_and_sampling_fill_one_quota(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(tokens_per_minute=8))
+    harness = make_harness(tmp_path, limits=QuotaLimits(tokens_per_minute=8))
     try:
         model_id, sampler = harness.model(), harness.sampler()
         assert send_pass(harness, pass_bytes(model_id, 1)).status_code == 200  # 3 tokens
@@ -442,11 +442,11 @@ from tinsmith.db.database import Database
 from tinsmith.errors import TooManyRequestsError
 from tinsmith.store.models import Models, NewModel
 from tinsmith.types import LoraSpec
-from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.quotas import QuotaLimits, Quotas
 
 url, server = sys.argv[1:]
 database = Database(url)
-quotas, models = Quotas(database, Limits(models=5)), Models(database)
+quotas, models = Quotas(database, QuotaLimits(models=5)), Models(database)
 quotas.limits("alice")
 print("ready", flush=True)
 sys.stdin.readline()
@@ -517,7 +517,7 @@ def test_tenants_that_are_idle_are_forgotten_and_debts_are_not(
     database: Database, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quotas_module, "MOST_TENANTS", 10)
-    quotas = Quotas(database, Limits(tokens_per_minute=600), clock)
+    quotas = Quotas(database, QuotaLimits(tokens_per_minute=600), clock)
     quotas.admit(new(0, "debtor", num_tokens=6000))
     with pytest.raises(TooManyRequestsError):
         quotas.admit(new(1, "debtor", num_tokens=1))

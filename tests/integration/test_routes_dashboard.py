@@ -9,9 +9,9 @@ import pytest
 import sqlalchemy as sa
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness, sample_request
-from tinsmith.api.dashboard import assets
+from tinsmith.api.dashboard import routes
 from tinsmith.auth.keys import Keys
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.db.schema import BATCH_JOBS, MODELS
 from tinsmith.db.statements import execute
@@ -19,7 +19,7 @@ from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.history import Curves, KeptSequence, RecentStep, SampleContent, keeping, new_sample
 from tinsmith.store.overview import Census
 
-FILES = Path(assets.__file__).parent / "static"
+FILES = Path(routes.__file__).parent / "static"
 VENDORED = {"uplot.min.js", "uplot.min.css", "uplot.LICENSE.txt"}
 
 
@@ -238,7 +238,7 @@ def test_a_job_that_is_being_cancelled_is_not_finished(harness: Harness) -> None
 
 
 def test_keys_and_quotas_of_the_tenant_are_shown_without_secrets(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(models=4, tokens_per_minute=100))
+    harness = make_harness(tmp_path, limits=QuotaLimits(models=4, tokens_per_minute=100))
     try:
         keys = Keys(harness.services.models._db)
         made, secret = keys.create("alice", "laptop")
@@ -310,7 +310,7 @@ def test_the_page_needs_no_key_and_lets_nothing_in(harness: Harness) -> None:
 
 
 def test_each_file_is_sent_once_and_asked_for_again(harness: Harness) -> None:
-    for name, file in assets.files().items():
+    for name, file in routes.assets().items():
         answer = harness.client.get(f"/dashboard/{name}")
         assert answer.content == file.content
         assert answer.headers["content-type"].startswith(file.media_type)
@@ -325,7 +325,7 @@ def test_the_page_names_files_that_there_are_and_nothing_of_elsewhere() -> None:
     page = (FILES / "index.html").read_text()
     named = re.findall(r'(?:src|href)="([^"#]+)"', page)
     assert named and all(name.startswith("/dashboard/") for name in named)
-    assert {name.removeprefix("/dashboard/") for name in named} <= set(assets.files())
+    assert {name.removeprefix("/dashboard/") for name in named} <= set(routes.assets())
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=", page), "nothing inline"
 
 

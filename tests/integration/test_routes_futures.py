@@ -15,7 +15,7 @@ from tinker.types.try_again_response import TryAgainResponse
 from support.http_harness import ALICE, BASE, BOB, MAX_BODY_BYTES, Harness, close, json_bytes, make_harness
 from tinsmith.api.operation import SHORT_BYTES
 from tinsmith.errors import EngineFailedError, UserError
-from tinsmith.store.futures import Outcome, Settlement
+from tinsmith.store.futures import FutureOutcome, Settlement
 
 
 def submitted(harness: Harness) -> str:
@@ -107,7 +107,7 @@ def count_looks(harness: Harness) -> list[str]:
     looks: list[str] = []
     outcome = harness.services.futures.outcome
 
-    def look(tenant_id: str, request_id: str, inline_bytes: int) -> Outcome | None:
+    def look(tenant_id: str, request_id: str, inline_bytes: int) -> FutureOutcome | None:
         looks.append(request_id)
         return outcome(tenant_id, request_id, inline_bytes)
 

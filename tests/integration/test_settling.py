@@ -28,7 +28,7 @@ from tinsmith.engine.settling import TurnFailedError
 from tinsmith.engine.transfer import Fetcher, Places
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
-from tinsmith.store.futures import Outcome, Settlement
+from tinsmith.store.futures import FutureOutcome, Settlement
 from tinsmith.store.models import NewModel
 from tinsmith.store.sampling_sessions import NewSamplingSession
 from tinsmith.types import LoraSpec
@@ -71,7 +71,7 @@ class FaultyBench(Bench):
         self.samplers.create(NewSamplingSession(name, "s", "alice", BASE, version_id=version))
         return name
 
-    def end_of(self, request_id: str) -> Outcome:
+    def end_of(self, request_id: str) -> FutureOutcome:
         outcome = self.outcome(request_id)
         assert outcome is not None
         return outcome

@@ -42,7 +42,7 @@ def on_a_loop() -> bool:
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """What was called to store a request, and whether on an event loop."""
     called: list[tuple[str, bool]] = []
-    for name in ("submit", "submit_at_once"):
+    for name in ("submit", "submit_nowait"):
         real = getattr(Futures, name)
 
         def spied(*args: object, real: object = real, name: str = name, **named: object) -> object:
@@ -76,7 +76,7 @@ def test_a_short_request_is_stored_on_the_event_loop(harness: Harness, stores: l
     asked = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": []}, "sampling_params": {}}
     refused = harness.ok("asample", asked)
     assert refused["request_id"] == f"{sampler}:0"
-    assert stores == [("submit_at_once", True)] * 4
+    assert stores == [("submit_nowait", True)] * 4
     assert harness.stored_body(f"{model_id}:3") == pass_bytes(model_id, seq_id=3)
     assert harness.woken == ["local/tiny"] * 5  # the last was refused, and is somebody's to skip
 
@@ -114,7 +114,7 @@ def test_while_another_process_writes_a_thread_waits_and_the_loop_does_not(
         assert not storing.done()
         other.execute("ROLLBACK")
         assert storing.result()["request_id"] == f"{model_id}:1"
-    assert stores == [("submit_at_once", True), ("submit", False)]
+    assert stores == [("submit_nowait", True), ("submit", False)]
     assert [row.request_id for row in harness.pending()] == [f"{model_id}:1"]
 
 

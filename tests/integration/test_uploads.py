@@ -13,7 +13,7 @@ from httpx import Response
 from safetensors.numpy import save, save_file
 
 from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.base_models import Bases
 from tinsmith.types import ModelShape
 
@@ -181,7 +181,7 @@ def test_an_adapter_of_another_base_is_refused(harness: Harness, tmp_path: Path)
 
 
 def test_a_tenant_whose_space_is_full_uploads_no_more(tmp_path: Path) -> None:
-    harness = make_harness(tmp_path, limits=Limits(checkpoint_bytes=10))
+    harness = make_harness(tmp_path, limits=QuotaLimits(checkpoint_bytes=10))
     try:
         assert upload(harness).status_code == 200
         assert upload(harness).status_code == 429

@@ -22,7 +22,7 @@ from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
-from tinsmith.store.futures import Futures, NewFuture, Outcome
+from tinsmith.store.futures import FutureOutcome, Futures, NewFuture
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -218,7 +218,7 @@ class Bench:
         new = NewFuture(request_id, tenant, session, BASE, "sample", raw, 5, None, sampling_session_id, seq_id)
         return self.futures.submit(new)
 
-    def outcome(self, request_id: str, tenant: str = "alice") -> Outcome | None:
+    def outcome(self, request_id: str, tenant: str = "alice") -> FutureOutcome | None:
         return self.futures.outcome(tenant, request_id)
 
     def result(self, request_id: str, tenant: str = "alice") -> dict[str, object]:

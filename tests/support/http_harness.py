@@ -16,7 +16,7 @@ from support.databases import fresh_url
 from tinsmith.api.admission import admit_sample
 from tinsmith.api.app import Services, create_app
 from tinsmith.auth.keys import Keys, digest_of
-from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.quotas import QuotaLimits, Quotas
 from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
@@ -32,7 +32,7 @@ from tinsmith.db.database import Database
 from tinsmith.db.schema import KEYS
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import TinsmithError
-from tinsmith.runtime.threads import Threads
+from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.storage.directories import Directories
 from tinsmith.store.audit import Audit
@@ -41,7 +41,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, Settlement
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models, set_state
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
@@ -50,7 +50,7 @@ from tinsmith.store.sessions import Sessions
 from tinsmith.store.usage import Usage
 from tinsmith.telemetry.metrics import ServerMeters
 from tinsmith.telemetry.timeline import Traces
-from tinsmith.telemetry.tracing import NoTracing
+from tinsmith.telemetry.tracing import Tracing
 from tinsmith.types import LoraSpec, ModelShape, Pending
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.token_stream import Partials
@@ -61,7 +61,7 @@ SHAPES = (
     ModelShape(name="local/other", path="/models/other", vocab_size=50, max_context_length=16, arch="Tiny"),
 )
 MAX_BODY_BYTES = 100_000
-NO_LIMITS = Limits()
+NO_LIMITS = QuotaLimits()
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 5}
 ALICE, BOB = "tml-alice", "tml-bob"
 
@@ -158,7 +158,7 @@ class Harness:
 
 
 def make_harness(
-    directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: Limits = NO_LIMITS, **changes: object
+    directory: Path, *, hold_s: float = 0.05, local: bool = False, limits: QuotaLimits = NO_LIMITS, **changes: object
 ) -> Harness:
     """`changes` are settings; `local` is without keys."""
     database = Database(fresh_url(directory))
@@ -202,7 +202,7 @@ def make_harness(
         ),
         texts=Texts(),
         partials=Partials(),
-        standing=StandingSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),
+        implicit_sessions=ImplicitSessions(Sessions(database), SamplingSessions(database), Audit(database), 300.0),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
@@ -211,8 +211,8 @@ def make_harness(
         engine_for_run=lambda _base_model: None,
         dispatch=Dispatch(Executors(database)),
         meters=meters,
-        tracing=NoTracing(),
-        threads=Threads.start(),
+        tracing=Tracing(),
+        threads=ThreadPools.start(),
         reads_wait=not database.is_sqlite,
     )
     app = create_app(services)

@@ -16,7 +16,7 @@ from support.databases import fresh_url
 from tinsmith.batch.coordinator.coordinator import Coordinator
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.db.database import Database
-from tinsmith.runtime.background import STEADY_S, Background, Pauses, kept_thread
+from tinsmith.runtime.background import STEADY_S, Background, Backoff, kept_thread
 from tinsmith.settings import Settings
 
 SOURCE = Path(serving.__file__).parents[1]
@@ -38,6 +38,24 @@ TASKS_OF_THEIR_CALLERS = {
     "server/process.py": "waits that their creator awaits",
 }
 """The files that create tasks of their own, and who notices the end of those."""
+
+
+THREADS_OF_THEIR_OWNERS = {
+    "runtime/background.py": "keeps them",
+    "engine/__main__.py": "end the process: at a signal, and with its parent",
+    "engine/snapshots.py": "the writer, whose error the engine raises",
+    "cli/serve_role.py": "ends the process with its shell",
+    "backends/distributed/processes.py": "ends a rank with its engine",
+    "cluster/early.py": "waits for a process",
+    "cluster/ray/shell.py": "ends a process",
+    "samplers/remote/client.py": "the client's event loop",
+    "samplers/remote/attendant.py": "ends the sampler's process with its engine",
+    "batch/worker/worker.py": "of one connection, and the end of the process",
+    "batch/worker/feed.py": "of one batch, whose error is its result",
+    "batch/worker/child.py": "reads what is asked, and ends the process with its parent",
+    "batch/worker/children.py": "follows a child until its end",
+}
+"""The files that start threads of their own, and what those do; every other thread is a `kept_thread`."""
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -84,7 +102,7 @@ def test_work_that_returns_has_ended() -> None:
 
 
 def test_pauses_double_up_to_a_bound_and_start_again_after_steady_work() -> None:
-    pauses = Pauses(first_s=0.2, longest_s=1.0)
+    pauses = Backoff(first_s=0.2, longest_s=1.0)
     assert [pauses.after(0.0) for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
     assert pauses.after(STEADY_S) == 0.2
     assert pauses.after(0.0) == 0.4
@@ -180,6 +198,32 @@ def test_a_server_goes_on_sweeping_and_looking(tmp_path: Path, monkeypatch: pyte
     task = {"_poll_slowly": "lost_wake_ups", "janitor": "janitor", "reconciler": "openai_batches"}[name]
     text = server.app.state.services.meters._background.labels(task)._value.get()
     assert text == 1.0
+
+
+def test_a_ray_controller_goes_on_after_an_error_that_nothing_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = pytest.importorskip("tinsmith.cluster.ray.cluster")
+    ticks: list[int] = []
+    twice = threading.Event()
+
+    class Broken:
+        def tick(self) -> None:
+            ticks.append(1)
+            if len(ticks) == 1:
+                raise KeyError("nothing expected this")
+            twice.set()
+
+    monkeypatch.setattr(cluster, "TICK_S", 60.0)
+    controller = object.__new__(cluster.ControllerActor)
+    controller._controller = Broken()
+    controller._start()
+    assert twice.wait(20)
+
+
+def test_threads_are_started_only_where_their_end_is_noticed() -> None:
+    starting = {
+        str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if "threading.Thread(" in path.read_text()
+    }
+    assert starting == set(THREADS_OF_THEIR_OWNERS)
 
 
 def test_tasks_are_created_only_where_their_end_is_noticed() -> None:

@@ -15,7 +15,7 @@ from support.databases import fresh_url
 from tinsmith.cluster.engines import Engines, LeaseLostError, Seat, fence
 from tinsmith.cluster.executors import Dispatch, Executors
 from tinsmith.cluster.ownership import Ownership
-from tinsmith.cluster.routing import FRESH_S, Candidate
+from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import ENGINES, FUTURES
 from tinsmith.store.futures import Futures, NewFuture, Settlement
@@ -76,8 +76,8 @@ def test_samplers_that_are_ready_and_alive_are_candidates_with_what_waits_for_th
     rows.sample(1, one, tokens=30)
     rows.sample(2, one, tokens=12)
     rows.futures.settle([Settlement(rows.sample(3, two), body=b"{}")], {})
-    assert rows.executors.live(BASE) == sorted([Candidate(one, 42), Candidate(two, 0)], key=lambda it: it.executor)
-    assert rows.executors.live("local/other") == []
+    assert rows.executors.live(BASE) == {one: 42, two: 0}
+    assert rows.executors.live("local/other") == {}
 
 
 def test_a_sampler_sees_what_it_was_given_and_nothing_else(rows: Rows) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import event
 
 from support import databases
 from support.http_harness import BASE, BOB, Harness, close, make_harness, pass_bytes, sample_request, send_pass
-from tinsmith.auth.quotas import Limits
+from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.cluster.engines import Engines
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database, now
@@ -62,7 +62,7 @@ class Watched:
 def harness(tmp_path: Path) -> Iterator[Harness]:
     if databases.chosen != databases.SQLITE:
         pytest.skip("steps and plans are SQLite's")
-    limits = Limits(queued_requests=100_000, models=1000, checkpoint_bytes=10**9, tokens_per_minute=10**9)
+    limits = QuotaLimits(queued_requests=100_000, models=1000, checkpoint_bytes=10**9, tokens_per_minute=10**9)
     made = make_harness(tmp_path, hold_s=0.01, limits=limits)
     yield made
     close(made)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from tinsmith.cluster.engines import Engines, Seat
-from tinsmith.cluster.ownership import Fleet, Ownership, preferred
+from tinsmith.cluster.ownership import EngineRouter, Ownership, preferred
 from tinsmith.cluster.routing import FRESH_S
 from tinsmith.db.database import Database
 from tinsmith.db.schema import MODELS
@@ -160,7 +160,7 @@ def made_ready(engines: Engines, index: int) -> str:
 def test_new_runs_go_to_the_engine_with_the_fewest(db: Database) -> None:
     engines = Engines(db, "here")
     moment = [0.0]
-    fleet = Fleet(db, lambda: moment[0])
+    fleet = EngineRouter(db, lambda: moment[0])
     assert fleet.for_run(BASE) is None and fleet.for_sample(BASE, "r") is None
     busy, idle = made_ready(engines, 0), made_ready(engines, 1)
     engines.take(Seat(BASE, "sampler"), LONG_S)
@@ -177,17 +177,17 @@ def test_a_loading_engine_gets_work_only_while_there_is_no_other(db: Database) -
     engines = Engines(db, "here")
     loading = Seat(BASE, index=5)
     engines.take(loading, LONG_S)
-    assert Fleet(db).for_run(BASE) == engines.id_of(loading)
+    assert EngineRouter(db).for_run(BASE) == engines.id_of(loading)
     ready = made_ready(engines, 0)
-    assert {Fleet(db).for_run(BASE) for _ in range(3)} == {ready}
+    assert {EngineRouter(db).for_run(BASE) for _ in range(3)} == {ready}
     engines.release(Seat(BASE), "stopped")
-    assert Fleet(db).for_run(BASE) == engines.id_of(loading)
+    assert EngineRouter(db).for_run(BASE) == engines.id_of(loading)
 
 
 def test_samples_that_are_bound_to_no_run_are_spread(db: Database) -> None:
     engines = Engines(db, "here")
     ready = {made_ready(engines, index) for index in range(2)}
-    futures = Futures(db, give=Fleet(db).for_sample)
+    futures = Futures(db, engine_for_sample=EngineRouter(db).for_sample)
     for number in range(32):
         futures.submit(NewFuture(f"s:sample:0:{number}", "alice", "s", BASE, "sample", b"{}"))
     bound = NewFuture("s:sample:1:0", "alice", "s", BASE, "sample", b"{}", run_id=RUN)

@@ -24,7 +24,7 @@ from support.databases import fresh_url
 from support.raw_client import wait_until_gone
 from tinsmith.cli import up
 from tinsmith.cluster.ray import shell as shells
-from tinsmith.cluster.ray.controller import LOST_S, Controller, QueueDepths, Seat
+from tinsmith.cluster.ray.controller import LOST_S, Controller, QueueDepths, RayProcess
 from tinsmith.cluster.ray.scaling import Depths, Fleet, Resources, Role, Rule, counts_from, others_from
 from tinsmith.cluster.ray.shell import Shell
 from tinsmith.db.database import Database, now
@@ -161,17 +161,17 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
 class FakeCluster:
     """Shells that do what they are told when `settle` is called."""
 
-    found: dict[str, Seat] = field(default_factory=dict)
+    found: dict[str, RayProcess] = field(default_factory=dict)
     started: list[str] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[RayProcess]:
         return list(self.found.values())
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
         assert name not in self.found
         self.started.append(name)
-        self.found[name] = Seat(name, "running", fleet.fingerprint)
+        self.found[name] = RayProcess(name, "running", fleet.fingerprint)
 
     def drain(self, name: str) -> None:
         self.found[name] = replace(self.found[name], state="draining")
@@ -306,7 +306,7 @@ def test_a_database_that_cannot_be_read_changes_nothing() -> None:
 def test_one_that_is_not_heard_of_is_left_alone_unless_it_is_to_go() -> None:
     scene = Scene(fleet_of(Rule(2, 2, 1)))
     scene.tick()
-    scene.cluster.found["engine-1"] = Seat("engine-1", "silent")
+    scene.cluster.found["engine-1"] = RayProcess("engine-1", "silent")
     scene.tick(100)
     assert scene.cluster.removed == []
     fewer = Scene(fleet_of(Rule(1, 1, 1)), scene.cluster)

@@ -6,18 +6,18 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.routing import MOST_OVER_MEAN, PREFIX_TOKENS, SLACK_TOKENS, Candidate, choose, prefix_key
+from tinsmith.cluster.routing import MOST_OVER_MEAN, PREFIX_TOKENS, SLACK_TOKENS, choose, prefix_key
 
 NAMES = st.lists(st.text("abcdef:/-0123", min_size=1, max_size=12), min_size=1, max_size=8, unique=True)
 KEYS = st.binary(max_size=64)
 
 
-def even(names: list[str], tokens: int = 0) -> list[Candidate]:
-    return [Candidate(name, tokens) for name in names]
+def even(names: list[str], tokens: int = 0) -> dict[str, int]:
+    return dict.fromkeys(names, tokens)
 
 
 def test_without_samplers_nobody_is_chosen() -> None:
-    assert choose(b"key", []) is None
+    assert choose(b"key", {}) is None
 
 
 @given(NAMES, KEYS, st.integers(0, 10**6), st.randoms(use_true_random=False))
@@ -42,9 +42,10 @@ def test_a_sampler_that_goes_moves_only_what_it_had(names, key, data) -> None:
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=8), KEYS)
 def test_nobody_far_above_the_mean_is_chosen(loads, key) -> None:
-    candidates = [Candidate(f"sampler-{index}", load) for index, load in enumerate(loads)]
-    chosen = choose(key, candidates)
-    load = next(candidate.waiting_tokens for candidate in candidates if candidate.executor == chosen)
+    waiting_tokens = {f"sampler-{index}": load for index, load in enumerate(loads)}
+    chosen = choose(key, waiting_tokens)
+    assert chosen is not None
+    load = waiting_tokens[chosen]
     mean = sum(loads) / len(loads)
     assert load <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
 
@@ -54,7 +55,7 @@ def test_a_sequence_of_samples_never_overloads_one_sampler(count, samples) -> No
     loads = {f"sampler-{index}": 0 for index in range(count)}
     for key, tokens in samples:
         mean = sum(loads.values()) / count
-        chosen = choose(key, [Candidate(name, load) for name, load in loads.items()])
+        chosen = choose(key, loads)
         assert chosen is not None
         loads[chosen] += tokens
         assert loads[chosen] <= max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS) + tokens
@@ -63,7 +64,7 @@ def test_a_sequence_of_samples_never_overloads_one_sampler(count, samples) -> No
 def test_one_hot_prefix_spills_to_the_others() -> None:
     loads = dict.fromkeys(("a", "b", "c"), 0)
     for _ in range(300):
-        chosen = choose(b"the same prompt", [Candidate(name, load) for name, load in loads.items()])
+        chosen = choose(b"the same prompt", loads)
         assert chosen is not None
         loads[chosen] += 1000
     assert max(loads.values()) <= 1.3 * 100_000 and min(loads.values()) > 0.4 * 100_000, loads

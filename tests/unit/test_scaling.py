@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.cluster.ray.scaling import Past, Rule, Wanted, wanted
+from tinsmith.cluster.ray.scaling import Past, Rule, WantedCounts, wanted
 
 RULE = Rule(minimum=1, maximum=4, work=100, up_after_s=10, down_after_s=60)
 
@@ -24,7 +24,7 @@ def play(rule: Rule, steps: list[tuple[float, float]], before: Past | None = Non
     now, counts = 0.0, []
     for seconds, waiting in steps:
         now += seconds
-        found: Wanted = wanted({"engine": {"base": waiting}}, {"engine": rule}, past, now)
+        found: WantedCounts = wanted({"engine": {"base": waiting}}, {"engine": rule}, past, now)
         past = found.past
         counts.append((now, found.counts["engine"]))
     return counts

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinsmith.api import errors, legacy, openapi
-from tinsmith.api.dashboard import curves, overview, pages, samples
+from tinsmith.api.dashboard import routes as dashboard
 from tinsmith.api.openai import anthropic, batches, chat, files
 from tinsmith.api.openai import models as openai_models
 from tinsmith.api.openai.batches import answer_request
@@ -64,9 +64,7 @@ OPERATIONS = tuple(
         uploads,
         auth,
         usage,
-        curves,
-        overview,
-        samples,
+        dashboard,
         batch,
         service,
         openapi,
@@ -171,7 +169,7 @@ class _Answered:
 def create_app(services: Services, lifespan: Lifespan | None = None) -> Starlette:
     middleware = [Middleware(_Answered, services=services), Middleware(LocalOriginGuard, services=services)]
     app = Starlette(
-        routes=[*API, *pages.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
+        routes=[*API, *dashboard.ROUTES], middleware=middleware, exception_handlers=errors.HANDLERS, lifespan=lifespan
     )
     # The router would redirect a path with a trailing slash to the client's own Host header.
     app.router.redirect_slashes = False

@@ -66,7 +66,7 @@ from tinsmith.base_models import tokenizer_facts
 from tinsmith.errors import UserError
 from tinsmith.store import usage
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import Outcome
+from tinsmith.store.futures import FutureOutcome
 from tinsmith.wire import tinker_public_pb2 as pb
 from tinsmith.wire.fields import SHOWN, Body, OneOf, SequenceNumber, Text, described, iso, show, validate, wrong
 from tinsmith.wire.sampling import MAX_NUM_SAMPLES, AsampleRequest, ModelInputBody, TensorDataBody, token_ids
@@ -470,7 +470,7 @@ def _sampling_session(call: Call, request: SamplesRequest) -> str:
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
     request_id = request.path_params["request_id"]
-    outcomes: list[tuple[str, Outcome]] = []
+    outcomes: list[tuple[str, FutureOutcome]] = []
     deadline = time.monotonic() + min(HOLD_S, services.settings.hold_s)
     for one in _ids_of(request_id):
         outcome = await _outcome(request, services, tenant_id, one, max(0.0, deadline - time.monotonic()))
@@ -496,7 +496,7 @@ def _ids_of(request_id: str) -> list[str]:
     return [f"{owner}:{int(first) + index}" for index in range(int(count))]
 
 
-def _result(services: Services, tenant_id: str, request_id: str, outcome: Outcome) -> JsonObject:
+def _result(services: Services, tenant_id: str, request_id: str, outcome: FutureOutcome) -> JsonObject:
     assert outcome.body is not None
     if outcome.result_type == "json":
         return orjson.loads(outcome.body)
@@ -511,8 +511,8 @@ def _together(results: Sequence[JsonObject]) -> JsonObject:
 
 async def _outcome(
     request: Request, services: Services, tenant_id: str, request_id: str, hold_s: float
-) -> Outcome | None:
-    async def look() -> Outcome | None:
+) -> FutureOutcome | None:
+    async def look() -> FutureOutcome | None:
         return await outcome_of(services, tenant_id, request_id)
 
     await note_poll(services, tenant_id, request_id)

@@ -58,7 +58,7 @@ from tinsmith.chat.texts import Texts
 from tinsmith.cluster.executors import Dispatch
 from tinsmith.db.wakeups import Waiters
 from tinsmith.errors import NotFoundError, SeqIdTakenError, TooManyRequestsError, UserError
-from tinsmith.runtime.threads import Threads
+from tinsmith.runtime.threads import ThreadPools
 from tinsmith.settings import Settings
 from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
@@ -66,7 +66,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures, NewFuture
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Model, Models
 from tinsmith.store.overview import Overview
 from tinsmith.store.recorded_sequences import Sequences
@@ -135,7 +135,7 @@ class Services:
     batch_reconciler: Reconciler
     texts: Texts
     partials: Partials
-    standing: StandingSessions
+    implicit_sessions: ImplicitSessions
     curves: Curves
     recent_steps: RecentSteps
     kept_samples: KeptSamples
@@ -145,7 +145,7 @@ class Services:
     dispatch: Dispatch
     meters: ServerMeters
     tracing: Tracing
-    threads: Threads
+    threads: ThreadPools
     reads_wait: bool = True
     failing: Callable[[], str] = str
     large_results: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_LARGE))
@@ -515,7 +515,7 @@ def submission(handler: Handler, takes: str, model: type[Body] | None = None) ->
                 except WouldWaitError:
                     content = await run(work)
                 else:
-                    content = _stored_at_once(services, submitted) or await run(stored, services, submitted)
+                    content = _stored_nowait(services, submitted) or await run(stored, services, submitted)
         return Response(orjson.dumps(content), media_type=bodies.JSON_TYPE)
 
     return respond
@@ -528,8 +528,8 @@ def stored(services: Services, submitted: Submission) -> JsonObject:
     return _answer(services, submitted, services.futures.submit(submitted.new, submitted.refusal))
 
 
-def _stored_at_once(services: Services, submitted: Submission) -> JsonObject | None:
-    if submitted.new.seq_id is None or not services.futures.submit_at_once(submitted.new, submitted.refusal):
+def _stored_nowait(services: Services, submitted: Submission) -> JsonObject | None:
+    if submitted.new.seq_id is None or not services.futures.submit_nowait(submitted.new, submitted.refusal):
         return None
     return _answer(services, submitted, submitted.new.request_id)
 

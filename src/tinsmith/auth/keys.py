@@ -69,13 +69,11 @@ class Keys:
 
     def list_all(self) -> list[Key]:
         """All keys, revoked ones included, oldest first."""
-        with self._db.read() as connection:
-            return [Key(**row._mapping) for row in connection.execute(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
+        return [Key(**row._mapping) for row in self._db.rows(sa.select(*_COLUMNS).order_by(KEYS.c.key_id))]
 
     def of_tenant(self, tenant_id: str) -> list[Key]:
         query = sa.select(*_COLUMNS).where(KEYS.c.tenant_id == tenant_id).order_by(KEYS.c.key_id)
-        with self._db.read() as connection:
-            return [Key(**row._mapping) for row in connection.execute(query)]
+        return [Key(**row._mapping) for row in self._db.rows(query)]
 
     def revoke(self, key_id: int) -> Key:
         """Revoke a key; a second revocation changes nothing. Raises NotFoundError."""
@@ -93,22 +91,19 @@ class Keys:
     def find(self, secret: str) -> Key | None:
         """The key with this secret, revoked or not."""
         digest = digest_of(secret)
-        with self._db.read() as connection:
-            row = connection.execute(_BY_DIGEST, {"digest": digest}).one_or_none()
+        row = self._db.first(_BY_DIGEST, {"digest": digest})
         # The time of the look-up reveals at most digests, which a caller cannot choose.
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         return Key(row.key_id, row.tenant_id, row.name, row.created_at, row.revoked_at)
 
     def get(self, key_id: int) -> Key | None:
-        with self._db.read() as connection:
-            row = connection.execute(_BY_ID, {"key_id": key_id}).one_or_none()
+        row = self._db.first(_BY_ID, {"key_id": key_id})
         return None if row is None else Key(**row._mapping)
 
     def any(self) -> bool:
         """Whether a key was ever made."""
-        with self._db.read() as connection:
-            return connection.scalar(sa.select(KEYS.c.key_id).limit(1)) is not None
+        return self._db.scalar(sa.select(KEYS.c.key_id).limit(1)) is not None
 
 
 def digest_of(secret: str) -> str:

@@ -38,7 +38,7 @@ LOOKED_AT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QuotaLimits:
     """The limits by name; 0 is no limit."""
 
     queued_requests: int = 0
@@ -49,7 +49,7 @@ class Limits:
     tokens_per_minute: int = 0
 
 
-NAMES = tuple(field.name for field in fields(Limits))
+NAMES = tuple(field.name for field in fields(QuotaLimits))
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _Tenant:
     """Counts and limits of one tenant. `level` is the tokens that it may still add; one request may overdraw it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    limits: Limits = field(default_factory=Limits)
+    limits: QuotaLimits = field(default_factory=QuotaLimits)
     limits_read_at: float = -LIMITS_READ_EVERY_S
     requests: int = 0
     bytes: int = 0
@@ -88,7 +88,7 @@ _FIRST_WAITING = (
 
 
 class Quotas:
-    def __init__(self, db: Database, defaults: Limits, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, db: Database, defaults: QuotaLimits, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
         self._defaults = defaults
         self._clock = clock
@@ -148,13 +148,12 @@ class Quotas:
         if not limit:
             return
         total = sa.select(sa.func.coalesce(sa.func.sum(UPLOADS.c.size_bytes), 0))
-        with self._db.read() as connection:
-            stored = connection.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0
+        stored = self._db.scalar(total.where(UPLOADS.c.tenant_id == tenant_id)) or 0
         if stored + size_bytes > limit:
             used = f"the files take {stored} bytes and this one has {size_bytes}"
             raise _exceeded("file_bytes", used, limit, "delete some", 5.0)
 
-    def limits(self, tenant_id: str) -> Limits:
+    def limits(self, tenant_id: str) -> QuotaLimits:
         tenant = self._tenant(tenant_id)
         with tenant.lock:
             return self._limits(tenant, tenant_id)
@@ -173,15 +172,14 @@ class Quotas:
                     del self._tenants[name]
             return tenant
 
-    def _limits(self, tenant: _Tenant, tenant_id: str) -> Limits:
+    def _limits(self, tenant: _Tenant, tenant_id: str) -> QuotaLimits:
         if self._clock() - tenant.limits_read_at >= LIMITS_READ_EVERY_S:
-            with self._db.read() as connection:
-                own = connection.scalar(sa.select(TENANTS.c.quotas).where(TENANTS.c.tenant_id == tenant_id))
+            own = self._db.scalar(sa.select(TENANTS.c.quotas).where(TENANTS.c.tenant_id == tenant_id))
             tenant.limits = replace(self._defaults, **{name: own[name] for name in NAMES if own and name in own})
             tenant.limits_read_at = self._clock()
         return tenant.limits
 
-    def _queue_refusal(self, tenant: _Tenant, limits: Limits, new: NewFuture) -> TooManyRequestsError | None:
+    def _queue_refusal(self, tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> TooManyRequestsError | None:
         if not (limits.queued_requests or limits.queued_bytes):
             return None
         self._count(tenant, new.tenant_id, COUNTED_EVERY_S)
@@ -201,7 +199,7 @@ class Quotas:
                 tenant.requests, tenant.bytes = connection.execute(_COUNT, {"tenant_id": tenant_id}).one()
             tenant.counted_at = self._clock()
 
-    def _token_refusal(self, tenant: _Tenant, limits: Limits, num_tokens: int) -> TooManyRequestsError | None:
+    def _token_refusal(self, tenant: _Tenant, limits: QuotaLimits, num_tokens: int) -> TooManyRequestsError | None:
         limit = limits.tokens_per_minute
         if not limit:
             tenant.level = None
@@ -218,19 +216,17 @@ class Quotas:
         return _exceeded("tokens_per_minute", used, limit, "send fewer, or wait", wait_s)
 
     def _is_stored(self, request_id: str) -> bool:
-        with self._db.read() as connection:
-            return connection.scalar(_IS_STORED, {"request_id": request_id}) is not None
+        return self._db.scalar(_IS_STORED, {"request_id": request_id}) is not None
 
     def _is_awaited(self, new: NewFuture) -> bool:
         """Whether the model's queue waits for this operation; refusing it would block the queue for ever."""
         if new.model_id is None or new.seq_id is None:
             return False
-        with self._db.read() as connection:
-            first = connection.scalar(_FIRST_WAITING, {"model_id": new.model_id})
+        first = self._db.scalar(_FIRST_WAITING, {"model_id": new.model_id})
         return first is not None and new.seq_id < first
 
 
-def _is_full(tenant: _Tenant, limits: Limits, new: NewFuture) -> bool:
+def _is_full(tenant: _Tenant, limits: QuotaLimits, new: NewFuture) -> bool:
     if limits.queued_requests and tenant.requests >= limits.queued_requests:
         return True
     # A body over the limit itself is admitted when nothing else is queued; otherwise it could never be.

@@ -1,8 +1,8 @@
 """`tinsmith bench`: the same work, by the official SDK, on any Tinker-compatible servers side by side.
 
-Each measure is taken on all servers in turns, run by run, so that whatever else the machines do meets all of them
-alike; figures are medians, and ratios are to the first server. A server that cannot do something shows its error in
-that place, and the others go on. The SDK is imported when this runs and never by a server.
+Runs of a measure are interleaved across the servers, so that other load affects all of them alike. Figures are medians,
+and ratios are to the first server. An operation that a server cannot do shows its error in the table. The SDK is
+imported when this runs and never by a server.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import httpx
 import numpy as np
@@ -35,20 +36,20 @@ VOCAB = 400
 """Token ids stay below it: every model has as many."""
 WARM_UP = 2
 REACHED_S = 10.0
-"""How long a server may take to say that it is there: the SDK itself would ask for minutes."""
+"""How long a server may take to answer its health check; the SDK would retry for minutes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A server: where it is, with which key, and which of its base models (the first, if that is None)."""
+class BenchTarget:
+    """A server's address, a key, and one of its base models (None: the first)."""
 
     url: str
     key: str
     model: str | None = None
 
 
-def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) -> list[Target]:
-    """A server for each URL; models and keys are given once for all of them, or for each. Raises SettingsError."""
+def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) -> list[BenchTarget]:
+    """A server for each URL; models and keys are given once, or for each server. Raises SettingsError."""
     for flag, values in (("--model", models), ("--key", keys)):
         if len(values) not in (0, 1, len(urls)):
             raise SettingsError(
@@ -56,15 +57,15 @@ def targets_of(urls: Sequence[str], models: Sequence[str], keys: Sequence[str]) 
             )
     every_model = [*models] if len(models) == len(urls) else [*models, None][:1] * len(urls)
     every_key = [*keys] if len(keys) == len(urls) else [*keys][:1] * len(urls)
-    return [Target(url, key, model) for url, key, model in zip(urls, every_key, every_model, strict=True)]
+    return [BenchTarget(url, key, model) for url, key, model in zip(urls, every_key, every_model, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One kind of work; `run` answers how many tokens it was. Its figure is tokens a second, or else its time."""
+    """One kind of work; `run` returns its number of tokens. Its figure is tokens per second, or else milliseconds."""
 
     name: str
-    run: Callable[[Client], int]
+    run: Callable[[BenchClient], int]
     is_rate: bool = False
 
     @property
@@ -74,7 +75,7 @@ class Measure:
 
 @dataclass(slots=True)
 class Figure:
-    """What one measure found on one server: the figure of each run, or why there are none."""
+    """The figure of each run of one measure on one server, or the error."""
 
     values: list[float] = field(default_factory=list)
     error: str | None = None
@@ -85,20 +86,20 @@ class Figure:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """One measure, with a figure for each server in order."""
 
     measure: Measure
     figures: tuple[Figure, ...]
 
     def ratio(self, index: int) -> float | None:
-        """How many times as good as the first server this one is."""
+        """The server's speed relative to the first server's."""
         first, own = self.figures[0].value, self.figures[index].value
         if first is None or own is None:
             return None
         return own / first if self.measure.is_rate else first / own
 
-    def as_json(self, clients: Sequence[Client]) -> dict[str, object]:
+    def as_json(self, clients: Sequence[BenchClient]) -> dict[str, object]:
         servers = [
             {
                 "url": client.target.url,
@@ -114,32 +115,25 @@ class Row:
         return {"measure": self.measure.name, "unit": self.measure.unit, "servers": servers}
 
 
-class Client:
+class BenchClient:
     """A session on one server, and the work that is measured there."""
 
-    def __init__(self, service: tinker.ServiceClient, target: Target, rank: int, patience_s: float) -> None:
+    def __init__(self, service: tinker.ServiceClient, target: BenchTarget, rank: int, patience_s: float) -> None:
         self.target = target
         self.model = target.model or _first_model(target)
         self._service = service
         self._rank = rank
         self._patience_s = patience_s
         self._seeds = itertools.count()
-        self._training: tinker.TrainingClient | None = None
-        self._sampling: tinker.SamplingClient | None = None
 
-    @property
+    @cached_property
     def training(self) -> tinker.TrainingClient:
-        if self._training is None:
-            created = self._service.create_lora_training_client(self.model, rank=self._rank)
-            self._training = created.result(timeout=self._patience_s)
-        return self._training
+        created = self._service.create_lora_training_client(self.model, rank=self._rank)
+        return created.result(timeout=self._patience_s)
 
-    @property
+    @cached_property
     def sampling(self) -> tinker.SamplingClient:
-        if self._sampling is None:
-            created = self._service.create_sampling_client(base_model=self.model)
-            self._sampling = created.result(timeout=self._patience_s)
-        return self._sampling
+        return self._service.create_sampling_client(base_model=self.model).result(timeout=self._patience_s)
 
     def forward(self) -> int:
         self.training.forward([self._datum(DATUM_TOKENS)], "cross_entropy").result(timeout=self._patience_s)
@@ -187,58 +181,48 @@ class Client:
         return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
     def _tokens(self, length: int) -> np.ndarray:
-        """Other ones each time, so that nothing can be remembered."""
+        """Different tokens each time, so that no cache has them."""
         return np.random.default_rng(next(self._seeds)).integers(1, VOCAB, length)
 
 
 MEASURES = (
-    Measure("forward, one datum", Client.forward),
-    Measure("forward_backward + optim_step", Client.step),
-    Measure("sample, one token", Client.first_token),
-    Measure("publish + first token", Client.publish),
-    Measure(f"training, {BATCH} x {BATCH_TOKENS}", Client.batch, is_rate=True),
-    Measure(f"sampling, {SAMPLES} x {NEW_TOKENS}", Client.samples, is_rate=True),
+    Measure("forward, one datum", BenchClient.forward),
+    Measure("forward_backward + optim_step", BenchClient.step),
+    Measure("sample, one token", BenchClient.first_token),
+    Measure("publish + first token", BenchClient.publish),
+    Measure(f"training, {BATCH} x {BATCH_TOKENS}", BenchClient.batch, is_rate=True),
+    Measure(f"sampling, {SAMPLES} x {NEW_TOKENS}", BenchClient.samples, is_rate=True),
 )
 
 
-class Benchmark:
-    """All servers, with a session on each while the block lasts. Raises SettingsError."""
-
-    def __init__(self, targets: Sequence[Target], *, rank: int, patience_s: float) -> None:
-        self._targets = targets
-        self._rank = rank
-        self._patience_s = patience_s
-        self._sessions = ExitStack()
-        self.clients: list[Client] = []
-
-    def __enter__(self) -> Self:
-        try:
-            import tinker
-        except ModuleNotFoundError:
-            raise SettingsError("tinsmith bench works with the SDK: pip install 'tinsmith[demo]'") from None
-        with ExitStack() as sessions:
-            for target in self._targets:
-                _require_server(target)
-                service = sessions.enter_context(tinker.ServiceClient(base_url=target.url, api_key=target.key))
-                self.clients.append(Client(service, target, self._rank, self._patience_s))
-            self._sessions = sessions.pop_all()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._sessions.close()
-
-    def rows(self, runs: int) -> Iterator[Row]:
-        """One after the other, as they are found."""
-        for measure in MEASURES:
-            figures = tuple(Figure() for _ in self.clients)
-            for number in range(WARM_UP + runs):
-                for client, figure in zip(self.clients, figures, strict=True):
-                    if figure.error is None:
-                        _take(measure, client, figure, counts=number >= WARM_UP)
-            yield Row(measure, figures)
+@contextmanager
+def clients_of(targets: Sequence[BenchTarget], *, rank: int, patience_s: float) -> Iterator[list[BenchClient]]:
+    """A session on each server while the block lasts. Raises SettingsError."""
+    try:
+        import tinker
+    except ModuleNotFoundError:
+        raise SettingsError("tinsmith bench works with the SDK: pip install 'tinsmith[demo]'") from None
+    with ExitStack() as sessions:
+        clients: list[BenchClient] = []
+        for target in targets:
+            _require_server(target)
+            service = sessions.enter_context(tinker.ServiceClient(base_url=target.url, api_key=target.key))
+            clients.append(BenchClient(service, target, rank, patience_s))
+        yield clients
 
 
-def _take(measure: Measure, client: Client, figure: Figure, *, counts: bool) -> None:
+def compare(clients: Sequence[BenchClient], runs: int) -> Iterator[Comparison]:
+    """One measure after the other, as they are taken."""
+    for measure in MEASURES:
+        figures = tuple(Figure() for _ in clients)
+        for number in range(WARM_UP + runs):
+            for client, figure in zip(clients, figures, strict=True):
+                if figure.error is None:
+                    _take(measure, client, figure, counts=number >= WARM_UP)
+        yield Comparison(measure, figures)
+
+
+def _take(measure: Measure, client: BenchClient, figure: Figure, *, counts: bool) -> None:
     started = time.perf_counter()
     try:
         tokens = measure.run(client)
@@ -250,7 +234,7 @@ def _take(measure: Measure, client: Client, figure: Figure, *, counts: bool) -> 
         figure.values.append(tokens / seconds if measure.is_rate else 1000 * seconds)
 
 
-def _require_server(target: Target) -> None:
+def _require_server(target: BenchTarget) -> None:
     try:
         httpx.get(f"{target.url.rstrip('/')}/api/v1/healthz", timeout=REACHED_S)
     except (httpx.TransportError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -259,7 +243,7 @@ def _require_server(target: Target) -> None:
         ) from None
 
 
-def _first_model(target: Target) -> str:
+def _first_model(target: BenchTarget) -> str:
     import tinker
 
     served = tinker.RestClient(base_url=target.url, api_key=target.key).get_server_capabilities().result()
@@ -269,18 +253,18 @@ def _first_model(target: Target) -> str:
     raise SettingsError(f"{target.url} names no base model; give one with --model")
 
 
-def run_bench(output: Console, targets: Sequence[Target], *, runs: int, rank: int, patience_s: float) -> bool:
+def run_bench(output: Console, targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float) -> bool:
     """Show a table that grows row by row; whether every server did everything. Raises SettingsError."""
-    with Benchmark(targets, rank=rank, patience_s=patience_s) as benchmark:
-        table = _table(benchmark.clients)
-        errors: list[str] = []
+    errors: list[str] = []
+    with clients_of(targets, rank=rank, patience_s=patience_s) as clients:
+        table = _table(clients)
         with Live(table, console=output, auto_refresh=False) as live:
-            for row in benchmark.rows(runs):
+            for row in compare(clients, runs):
                 table.add_row(row.measure.name, row.measure.unit, *_cells(row))
                 live.refresh()
                 errors += [
                     f"{row.measure.name} at {client.target.url}: {figure.error}"
-                    for client, figure in zip(benchmark.clients, row.figures, strict=True)
+                    for client, figure in zip(clients, row.figures, strict=True)
                     if figure.error
                 ]
     for error in errors:
@@ -289,16 +273,16 @@ def run_bench(output: Console, targets: Sequence[Target], *, runs: int, rank: in
 
 
 def bench_as_json(
-    targets: Sequence[Target], *, runs: int, rank: int, patience_s: float
+    targets: Sequence[BenchTarget], *, runs: int, rank: int, patience_s: float
 ) -> tuple[bool, list[dict[str, object]]]:
     """The same as plain values. Raises SettingsError."""
-    with Benchmark(targets, rank=rank, patience_s=patience_s) as benchmark:
-        rows = list(benchmark.rows(runs))
+    with clients_of(targets, rank=rank, patience_s=patience_s) as clients:
+        rows = list(compare(clients, runs))
         whole = not any(figure.error for row in rows for figure in row.figures)
-        return whole, [row.as_json(benchmark.clients) for row in rows]
+        return whole, [row.as_json(clients) for row in rows]
 
 
-def _table(clients: Sequence[Client]) -> Table:
+def _table(clients: Sequence[BenchClient]) -> Table:
     table = Table("what", "unit", box=None, pad_edge=False)
     for index, client in enumerate(clients):
         table.add_column(escape(f"{client.target.url}\n{client.model}"), justify="right", overflow="fold")
@@ -307,7 +291,7 @@ def _table(clients: Sequence[Client]) -> Table:
     return table
 
 
-def _cells(row: Row) -> Iterator[str]:
+def _cells(row: Comparison) -> Iterator[str]:
     for index, figure in enumerate(row.figures):
         if figure.value is None:
             yield "[red]error[/]"

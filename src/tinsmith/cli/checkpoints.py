@@ -1,7 +1,7 @@
-"""`tinsmith checkpoints`: fetch a checkpoint, send an adapter to a server, and merge an adapter into its base.
+"""`tinsmith checkpoints`: download a checkpoint, upload an adapter, and merge an adapter into its base.
 
 The server is TINKER_BASE_URL and the key TINKER_API_KEY, as for the SDK; `merge` of local directories needs none. With
-`--json`, standard output holds JSON alone. It ends with 0 if what was asked for came about, 2 if it was refused.
+`--json`, standard output holds JSON alone. Exit status: 0 for success, 2 if the command was refused.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _server() -> Iterator[Server]:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What is refused ends the command with one line."""
+    """An expected error ends the command with one line and status 2."""
     try:
         yield
     except (TinsmithError, OSError) as error:
@@ -196,7 +196,7 @@ def _refusals() -> Iterator[None]:
 
 @contextmanager
 def _bar(what: str, quiet: bool, unit: str = "") -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error, where somebody looks at it."""
+    """A progress bar on standard error, if that is a terminal."""
     columns = (TextColumn(unit),) if unit else (DownloadColumn(), TransferSpeedColumn())
     bar = Progress(
         TextColumn(what), BarColumn(), *columns, console=notes, disable=quiet or not notes.is_terminal, transient=True

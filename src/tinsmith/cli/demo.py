@@ -1,8 +1,7 @@
-"""`tinsmith demo`: the official SDK against a server of one's own, in about two minutes on a laptop.
+"""`tinsmith demo`: trains the embedded model with the official SDK, in about two minutes on a laptop.
 
-Supervised fine-tuning teaches the embedded model consistent pig latin; reinforcement learning makes it better at
-sums. Everything goes through `tinker` over HTTP, as a user's own script would; only the tasks come from
-`tinsmith.base_models.nano`.
+Supervised fine-tuning teaches it consistent pig latin; reinforcement learning improves its sums. Everything goes
+through `tinker` over HTTP, as in a user's script; only the tasks come from `tinsmith.base_models.nano`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What one kind of training did: shares of right answers to held-out prompts, and where the weights are."""
+    """Shares of right answers to held-out prompts before and after training, and the checkpoint."""
 
     task: str
     before: float
@@ -79,8 +78,8 @@ class Learned:
 def run_demo(
     output: Console, data_dir: Path | None, *, stay: bool, done: Callable[[object], None] | None = None
 ) -> None:
-    """Serve, train by SFT and by RL, show what changed, and tell `done`. With `stay`, serve on until Ctrl-C."""
-    # A plain SIGTERM would end this process without stopping the server that it started.
+    """Serve, train by SFT and by RL, show the effect, and call `done` with it. With `stay`, serve on until Ctrl-C."""
+    # By default, SIGTERM would end this process without stopping the server that it started.
     signal.signal(signal.SIGTERM, lambda _signal, _frame: sys.exit(143))
     with contextlib.ExitStack() as stack:
         if data_dir is None:

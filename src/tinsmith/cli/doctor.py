@@ -1,7 +1,4 @@
-"""`tinsmith doctor`: looks at the machine and the settings, and says in words what works.
-
-Reads only; starts no server and loads no model.
-"""
+"""`tinsmith doctor`: checks the machine and the settings. Reads only; starts no server and loads no model."""
 
 from __future__ import annotations
 

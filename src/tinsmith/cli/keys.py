@@ -1,6 +1,6 @@
-"""`tinsmith keys`: make, list and revoke API keys in the database itself, whether a server runs or not.
+"""`tinsmith keys`: make, list and revoke API keys in the database, whether a server runs or not.
 
-A running server notices within two seconds. A key is printed once, when it is made; nobody can print it again.
+A running server notices within two seconds. A key is printed once, when it is made, and is not stored.
 """
 
 from __future__ import annotations
@@ -64,10 +64,7 @@ def create(
 
 
 @app.command("list")
-def list_keys(
-    as_json: AsJson = False,
-    data_dir: DataDir = None,
-) -> None:
+def list_keys(as_json: AsJson = False, data_dir: DataDir = None) -> None:
     """List the keys without their secrets."""
     from tinsmith.auth.keys import Keys
 
@@ -103,7 +100,7 @@ def revoke(
 
 @contextmanager
 def _database(data_dir: Path | None) -> Iterator[Database]:
-    """The server's database, migrated; TINSMITH_DATABASE_URL says where it is, if not in the data directory."""
+    """The server's database, migrated: TINSMITH_DATABASE_URL, or the one in the data directory."""
     from tinsmith.db.database import Database
     from tinsmith.storage.stores import make_private
 

@@ -1,19 +1,23 @@
 """The `tinsmith` command. Each subcommand imports what it needs when it runs, so that `--help` is instant.
 
-With `--json`, standard output holds JSON alone. A command ends with 0 if what was asked for came about, 1 if it was
-done and the answer is no, 2 if it was refused, 130 if the user stopped waiting.
+With `--json`, standard output holds JSON alone. Exit status: 0 for success, 1 if the answer is no (a job failed, or a
+check found a problem), 2 if the command was refused, 130 if the user stopped waiting.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tinsmith import __version__
@@ -26,7 +30,7 @@ from tinsmith.runtime.malloc import importing
 from tinsmith.settings import Settings, client_address, load
 
 if TYPE_CHECKING:
-    from tinsmith.cli.plan import Asked
+    from tinsmith.cli.plan import PlanRequest
     from tinsmith.cluster.early import EarlyEngine
 
 app = typer.Typer(
@@ -35,83 +39,55 @@ app = typer.Typer(
 output = Console()
 errors = Console(stderr=True)
 
-Model = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model", "-m", metavar="[NAME=]DIR_OR_ID", help="A base model to serve; repeat it. Default: tinsmith/nano."
-    ),
-]
-Host = Annotated[str | None, typer.Option(help="Address to listen on. Default: 127.0.0.1.")]
-Port = Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one. Default: 8000.")]
-Role = Annotated[
-    str | None, typer.Option(help="all, server, engine, sampler or batch-worker: what this process does. Default: all.")
-]
-Engines = Annotated[int | None, typer.Option(help="Engine processes for each base model. Default: 1.")]
-Samplers = Annotated[int | None, typer.Option(help="Dedicated samplers for each. Default: 0; 1 in the role sampler.")]
-HealthPort = Annotated[
-    int | None, typer.Option(help="Port of /healthz and /metrics in roles that answer no clients. Default: none.")
-]
-DataDir = Annotated[Path | None, typer.Option(help="Data directory. Default: ~/.tinsmith.")]
-Device = Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N. Default: auto.")]
-Dtype = Annotated[str | None, typer.Option(help="Base model's format: auto, float32 or bfloat16. Default: auto.")]
-Deterministic = Annotated[
-    bool | None,
-    typer.Option("--deterministic", help="Every bit depends on its request alone; slower. Default: off."),
-]
-Quantize = Annotated[str | None, typer.Option(help="Base model's linears: off, int8 or nf4. Default: off.")]
-DataParallel = Annotated[int | None, typer.Option(help="Devices that share each step's sequences. Default: 1.")]
-TensorParallel = Annotated[int | None, typer.Option(help="Devices that share each layer. Default: 1.")]
-ShardBase = Annotated[
-    bool | None,
-    typer.Option("--shard-base", help="A part of every layer on each data-parallel device. Default: off."),
-]
-Backend = Annotated[
-    str | None, typer.Option(help="torch, full to train every weight, or fake to test a client. Default: torch.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MODEL = typer.Option(
+    "--model", "-m", metavar="[NAME=]DIR_OR_ID", help="A base model to serve; repeat it. Default: tinsmith/nano."
+)
+SERVE_OPTIONS = (
+    *("models", "role", "engines", "samplers", "host", "port", "health_port", "data_dir", "device", "dtype"),
+    *("deterministic", "quantize", "data_parallel", "tensor_parallel", "shard_base", "backend", "log_level"),
+)
+"""The settings that are flags of `serve`."""
+
+
+def settings_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these settings, documented by the setting's docstring. The command is called
+    with `given`, those that the user set, and its own parameters.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def call(**values: object) -> None:
+            found = {name: values.pop(name) for name in names}
+            return command({name: value for name, value in found.items() if value not in (None, [])}, **values)
+
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+        call.__dict__["__signature__"] = inspect.Signature([*map(_option, names), *own])
+        call.__annotations__ = {}
+        return call
+
+    return decorate
+
+
+def _option(name: str) -> inspect.Parameter:
+    field = Settings.model_fields[name]
+    kind = next((kind for kind in (bool, int, Path) if kind in (field.annotation, *get_args(field.annotation))), str)
+    flag = f"--{name.replace('_', '-')}"
+    default = "" if field.default in ("", None) else f" Default: {str(field.default).lower()}."
+    option = typer.Option(flag, help=escape(" ".join((field.description or "").split()) + default))
+    annotation = Annotated[list[str] | None, MODEL] if name == "models" else Annotated[kind | None, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 @app.command()
-def serve(  # noqa: PLR0913 - one parameter a flag
-    model: Model = None,
-    role: Role = None,
-    engines: Engines = None,
-    samplers: Samplers = None,
-    host: Host = None,
-    port: Port = None,
-    health_port: HealthPort = None,
-    data_dir: DataDir = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    deterministic: Deterministic = None,
-    quantize: Quantize = None,
-    data_parallel: DataParallel = None,
-    tensor_parallel: TensorParallel = None,
-    shard_base: ShardBase = None,
-    backend: Backend = None,
-    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR. Default: INFO.")] = None,
+@settings_options(*SERVE_OPTIONS)
+def serve(
+    given: dict[str, object],
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON when it is ready.")] = False,
 ) -> None:
     """Serve base models to the tinker SDK until Ctrl-C, or run one role of it."""
-    given = {
-        "models": tuple(model) if model else None,
-        "role": role,
-        "engines": engines,
-        "samplers": samplers,
-        "health_port": health_port,
-        "host": host,
-        "port": port,
-        "data_dir": data_dir,
-        "device": device,
-        "dtype": dtype,
-        "deterministic": deterministic,
-        "quantize": quantize,
-        "data_parallel": data_parallel,
-        "tensor_parallel": tensor_parallel,
-        "shard_base": shard_base,
-        "backend": backend,
-        "log_level": log_level,
-    }
-    _serve(load(_without_none(given)), as_json=as_json)
+    serve_until_signal(load(given), as_json=as_json)
 
 
 app.add_typer(keys_cli.app, name="keys")
@@ -138,13 +114,13 @@ def demo(
 
 
 @app.command()
+@settings_options("models", "data_dir")
 def doctor(  # noqa: PLR0913 - one parameter a flag
+    given: dict[str, object],
     place: Annotated[
         str | None,
         typer.Argument(metavar="[MODEL]", help="A base model to plan for: its directory, config.json or id."),
     ] = None,
-    model: Model = None,
-    data_dir: DataDir = None,
     gpus: Annotated[int | None, typer.Option(help="Devices to plan for. Default: those of this machine.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB. Default: this machine's.")] = None,
     rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 32,
@@ -155,19 +131,18 @@ def doctor(  # noqa: PLR0913 - one parameter a flag
     tensor_parallel: Annotated[int | None, typer.Option(help="Devices that share each layer. Default: chosen.")] = None,
     data_parallel: Annotated[int | None, typer.Option(help="Groups that share each step. Default: chosen.")] = None,
     shard_base: Annotated[bool, typer.Option("--shard-base", help="Share one base among the groups.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this machine, or plan where MODEL fits."""
     if place is not None:
-        from tinsmith.cli.plan import Asked
+        from tinsmith.cli.plan import PlanRequest
 
-        asked = Asked(place, gpus, memory, rank, context, adapters, dtype, quantize)
+        asked = PlanRequest(place, gpus, memory, rank, context, adapters, dtype, quantize)
         asked = replace(asked, tensor_parallel=tensor_parallel, data_parallel=data_parallel, shard_base=shard_base)
         _show_plan(asked, as_json=as_json)
         return
     from tinsmith.cli.doctor import examine
 
-    given = _without_none({"models": tuple(model) if model else None, "data_dir": data_dir})
     findings = examine(load(given))
     if as_json:
         _print_json([asdict(finding) for finding in findings])
@@ -194,7 +169,7 @@ def bench(
     runs: Annotated[int, typer.Option(min=1, help="Repetitions of each measure.")] = 10,
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters that are trained.")] = 16,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds that an answer may take.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time the same work on Tinker-compatible servers. Ends with 1 if one could not do all of it."""
     from tinsmith.cli.bench import bench_as_json, run_bench, targets_of
@@ -210,7 +185,7 @@ def bench(
         raise typer.Exit(1)
 
 
-def _show_plan(asked: Asked, *, as_json: bool) -> None:
+def _show_plan(asked: PlanRequest, *, as_json: bool) -> None:
     from tinsmith.cli import plan as report
     from tinsmith.cli.plan import plan_of
 
@@ -239,12 +214,15 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Options of the command itself."""
 
 
-def _serve(settings: Settings, *, as_json: bool) -> None:
+def serve_until_signal(settings: Settings, *, as_json: bool) -> None:
+    """Run the process of these settings until a signal ends it. Raises SettingsError."""
     from tinsmith.cluster.early import EarlyEngine
 
     early = EarlyEngine.begin(settings)
@@ -286,12 +264,8 @@ def _print_json(value: object) -> None:
     typer.echo(json.dumps(value, indent=1))
 
 
-def _without_none(given: dict[str, object]) -> dict[str, object]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
 def main() -> None:
-    """The entry point: settings that contradict each other end with one line, not a traceback."""
+    """The entry point; a SettingsError ends with one line instead of a traceback."""
     try:
         app()
     except SettingsError as error:

@@ -1,8 +1,6 @@
-"""`tinsmith doctor MODEL`: where a base model fits, from its configuration and what is said of the devices.
+"""`tinsmith doctor MODEL`: plans where a base model fits, from its configuration and the flags, and shows the plan.
 
-What is not said is asked of this machine. Loads no weight.
-
-A plan as people read it, and as programs do.
+What the flags leave open is read from this machine. Loads no weights.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ LARGEST_RANK = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What the flags say; None where they say nothing."""
+class PlanRequest:
+    """The flags; None where one was not given."""
 
     model: str
     gpus: int | None = None
@@ -41,27 +39,27 @@ class Asked:
     shard_base: bool = False
 
 
-def plan_of(asked: Asked) -> Plan:
-    """Raises SettingsError for what cannot be, or does not fit where degrees were asked for."""
-    directory = find(asked.model)
+def plan_of(request: PlanRequest) -> Plan:
+    """Raises SettingsError for invalid flags, and if the model does not fit the given degrees."""
+    directory = find(request.model)
     model = read_directory(directory)
     _compare(model, directory)
-    wanted = _wanted(asked, model)
-    if asked.tensor_parallel is None and asked.data_parallel is None and not asked.shard_base:
+    wanted = _wanted(request, model)
+    if request.tensor_parallel is None and request.data_parallel is None and not request.shard_base:
         return choose(model, wanted)
-    tensor = asked.tensor_parallel or 1
-    data = asked.data_parallel or max(1, wanted.devices // max(1, tensor))
-    return check(model, wanted, Degrees(data, tensor, asked.shard_base))
+    tensor = request.tensor_parallel or 1
+    data = request.data_parallel or max(1, wanted.devices // max(1, tensor))
+    return check(model, wanted, Degrees(data, tensor, request.shard_base))
 
 
 def find(model: str) -> Path:
-    """A directory or a config.json as it is; anything else as the server would find it."""
+    """The path of a directory or config.json, or where the server would find this model."""
     path = Path(model.partition("=")[2] or model).expanduser()
     return path if path.exists() else Path(next(iter(base_models.resolve([model]))).path)
 
 
 def _compare(model: Architecture, directory: Path) -> None:
-    """Files that hold another number of weights than was counted are no files of this configuration."""
+    """Raises SettingsError if the files hold fewer weights than the configuration counts."""
     found = size_of_files(directory)
     # Tied embeddings are often stored twice, and quantised weights in other shapes.
     if found and found[0] < model.num_parameters and found[1] >= 2 * model.num_parameters:
@@ -70,37 +68,28 @@ def _compare(model: Architecture, directory: Path) -> None:
         )
 
 
-def _wanted(asked: Asked, model: Architecture) -> Wanted:
-    devices, memory_bytes, cuda = asked.gpus, None, True
-    if asked.memory is not None:
-        memory_bytes = _bytes_of(asked.memory)
+def _wanted(request: PlanRequest, model: Architecture) -> Wanted:
+    devices, memory_bytes, cuda = request.gpus, None, True
+    if request.memory is not None:
+        memory_bytes = _bytes_of(request.memory)
     if devices is None or memory_bytes is None:
         found = _this_machine()
         devices, memory_bytes = devices or found[0], memory_bytes or found[1]
-        cuda = found[2] or asked.gpus is not None
-    dtype = asked.dtype or ("bfloat16" if cuda else "float32")
-    context = asked.context or 0
-    for name, value, good in (
-        ("--gpus", devices, devices >= 1),
-        ("--rank", asked.rank, 1 <= asked.rank <= LARGEST_RANK),
-        ("--adapters", asked.adapters, asked.adapters >= 1),
-        ("--context", asked.context, asked.context is None or 1 <= context <= model.context),
-        ("--dtype", dtype, dtype in NUMBER_BYTES),
-        ("--quantize", asked.quantize, asked.quantize in ("off", *QUANTISED_BYTES)),
+        cuda = found[2] or request.gpus is not None
+    dtype = request.dtype or ("bfloat16" if cuda else "float32")
+    context = request.context or 0
+    longest = f"it must be from 1 to the model's own {model.context:,}"
+    for name, value, good, hint in (
+        ("--gpus", devices, devices >= 1, "it must be at least 1"),
+        ("--rank", request.rank, 1 <= request.rank <= LARGEST_RANK, f"it must be from 1 to {LARGEST_RANK}"),
+        ("--adapters", request.adapters, request.adapters >= 1, "it must be at least 1"),
+        ("--context", request.context, request.context is None or 1 <= context <= model.context, longest),
+        ("--dtype", dtype, dtype in NUMBER_BYTES, "choose bfloat16 or float32"),
+        ("--quantize", request.quantize, request.quantize in ("off", *QUANTISED_BYTES), "choose off, int8 or nf4"),
     ):
         if not good:
-            raise SettingsError(f"{name} is {value!r}; {_HINTS[name]}".replace("CONTEXT", f"{model.context:,}"))
-    return Wanted(devices, memory_bytes, asked.rank, context, dtype, asked.quantize, asked.adapters, cuda)
-
-
-_HINTS = {
-    "--gpus": "it must be at least 1",
-    "--rank": f"it must be from 1 to {LARGEST_RANK}",
-    "--adapters": "it must be at least 1",
-    "--context": "it must be from 1 to the model's own CONTEXT",
-    "--dtype": "choose bfloat16 or float32",
-    "--quantize": "choose off, int8 or nf4",
-}
+            raise SettingsError(f"{name} is {value!r}; {hint}")
+    return Wanted(devices, memory_bytes, request.rank, context, dtype, request.quantize, request.adapters, cuda)
 
 
 def _bytes_of(text: str) -> int:
@@ -133,7 +122,7 @@ ROWS = {
 
 
 def rows(plan: Plan) -> Iterator[tuple[str, str]]:
-    """What of a device goes to whom."""
+    """The memory of each device, by use."""
     needs = asdict(plan.needs)
     for name, what in ROWS.items():
         yield what, gib(needs[name])
@@ -147,7 +136,7 @@ def headline(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """The model, and what was asked for, in a line."""
+    """The model and the flags in a line."""
     model, wanted = plan.model, plan.wanted
     active = f" ({billions(model.num_active)} of them active)" if model.has_experts else ""
     return (

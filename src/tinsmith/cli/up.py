@@ -135,7 +135,7 @@ def down(
     if as_json:
         typer.echo(json.dumps({"killed": late}))
     elif late:
-        output.print(f"taken away before they had given back what they had: {', '.join(late)}")
+        output.print(f"killed before they had drained: {', '.join(late)}")
     if late:
         raise typer.Exit(1)
 
@@ -188,7 +188,7 @@ def _refuse_one_file(settings: Settings, num_machines: int) -> None:
 
 
 def _make_token(data_dir: Path) -> Path:
-    """Whoever reaches a cluster can run code as its user: others on this machine must not."""
+    """A new token file. Without a token, other users of this machine could run code through the cluster."""
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = data_dir / TOKEN_FILE
     path.touch(mode=0o600)
@@ -197,7 +197,7 @@ def _make_token(data_dir: Path) -> Path:
 
 
 def _cluster(token_path: Path | None) -> ModuleType:
-    """Ray takes half a second to import, and need not be installed."""
+    """The module that imports Ray, which takes half a second and is optional. Raises SettingsError."""
     prepare_ray(token_path)
     try:
         from tinsmith.cluster.ray import cluster
@@ -228,24 +228,24 @@ def _local_address(data_dir: Path) -> str:
 
 
 def _stay(cluster: ModuleType, settings: Settings, fleet: Fleet, as_json: bool) -> None:
-    """Until Ctrl-C, SIGTERM, or `tinsmith down`."""
+    """Run a local cluster until Ctrl-C, SIGTERM or `tinsmith down`."""
     file = settings.resolved_data_dir / ADDRESS_FILE
-    told = threading.Event()
+    stop = threading.Event()
     directory = tempfile.mkdtemp(prefix="tinsmith-ray-", dir=ray_root())  # sockets lie in it, whose paths must be short
     try:
         address = cluster.start_local(fleet, directory)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda _signal, _frame: told.set())
+            signal.signal(number, lambda _signal, _frame: stop.set())
         cluster.start_controller(fleet.knowing(address))
         file.write_text(address)
         _announce(fleet, address, as_json)
-        while not told.wait(WATCH_S) and cluster.has_controller():
+        while not stop.wait(WATCH_S) and cluster.has_controller():
             pass
-        if told.is_set():
+        if stop.is_set():
             cluster.stop_all()
-        else:  # whoever has taken the controller away is draining
+        else:  # `tinsmith down` stopped the controller and drains
             while cluster.RayCluster().seats():
-                told.wait(WATCH_S)
+                stop.wait(WATCH_S)
     finally:
         for each in (file, settings.resolved_data_dir / TOKEN_FILE):
             each.unlink(missing_ok=True)

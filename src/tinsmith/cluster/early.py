@@ -11,23 +11,12 @@ import contextlib
 import subprocess
 import sys
 import threading
-from typing import Protocol
 
 from tinsmith.settings import Settings, engine_environment
 from tinsmith.telemetry.metrics import metrics_directory
 
 EARLY = "--early"
 """The flag of an engine process that is started early."""
-
-
-class Process(Protocol):
-    """The part of asyncio's process interface that the supervisor uses."""
-
-    @property
-    def pid(self) -> int: ...
-    async def wait(self) -> int: ...
-    def send_signal(self, signal: int) -> None: ...
-    def kill(self) -> None: ...
 
 
 class EarlyEngine:
@@ -52,7 +41,7 @@ class EarlyEngine:
             return cls(settings)
         return None
 
-    def take(self, spec: bytes) -> Process | None:
+    def take(self, spec: bytes) -> AdoptedProcess | None:
         """Send the settings to the process and return it; None if it was taken before or has ended. Must be called on
         the running event loop.
         """
@@ -65,7 +54,7 @@ class EarlyEngine:
         except OSError:  # it ends just now
             process.kill()
             return None
-        return _Adopted(process)
+        return AdoptedProcess(process)
 
     def close(self) -> None:
         if self._process is not None:
@@ -74,8 +63,10 @@ class EarlyEngine:
             self._process = None
 
 
-class _Adopted:
-    """Gives a process that was started without an event loop asyncio's interface. Keeps its standard input open."""
+class AdoptedProcess:
+    """A process that was started without an event loop, with the part of asyncio's interface that the supervisor uses.
+    Keeps its standard input open.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -98,7 +89,7 @@ class _Adopted:
 
     def _watch(self) -> None:
         status = self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop was closed
             self._loop.call_soon_threadsafe(self._note, status)
 
     def _note(self, status: int) -> None:

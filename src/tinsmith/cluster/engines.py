@@ -121,12 +121,12 @@ class Engines:
 
     def renew(self, lease: Lease, lease_s: float) -> bool:
         """Extend the lease; False if this engine was declared dead."""
-        with self._db.write() as connection:
+        with self._db.write() as connection:  # the clock is read once the write lock is held
             update = ENGINES.update().where(*_is(lease))
             return connection.execute(update.values(lease_expires_at=self._db.clock() + lease_s)).rowcount == 1
 
     def is_taken(self, seat: Seat, lease: Lease) -> bool:
-        """Whether another process has this seat by now: one with a copy of the holder's id, since the lock is ours."""
+        """Whether another process took this seat, which is possible only with a copy of the holder's id."""
         row = self.find(seat)
         return row is not None and row.epoch > lease.epoch and row.lease_expires_at > 0
 
@@ -134,9 +134,8 @@ class Engines:
 
     def set_state(self, seat: Seat, state: str, reason: str | None = None, address: str | None = None) -> None:
         """Set the state of the engine on a seat."""
-        with self._db.write() as connection:
-            mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
-            connection.execute(mine.values(state=state, reason=reason, address=address))
+        mine = ENGINES.update().where(ENGINES.c.engine_id == self.id_of(seat))
+        self._db.execute(mine.values(state=state, reason=reason, address=address))
 
     def release(self, seat: Seat, state: str, reason: str | None = None, suspects: str | None = None) -> None:
         """End the epoch of an engine that is gone and free its runs at once. `suspects` is the in-flight note of its
@@ -150,8 +149,7 @@ class Engines:
 
     def find(self, seat: Seat) -> EngineRow | None:
         """The row of a seat of this holder."""
-        query = sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat))
-        row = self._db.first(query)
+        row = self._db.first(sa.select(ENGINES).where(ENGINES.c.engine_id == self.id_of(seat)))
         return None if row is None else EngineRow(**row._mapping)
 
     def of_base(self, base_model: str, kind: str | None = None) -> list[EngineRow]:
@@ -173,8 +171,8 @@ class Engines:
         if ready and len(ready) == len(rows):
             return "paused_capacity", f"the engine of {base_model} has not been heard of; another may take over"
         # The engine that will be ready first gives the reason.
-        told = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
-        state, reason = (told[0].state, told[0].reason) if told else ("starting", None)
+        nearest = sorted(rows, key=lambda row: _NEARNESS.get(row.state, len(_NEARNESS)))
+        state, reason = (nearest[0].state, nearest[0].reason) if nearest else ("starting", None)
         return "paused_capacity", f"the engine of {base_model} is {state}{f': {reason}' if reason else ''}"
 
     def forget_gone(self) -> int:
@@ -183,8 +181,7 @@ class Engines:
         quiet = ENGINES.c.started_at < now() - FORGOTTEN_S
         owns = sa.exists().where(MODELS.c.engine_id == ENGINES.c.engine_id)
         given = sa.exists().where(FUTURES.c.executor == ENGINES.c.engine_id, FUTURES.c.state == "pending")
-        with self._db.write() as connection:
-            return connection.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given)).rowcount
+        return self._db.execute(ENGINES.delete().where(unused, quiet, ~owns, ~given))
 
 
 _NEARNESS = {state: place for place, state in enumerate(("loading", "starting", "restarting", "failed"))}

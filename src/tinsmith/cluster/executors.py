@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from tinsmith.cluster.routing import Candidate, Loads, choose, prefix_key
-from tinsmith.db.database import Database
+from tinsmith.cluster.routing import Loads, choose, prefix_key
+from tinsmith.db.database import Database, chunks
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS
 from tinsmith.db.wakeups import engine_mailbox
 from tinsmith.store.futures import NewFuture, cancelled_name
@@ -27,8 +27,6 @@ from tinsmith.types import Pending, Sample
 
 SAMPLER = "sampler"
 """The kind of a dedicated sampler's seat."""
-
-_CHUNK = 500  # variables of one IN (...) clause
 
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _WAITING = (FUTURES.c.base_model == sa.bindparam("base_model"), FUTURES.c.state == "pending")
@@ -56,13 +54,12 @@ class Executors:
 
     # Reading.
 
-    def live(self, base_model: str) -> list[Candidate]:
+    def live(self, base_model: str) -> dict[str, int]:
         """The live samplers of a base model, with the tokens that wait for each."""
-        with self._db.read() as connection:
-            names = list(connection.scalars(live_samplers(self._db, base_model)))
-            rows = connection.execute(_LOADS, {"base_model": base_model}).all() if names else []
+        names = self._db.scalars(live_samplers(self._db, base_model))
+        rows = self._db.rows(_LOADS, {"base_model": base_model}) if names else []
         tokens = {row.executor: int(row.tokens) for row in rows}
-        return [Candidate(name, tokens.get(name, 0)) for name in names]
+        return {name: tokens.get(name, 0) for name in names}
 
     def owner_address(self, model_id: str) -> str | None:
         """The address at which a run's engine serves versions; None if it serves none or is not alive."""
@@ -77,32 +74,27 @@ class Executors:
 
     def incoming(self, base_model: str, executor: str, after_arrival: int) -> list[Pending]:
         """A sampler's requests that arrived after `after_arrival`."""
-        asked = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
-        return [Pending(**row._mapping) for row in self._db.rows(_INCOMING, asked)]
+        values = {"base_model": base_model, "executor": executor, "after_arrival": after_arrival}
+        return [Pending(*row) for row in self._db.rows(_INCOMING, values)]
 
     def named(self, executor: str, request_ids: Sequence[str]) -> list[Pending]:
         """A sampler's requests among those that a wake-up named; they may be older, if passed on from another."""
-        found: list[Pending] = []
-        for start in range(0, len(request_ids), _CHUNK):
-            asked = {"executor": executor, "request_ids": request_ids[start : start + _CHUNK]}
-            with self._db.read() as connection:
-                found += [Pending(**row._mapping) for row in connection.execute(_NAMED, asked)]
-        return found
+        parts = (self._db.rows(_NAMED, {"executor": executor, "request_ids": some}) for some in chunks(request_ids))
+        return [Pending(*row) for rows in parts for row in rows]
 
     def given_ids(self, base_model: str, executor: str) -> set[str]:
         """The ids of a sampler's pending requests."""
-        with self._db.read() as connection:
-            return set(connection.scalars(_GIVEN_IDS, {"base_model": base_model, "executor": executor}))
+        return set(self._db.scalars(_GIVEN_IDS, {"base_model": base_model, "executor": executor}))
 
     def hand_on(self, base_model: str, executor: str, request_ids: Sequence[str], *, to_samplers: bool) -> None:
         """Pass on requests that a sampler has not begun: to the other samplers, if there are any, or to the engines."""
         with self._db.write() as connection:
             others = live_samplers(self._db, base_model).where(ENGINES.c.engine_id != executor)
             names = list(connection.scalars(others)) if to_samplers else []
-            for start in range(0, len(request_ids), _CHUNK):
-                some = FUTURES.c.request_id.in_(request_ids[start : start + _CHUNK])
-                mine = (FUTURES.c.executor == executor) & (FUTURES.c.state == "pending")
-                connection.execute(FUTURES.update().where(some, mine).values(executor=_in_turns(names)))
+            mine = FUTURES.update().where(FUTURES.c.executor == executor, FUTURES.c.state == "pending")
+            for some in chunks(request_ids):
+                moved = mine.where(FUTURES.c.request_id.in_(some))
+                connection.execute(moved.values(executor=_round_robin(names)))
             self._db.notify(connection, engine_mailbox(base_model), request_ids)
 
 
@@ -126,20 +118,20 @@ def pass_on(db: Database, connection: sa.Connection, executor: str, base_model: 
     sampler = sa.exists().where(ENGINES.c.engine_id == executor, ENGINES.c.kind == SAMPLER)
     others = live_samplers(db, base_model).where(ENGINES.c.engine_id != executor, sampler)
     names = list(connection.scalars(others))
-    moved = FUTURES.update().where(*theirs).values(executor=_in_turns(names))
+    moved = FUTURES.update().where(*theirs).values(executor=_round_robin(names))
     if not names:
         connection.execute(moved)
         return
     returned = moved.returning(FUTURES.c.request_id, FUTURES.c.executor, FUTURES.c.kind)
     rows = connection.execute(returned).all()
-    placed = {row.request_id: row.executor for row in rows}
+    assigned = {row.request_id: row.executor for row in rows}
     for row in rows:
-        goes_to = placed.get(cancelled_name(row.request_id), row.executor) if row.kind == "cancel" else row.executor
-        if goes_to != row.executor:
-            connection.execute(FUTURES.update().where(FUTURES.c.request_id == row.request_id).values(executor=goes_to))
+        executor = assigned.get(cancelled_name(row.request_id), row.executor) if row.kind == "cancel" else row.executor
+        if executor != row.executor:
+            connection.execute(FUTURES.update().where(FUTURES.c.request_id == row.request_id).values(executor=executor))
 
 
-def _in_turns(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
+def _round_robin(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
     if not executors:
         return None
     return sa.case(dict(enumerate(executors)), value=FUTURES.c.arrival % len(executors))
@@ -147,8 +139,7 @@ def _in_turns(executors: Sequence[str]) -> sa.ColumnElement[str] | None:
 
 class Dispatch:
     def __init__(self, executors: Executors) -> None:
-        self._executors = executors
-        self._waiting_tokens = Loads(self._look)
+        self._waiting_tokens = Loads(executors.live)
 
     def assigned(self, new: NewFuture, sample: Sample, *, inflight: bool = False) -> NewFuture:
         """The request with an executor, if there is a sampler for it."""
@@ -156,12 +147,8 @@ class Dispatch:
             return new
         waiting_tokens = self._waiting_tokens.of(new.base_model)
         with self._waiting_tokens.lock:
-            candidates = [Candidate(name, tokens) for name, tokens in waiting_tokens.items()]
-            executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), candidates)
+            executor = choose(prefix_key(sample.version_id or new.base_model, sample.prompt_T), waiting_tokens)
             if executor is None:
                 return new
             waiting_tokens[executor] += new.num_tokens
         return replace(new, executor=executor)
-
-    def _look(self, base_model: str) -> dict[str, int]:
-        return {one.executor: one.waiting_tokens for one in self._executors.live(base_model)}

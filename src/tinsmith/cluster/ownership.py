@@ -2,16 +2,16 @@
 
 A run belongs to at most one engine (`models.engine_id`), which alone has it in memory and settles its requests. Samples
 of a run's own versions follow the run. Every other sample, and a cancellation, belongs to the engine or sampler in
-`futures.executor`, if any. The server assigns new work as it stores it (`Fleet`); engines claim unassigned work on
-sight.
+`futures.executor`, if any. The server assigns new work as it stores it (`EngineRouter`); engines claim the unassigned
+rest.
 
 A run changes hands in two ways only: its engine hands it over, idle, to an engine with at least two runs fewer, or
 another process ends that engine's epoch in the transaction that frees its runs (`engines.vacate`). So only the owner
 can write.
 
-`Fleet` is a server's view of the engines of a base model. A new run goes to the engine with the fewest runs, a sample
-without a run to any engine, by a hash of its id. The view is read at most twice a second; assignments in between are
-added. A stale view is harmless: requests of a dead engine are freed by the others, and unassigned ones are claimed.
+`EngineRouter` is a server's view of the engines of a base model. A new run goes to the engine with the fewest runs, a
+sample without a run to an engine by a hash of its id. The view is read at most twice a second; assignments in between
+are added. A stale view is harmless: requests of a dead engine are freed by the others, and unassigned ones are claimed.
 Thread-safe.
 """
 
@@ -19,14 +19,15 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
 from tinsmith.cluster.engines import vacate
 from tinsmith.cluster.routing import Loads
-from tinsmith.db.database import Database, now
+from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import ENGINES, FUTURES, MODELS, SAMPLERS
 from tinsmith.db.statements import Statement
 from tinsmith.db.wakeups import EVERYTHING, engine_mailbox
@@ -35,7 +36,6 @@ from tinsmith.types import Pending
 UNEVEN = 2
 """An engine hands over a run to one with at least this many fewer; with a smaller number runs would oscillate."""
 
-_CHUNK = 500  # variables of one IN (...) clause
 _CANDIDATES = 16
 
 
@@ -57,7 +57,7 @@ _REQUESTS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUTURE
 _ME = sa.bindparam("engine_id", type_=sa.String)
 _MINE = _OWNER.is_(None) | (_ME == _OWNER)
 _ARRIVALS = sa.select(*_COLUMNS, _OWNER.label("owner"), _RUN.label("run_id")).select_from(_REQUESTS).where(_MINE)
-# The statements of every request, built once.
+# Built once, for every request.
 _INCOMING = Statement(
     _ARRIVALS.where(FUTURES.c.base_model == sa.bindparam("base_model"))
     .where((FUTURES.c.state == "pending") | (FUTURES.c.state == "refused"))  # IN would be written out each time
@@ -117,34 +117,28 @@ class Ownership:
 
     def incoming(self, after_arrival: int) -> list[Arrival]:
         """Requests after `after_arrival` that are pending or refused and do not belong to another engine."""
-        with self._db.read() as connection:
-            found = _INCOMING.rows(connection, {**self._me, "after_arrival": after_arrival})
-        return [Arrival(Pending(*values), owner is None, run_id) for *values, owner, run_id in found]
+        return _arrivals(self._db.rows(_INCOMING, {**self._me, "after_arrival": after_arrival}))
 
     def named(self, request_ids: Sequence[str]) -> list[Arrival]:
         """The same for the requests that a wake-up named; they may have been committed after later arrivals."""
-        found: list[Arrival] = []
-        for start in range(0, len(request_ids), _CHUNK):
-            asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
-            with self._db.read() as connection:
-                found += [_arrival(row._asdict()) for row in connection.execute(_NAMED, asked)]
-        return found
+        parts = (self._db.rows(_NAMED, {**self._me, "request_ids": some}) for some in chunks(request_ids))
+        return [arrival for rows in parts for arrival in _arrivals(rows)]
 
     def waiting_ids(self) -> set[str]:
-        """Every unfinished request that is not another's, for the slow poll."""
+        """The ids of all pending requests that do not belong to another engine, for the slow poll."""
         return set(self._db.scalars(_WAITING_IDS, self._me))
 
     def claim(self, request_ids: Sequence[str]) -> set[str]:
         """Claim unassigned requests and their runs for this engine; returns the ids that were claimed."""
         mine: set[str] = set()
-        for start in range(0, len(request_ids), _CHUNK):
-            asked = {**self._me, "request_ids": request_ids[start : start + _CHUNK]}
+        for some in chunks(request_ids):
+            values = {**self._me, "request_ids": some}
             with self._db.write() as connection:
-                if model_ids := list(connection.scalars(_FREE_RUNS, asked)):
+                if model_ids := list(connection.scalars(_FREE_RUNS, values)):
                     connection.execute(_CLAIM_RUNS, {"model_ids": model_ids, "claimant": self.engine_id})
-                if free := list(connection.scalars(_FREE_REQUESTS, asked)):
+                if free := list(connection.scalars(_FREE_REQUESTS, values)):
                     connection.execute(_CLAIM_REQUESTS, {"request_ids": free, "claimant": self.engine_id})
-                mine.update(connection.scalars(_CLAIMED, asked))
+                mine.update(connection.scalars(_CLAIMED, values))
         return mine
 
     def forward(self, cancel_id: str, sample_id: str) -> bool:
@@ -152,8 +146,7 @@ class Ownership:
         query = sa.select(_OWNER).select_from(_REQUESTS)
         theirs = _OWNER.is_not(None) & (self.engine_id != _OWNER)
         query = query.where(FUTURES.c.request_id == sample_id, FUTURES.c.state == "pending", theirs)
-        with self._db.read() as connection:
-            owner = connection.scalar(query)
+        owner = self._db.scalar(query)
         if owner is None:
             return False
         with self._db.write() as connection:
@@ -167,11 +160,7 @@ class Ownership:
         """An engine with at least UNEVEN runs fewer than this one, or None."""
         if not self._idle_s:
             return None
-        alive = ENGINES.c.lease_expires_at > self._db.clock()
-        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine") & (ENGINES.c.state == "ready")
-        query = sa.select(ENGINES.c.engine_id, ENGINES.c.started_at, _NUM_RUNS.label("runs")).where(mine, alive)
-        with self._db.read() as connection:
-            rows = {row.engine_id: row for row in connection.execute(query)}
+        rows = {row.engine_id: row for row in self._db.rows(_live_engines(self._db, self.base_model, "ready"))}
         me = rows.pop(self.engine_id, None)
         there = [row for row in rows.values() if row.started_at <= now() - self._idle_s]
         if me is None or not there:
@@ -184,8 +173,7 @@ class Ownership:
         mine = (MODELS.c.engine_id == self.engine_id) & (MODELS.c.state == "ready")
         quiet = (MODELS.c.last_request_at <= now() - self._idle_s) & MODELS.c.model_id.not_in(_BUSY_RUNS)
         query = sa.select(MODELS.c.model_id).where(mine, quiet).order_by(MODELS.c.last_request_at.desc())
-        with self._db.read() as connection:
-            return list(connection.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model}))
+        return self._db.scalars(query.limit(_CANDIDATES), {"of_base": self.base_model})
 
     def hand_over(self, model_id: str, engine_id: str) -> bool:
         """Hand a run over, if it has no pending requests and that engine is alive and still has far fewer runs.
@@ -221,8 +209,7 @@ class Ownership:
         silent = ENGINES.c.lease_expires_at <= self._db.clock()
         others = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.engine_id != self.engine_id)
         query = sa.select(ENGINES.c.engine_id).where(others, silent, run | sa.exists().where(given))
-        with self._db.read() as connection:
-            names = list(connection.scalars(query))
+        names = self._db.scalars(query)
         return [name for name in names if self._free(name)]
 
     def _free(self, engine_id: str) -> bool:
@@ -240,11 +227,8 @@ class Ownership:
 
     def others(self) -> list[str]:
         """The other live engines of this base model."""
-        alive = ENGINES.c.lease_expires_at > self._db.clock()
-        mine = (ENGINES.c.base_model == self.base_model) & (ENGINES.c.kind == "engine")
-        query = sa.select(ENGINES.c.engine_id).where(mine, ENGINES.c.state == "ready", alive)
-        with self._db.read() as connection:
-            return [name for name in connection.scalars(query) if name != self.engine_id]
+        names = self._db.scalars(_live_engines(self._db, self.base_model, "ready"))
+        return [name for name in names if name != self.engine_id]
 
     def suspects(self) -> list[str]:
         """The in-flight notes of dead engines of this base model, from their rows."""
@@ -257,13 +241,19 @@ def preferred(key: str, engine_ids: Collection[str]) -> str:
     return max(engine_ids, key=lambda engine_id: hashlib.blake2b(f"{engine_id}\n{key}".encode()).digest())
 
 
-def _arrival(row: Mapping[str, object]) -> Arrival:
-    values = dict(row)
-    owner, run_id = values.pop("owner"), values.pop("run_id")
-    return Arrival(Pending(**values), owner is None, None if run_id is None else str(run_id))  # type: ignore[arg-type]
+def _arrivals(rows: Iterable[Any]) -> list[Arrival]:
+    return [Arrival(Pending(*values), owner is None, run_id) for *values, owner, run_id in rows]
 
 
-class Fleet:
+def _live_engines(db: Database, base_model: str, *states: str) -> sa.Select:
+    """A query for the live engines of a base model in these states, with state, start and number of runs."""
+    alive = ENGINES.c.lease_expires_at > db.clock()
+    mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & ENGINES.c.state.in_(states)
+    columns = ENGINES.c.engine_id, ENGINES.c.state, ENGINES.c.started_at, _NUM_RUNS.label("runs")
+    return sa.select(*columns).where(mine, alive)
+
+
+class EngineRouter:
     def __init__(self, db: Database, clock: Callable[[], float] = time.monotonic) -> None:
         self._db = db
         self._runs = Loads(self._look, clock)
@@ -285,11 +275,6 @@ class Fleet:
             return preferred(request_id, list(runs)) if runs else None
 
     def _look(self, base_model: str) -> dict[str, int]:
-        # Engines that are loading count, unless others are ready.
-        alive = ENGINES.c.lease_expires_at > self._db.clock()
-        mine = (ENGINES.c.base_model == base_model) & (ENGINES.c.kind == "engine") & alive
-        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id).scalar_subquery()
-        query = sa.select(ENGINES.c.engine_id, ENGINES.c.state, runs.label("runs")).where(mine)
-        rows = self._db.rows(query)
+        rows = self._db.rows(_live_engines(self._db, base_model, "ready", "loading"))
         ready = [row for row in rows if row.state == "ready"]
-        return {row.engine_id: int(row.runs) for row in ready or rows if row.state in ("ready", "loading")}
+        return {row.engine_id: int(row.runs) for row in ready or rows}  # loading ones, unless others are ready

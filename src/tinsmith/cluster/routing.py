@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -32,26 +32,18 @@ SLACK_TOKENS = 8192
 """... unless it is within this many tokens of the mean: a cached prefix is worth a short wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A live sampler, and the tokens that wait for it."""
-
-    executor: str
-    waiting_tokens: int
-
-
 def prefix_key(version: str, prompt_T: I32) -> bytes:
     """The key of samples that can share a cached prefix: the version and the first tokens."""
     return version.encode() + b"\n" + prompt_T[:PREFIX_TOKENS].astype("<i4").tobytes()
 
 
-def choose(key: bytes, candidates: Sequence[Candidate]) -> str | None:
-    """The executor for a sample; None if there is no candidate."""
-    if not candidates:
+def choose(key: bytes, waiting_tokens: Mapping[str, int]) -> str | None:
+    """The executor for a sample, by the tokens that wait for each live sampler; None without one."""
+    if not waiting_tokens:
         return None
-    mean = sum(candidate.waiting_tokens for candidate in candidates) / len(candidates)
+    mean = sum(waiting_tokens.values()) / len(waiting_tokens)
     most = max(MOST_OVER_MEAN * mean, mean + SLACK_TOKENS)
-    free = [candidate.executor for candidate in candidates if candidate.waiting_tokens <= most]
+    free = [executor for executor, tokens in waiting_tokens.items() if tokens <= most]
     return max(free, key=lambda executor: (_weight(key, executor), executor))
 
 

@@ -25,23 +25,21 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.base_models import Bases
-from tinsmith.cluster.early import EarlyEngine, Process
+from tinsmith.cluster.early import AdoptedProcess, EarlyEngine
 from tinsmith.cluster.engines import EXIT_LEASE_LOST, EXIT_UNUSABLE_MODEL, Engines, Seat
 from tinsmith.cluster.in_flight_journal import left_behind, note_path
-from tinsmith.runtime.background import Background
+from tinsmith.runtime.background import FIRST_PAUSE_S, STEADY_S, Background, Backoff
 from tinsmith.settings import Settings, engine_environment
 from tinsmith.telemetry.metrics import metrics_directory
 from tinsmith.types import ModelShape
 
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""An engine that ran this long was healthy: the pause after its next death is the first one again."""
 STOP_S = 20.0
 """How long a stopping engine may take to finish its step before it is killed."""
 
 MANY_DEATHS = 3
 """An engine that died this often in a row, each time before STEADY_S, makes the health check fail."""
+
+Process = asyncio.subprocess.Process | AdoptedProcess
 
 log = structlog.get_logger()
 
@@ -100,12 +98,12 @@ class Supervisor:
         if self.refused.is_set():
             return "this process stops, and its log says why"
         at = time.monotonic()
-        told = [
+        dying = [
             f"{engine_id} died {deaths.count} times in a row, last with: {deaths.reason}; its log says more"
             for engine_id, deaths in self._deaths.items()
             if deaths.count >= MANY_DEATHS and at - deaths.last_start < STEADY_S
         ]
-        return "; ".join(told)
+        return "; ".join(dying)
 
     async def stop(self) -> None:
         """Stop all engines and wait until they have ended."""
@@ -117,7 +115,7 @@ class Supervisor:
         return [Seat(shape.name, kind, index) for kind, count in counts.items() for index in range(count)]
 
     async def _keep(self, shape: ModelShape, seat: Seat) -> None:
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S)
         deaths = self._deaths[self._engines.id_of(seat)] = _Deaths()
         named = {"base_model": shape.name, "engine_id": self._engines.id_of(seat)}
         while not self._stopping.is_set():
@@ -141,16 +139,13 @@ class Supervisor:
                 continue  # it was slow, not broken
             deaths.reason = f"it ended with status {code}"
             await self._release(seat, "restarting", deaths.reason)
-            steady = time.monotonic() - started > STEADY_S
-            deaths.count = 1 if steady else deaths.count + 1
-            pause_s = FIRST_PAUSE_S if steady else min(2 * pause_s, LONGEST_PAUSE_S)
+            ran_s = time.monotonic() - started
+            deaths.count = 1 if ran_s > STEADY_S else deaths.count + 1
+            pause_s = backoff.after(ran_s)
             log.error("an engine died; restarting it", status=code, pause_s=pause_s, **named)
-            await self._pause(pause_s)
-
-    async def _pause(self, pause_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause_s):
-                await self._stopping.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._stopping.wait()
 
     async def _release(self, seat: Seat, state: str, reason: str | None) -> None:
         suspects = left_behind(note_path(self._settings.resolved_data_dir, self._engines.id_of(seat)))

@@ -26,8 +26,8 @@ from sqlalchemy.exc import ArgumentError, OperationalError
 from tinsmith.db.sqlite import (
     MAX_BUSY_TIMEOUT_S,
     ConnectionPool,
+    DatabaseFiles,
     DatabaseMovedError,
-    Files,
     WriteLock,
     begin,
     commit,
@@ -50,6 +50,9 @@ IDLE_IN_TRANSACTION_S = 10
 """Postgres ends a transaction that is idle for this long: a process that is stopped in the middle of one would hold its
 locks for ever."""
 
+MAX_CONNECTIONS, IDLE_CONNECTIONS = 40, 8
+"""Connections of one process to Postgres: at most, and those that stay open."""
+
 FILES_POLL_S = 1.0
 """How often a process checks that the files of its database are still there."""
 
@@ -59,6 +62,7 @@ _LAST_BEFORE_RELEASE, _FIRST_RELEASE = "0010", "schema_0001"
 """Two names of one schema: the last revision of the chain before the first release, and the first release's."""
 
 Fence = Callable[[Connection], None]
+Query = sa.Select | Statement
 Values = Mapping[str, object] | None
 
 __all__ = ["Database", "DatabaseMovedError", "Fence", "now", "sqlalchemy_url"]
@@ -68,25 +72,32 @@ class Database:
     """Connections to one database. `write` and `read` each give one transaction."""
 
     def __init__(
-        self, url: str, fence: Fence | None = None, *, patience_s: float = MAX_BUSY_TIMEOUT_S, exists: bool = False
+        self,
+        url: str,
+        fence: Fence | None = None,
+        *,
+        patience_s: float = MAX_BUSY_TIMEOUT_S,
+        exists: bool = False,
+        connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """On SQLite, a writer waits for others for `patience_s`. `exists`: another process has made the database, and
-        this one must not. Raises DatabaseMovedError if its file is missing then.
+        """On SQLite, a writer waits for others for `patience_s`. `exists`: another process has made the database;
+        raises DatabaseMovedError if its file is missing. `connections` is the most on Postgres: with one for each
+        thread, no thread waits for another's.
         """
         self.url = sqlalchemy_url(url)
         self._fence = fence
         self.is_sqlite = self.url.startswith("sqlite")
-        self._files: Files | None = None
+        self._files: DatabaseFiles | None = None
         if self.is_sqlite:
             path = sa.make_url(self.url).database
             if path and path != ":memory:":
-                self._files = Files(path, exists=exists)
+                self._files = DatabaseFiles(path, exists=exists)
             self._write_lock = WriteLock(patience_s)
             self.engine: Engine = make_engine(self.url, self._files, self._write_lock.busy_timeout_s)
             self._pool = ConnectionPool(self.engine)
             self._nowait_pool = ConnectionPool(make_engine(self.url, self._files, 0.0, autocheckpoint=False))
         else:
-            self.engine = _postgres_engine(self.url)
+            self.engine = _postgres_engine(self.url, connections)
             event.listen(self.engine, "connect", _configure_postgres)
 
     def time_use(self, used: Callable[[float], None]) -> None:
@@ -152,12 +163,22 @@ class Database:
             with self.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 yield connection
 
-    def rows(self, query: sa.Select, values: Values = None) -> Sequence[sa.Row]:
+    def execute(self, statement: sa.Executable, values: Values = None) -> int:
+        """One statement in a transaction of its own; returns the number of rows that it changed."""
+        with self.write() as connection:
+            return connection.execute(statement, values).rowcount
+
+    def rows(self, query: Query, values: Values = None) -> Sequence[Any]:
         with self.read() as connection:
+            if isinstance(query, Statement):
+                return query.rows(connection, values or {})
             return connection.execute(query, values).all()
 
-    def first(self, query: sa.Select, values: Values = None) -> sa.Row | None:
+    def first(self, query: Query, values: Values = None) -> Any:  # noqa: ANN401  a row of the query's columns
+        """The first row; None without one."""
         with self.read() as connection:
+            if isinstance(query, Statement):
+                return query.first(connection, values or {})
             return connection.execute(query, values).first()
 
     def scalars(self, query: sa.Select, values: Values = None) -> list[Any]:
@@ -169,6 +190,13 @@ class Database:
         """The first column of the first row; None without a row."""
         with self.read() as connection:
             return connection.scalar(query, values)
+
+    def page(self, query: sa.Select, limit: int | None, offset: int) -> tuple[Sequence[Any], int]:
+        """Some rows of a query of one table or join, and how many it has in all."""
+        count = query.with_only_columns(sa.func.count(), maintain_column_froms=True).order_by(None)
+        with self.read() as connection:
+            rows = connection.execute(query.limit(limit).offset(offset)).all()
+            return rows, connection.scalar(count) or 0
 
     def insert_once(self, table: sa.Table) -> sa.Insert:
         """An INSERT that does nothing, and counts no row, if a row with the same key exists or is being inserted."""
@@ -266,13 +294,16 @@ def sqlalchemy_url(url: str) -> str:
     return f"postgresql+psycopg{separator}{rest}" if scheme in ("postgres", "postgresql") else url
 
 
-def _postgres_engine(url: str) -> Engine:
+def _postgres_engine(url: str, connections: int) -> Engine:
     scheme = url.partition("://")[0]
     if scheme != "postgresql+psycopg":
         raise SettingsError(f"database_url begins with {f'{scheme[:20]}://'!r}; use sqlite:/// or postgresql://")
     try:
-        # Every worker thread of a server may hold one. A broken connection is replaced before it is used.
-        return sa.create_engine(url, pool_size=8, max_overflow=32, pool_pre_ping=True, hide_parameters=True)
+        # A broken connection is replaced before it is used.
+        overflow = max(0, connections - IDLE_CONNECTIONS)
+        return sa.create_engine(
+            url, pool_size=IDLE_CONNECTIONS, max_overflow=overflow, pool_pre_ping=True, hide_parameters=True
+        )
     except ModuleNotFoundError:
         raise SettingsError("database_url is of a Postgres: pip install 'tinsmith[postgres]'") from None
     except (ArgumentError, ValueError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ import structlog
 
 from tinsmith.db.database import sqlalchemy_url
 from tinsmith.db.wakeups import Mailbox, WakeUps, socket_dir
-from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.background import ignore, kept_thread
 
 if TYPE_CHECKING:
     import psycopg
@@ -34,11 +34,11 @@ QUIET_S = 30.0
 log = structlog.get_logger()
 
 
-def open_mailbox(database_url: str, name: str) -> WakeUps:
-    """This process's endpoint for the wake-ups of a database."""
+def open_mailbox(database_url: str, name: str, failed: Callable[[str], None] = ignore) -> WakeUps:
+    """This process's endpoint for the wake-ups of a database. `failed` is called when its thread fails."""
     if database_url.startswith("sqlite"):
         return Mailbox(socket_dir(_shared(database_url)), name)
-    return PostgresMailbox(database_url, name)
+    return PostgresMailbox(database_url, name, failed)
 
 
 def _shared(database_url: str) -> Path:
@@ -50,7 +50,7 @@ def _shared(database_url: str) -> Path:
 class PostgresMailbox:
     """Reads one channel and its group's channel. `wake` sends nothing, since `Database.notify` does."""
 
-    def __init__(self, url: str, channel: str) -> None:
+    def __init__(self, url: str, channel: str, failed: Callable[[str], None] = ignore) -> None:
         self._conninfo = sa.make_url(sqlalchemy_url(url)).set(drivername="postgresql").render_as_string(False)
         self._channels = sorted({channel, channel.partition(".")[0]})
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class PostgresMailbox:
         self._woken, self._wake = os.pipe()
         self._ending, self._end = os.pipe()
         os.set_blocking(self._woken, False)
-        self._thread = kept_thread(f"listen-{channel}", self._run, self._ends_within)
+        self._thread = kept_thread(f"listen-{channel}", self._run, self._ends_within, failed)
 
     def fileno(self) -> int:
         return self._woken

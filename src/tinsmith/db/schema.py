@@ -7,7 +7,7 @@ so that reading or updating a row's metadata does not touch them. A change here 
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -20,12 +20,7 @@ METADATA = sa.MetaData(
 )
 
 
-class _Partial(TypedDict):
-    sqlite_where: sa.TextClause
-    postgresql_where: sa.TextClause
-
-
-def _where(condition: str) -> _Partial:
+def _where(condition: str) -> dict[str, Any]:
     """Makes an index partial: it holds only the rows that satisfy the condition, which are few."""
     return {"sqlite_where": sa.text(condition), "postgresql_where": sa.text(condition)}
 
@@ -278,7 +273,7 @@ USAGE = sa.Table(
     sa.Index("ix_usage_tenant_bucket", "tenant_id", "bucket_start"),
 )
 
-# Bounded history for people to look at: points per run, steps per base model, samples per tenant.
+# Bounded history for the dashboard: points per run, steps per base model, samples per tenant.
 
 CURVE_POINTS = sa.Table(
     "curve_points",

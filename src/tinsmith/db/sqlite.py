@@ -61,7 +61,7 @@ class DatabaseMovedError(SQLAlchemyError):
         )
 
 
-class Files:
+class DatabaseFiles:
     """The database file, its log and the log's index, as this process opened them.
 
     SQLite never looks up the names of its files again: it goes on with files that other processes cannot see. SQLite
@@ -101,7 +101,7 @@ def _identity(path: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def make_engine(url: str, files: Files | None, timeout_s: float, *, autocheckpoint: bool = True) -> Engine:
+def make_engine(url: str, files: DatabaseFiles | None, timeout_s: float, *, autocheckpoint: bool = True) -> Engine:
     """Connections that wait for `timeout_s` for a lock. Without `autocheckpoint`, their commits never move the log into
     the database file. `files` is None for a database in memory.
     """

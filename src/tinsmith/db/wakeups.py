@@ -22,6 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
@@ -79,12 +80,6 @@ class WakeUps(Protocol):
     def drain(self) -> set[str]: ...
     def wait(self, timeout_s: float) -> bool: ...
     def close(self) -> None: ...
-
-
-class Waker(Protocol):
-    """Wakes one engine or sampler of a base model, or all of them, since there is work."""
-
-    def __call__(self, base_model: str, engine_id: str | None = None) -> None: ...
 
 
 class Mailbox:
@@ -212,85 +207,84 @@ class EngineWaker:
         self._loop.call_soon(self._mailbox.wake, name)
 
 
+_Events = defaultdict[str, set[asyncio.Event]]
+
+
 class Waiters:
     """Coroutines of one event loop that wait for a future to settle, for any sample of a sampling session (whose
     request_ids begin with the session's id), or for a bulk job to change.
     """
 
     def __init__(self) -> None:
-        self._events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        self._session_events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
-        self._job_events: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
+        self._requests: _Events = defaultdict(set)
+        self._sessions: _Events = defaultdict(set)
+        self._jobs: _Events = defaultdict(set)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
 
-    def watch(self, request_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
+    def watch(self, request_id: str) -> AbstractContextManager[asyncio.Event]:
         """Register before reading the row, so that no settlement can fall between reading and waiting."""
-        return self._watch(self._events, request_id)
+        return self._watch(self._requests, request_id)
 
-    def watch_session(self, sampling_session_id: str) -> contextlib.AbstractContextManager[asyncio.Event]:
+    def watch_session(self, sampling_session_id: str) -> AbstractContextManager[asyncio.Event]:
         """The same for any sample of a sampling session."""
-        return self._watch(self._session_events, sampling_session_id)
+        return self._watch(self._sessions, sampling_session_id)
 
-    def watch_job(self, job_id: int) -> contextlib.AbstractContextManager[asyncio.Event]:
+    def watch_job(self, job_id: int) -> AbstractContextManager[asyncio.Event]:
         """The same for any change of a bulk job."""
-        return self._watch(self._job_events, job_line(job_id))
+        return self._watch(self._jobs, job_line(job_id))
 
     @contextlib.contextmanager
-    def _watch(self, events: defaultdict[str, set[asyncio.Event]], name: str) -> Iterator[asyncio.Event]:
+    def _watch(self, events: _Events, name: str) -> Iterator[asyncio.Event]:
         self._loop = asyncio.get_running_loop()
         woken = asyncio.Event()
         events[name].add(woken)
         try:
             yield woken
         finally:
-            watchers = events[name]
-            watchers.discard(woken)
-            if not watchers:
+            events[name].discard(woken)
+            if not events[name]:
                 del events[name]
 
     def watched(self) -> tuple[list[str], list[str]]:
         """The request_ids and the sampling sessions that have waiters."""
-        return list(self._events), list(self._session_events)
+        return list(self._requests), list(self._sessions)
 
     def settled(self, request_ids: Iterable[str]) -> None:
         """Wake the waiters of these requests, or of the bulk jobs that the ids name."""
         sampling_session_ids: set[str] = set()
         for request_id in request_ids:
-            if request_id.startswith(JOB):
-                _set(self._job_events.get(request_id, ()))
-                continue
-            _set(self._events.get(request_id, ()))
-            if self._session_events:
-                sampling_session_ids.add(request_id.rpartition(":")[0])
+            _set(self._jobs if request_id.startswith(JOB) else self._requests, request_id)
+            sampling_session_ids.add(request_id.rpartition(":")[0])
         self.sessions_settled(sampling_session_ids)
 
     def sessions_settled(self, sampling_session_ids: Iterable[str]) -> None:
         """Wake the waiters of any sample of these sampling sessions."""
         for sampling_session_id in sampling_session_ids:
-            _set(self._session_events.get(sampling_session_id, ()))
+            _set(self._sessions, sampling_session_id)
 
     def settled_from_thread(self, request_ids: Sequence[str]) -> None:
         """`settled` from any thread, for requests that the server itself settled."""
-        if self._loop is not None and (self._events or self._session_events):
+        if self._loop is not None and len(self):
             with contextlib.suppress(RuntimeError):  # the loop has just ended, with all waiters
                 self._loop.call_soon_threadsafe(self.settled, request_ids)
 
     def wake_all(self) -> None:
         """Wake every waiter, to read its row again."""
-        for events in (self._events, self._session_events, self._job_events):
-            for watchers in events.values():
-                _set(watchers)
+        for events in (self._requests, self._sessions, self._jobs):
+            for name in events:
+                _set(events, name)
 
     def close(self) -> None:
-        """The server is stopping: waiters answer now."""
+        """Answer all waiters now, since the server is stopping."""
         self.closed = True
         self.wake_all()
 
     def __len__(self) -> int:
-        return sum(len(watchers) for events in (self._events, self._session_events) for watchers in events.values())
+        """The number of held polls."""
+        return sum(len(woken) for events in (self._requests, self._sessions) for woken in events.values())
 
 
-def _set(watchers: Iterable[asyncio.Event]) -> None:
-    for woken in watchers:
+def _set(events: _Events, name: str) -> None:
+    for woken in events.get(name, ()):
         woken.set()

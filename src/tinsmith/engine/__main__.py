@@ -75,7 +75,7 @@ from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
-from tinsmith.telemetry.tracing import NoTracing, Tracing, open_tracing
+from tinsmith.telemetry.tracing import Tracing, open_tracing
 from tinsmith.types import ModelShape
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
@@ -313,7 +313,7 @@ def open_nouns(database: Database, settings: Settings, ownership: Ownership, tra
         custom_losses=CustomLosses(database),
         ownership=ownership,
         records=Records(database, settings.kept_samples),
-        tracing=tracing or NoTracing(),
+        tracing=tracing or Tracing(),
     )
 
 

@@ -13,7 +13,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import Futures
 from tinsmith.store.models import Models
 from tinsmith.store.sampling_sessions import SamplingSessions
-from tinsmith.telemetry.tracing import NoTracing, Tracing
+from tinsmith.telemetry.tracing import Tracing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,5 +27,5 @@ class Stores:
     custom_losses: CustomLosses
     ownership: Ownership
     records: Records | None = None
-    tracing: Tracing = field(default_factory=NoTracing)
+    tracing: Tracing = field(default_factory=Tracing)
     handing: Handing | None = None

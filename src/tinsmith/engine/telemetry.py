@@ -35,7 +35,7 @@ from tinsmith.db.statements import Bound, Effect
 from tinsmith.engine.scheduler import PASS_KINDS, Step
 from tinsmith.losses import token_weight
 from tinsmith.samplers import CacheUse
-from tinsmith.store.futures import SampleCost, Settlement, Work
+from tinsmith.store.futures import SampleCost, Settlement, WorkTimes
 from tinsmith.store.history import (
     KEPT_POINTS,
     KEPT_STEPS,
@@ -429,7 +429,7 @@ class Worklog:
         """The same settlements with what is known of the work, which is over now."""
         ran_at = time.time()
         return [
-            replace(settlement, work=Work(entry.started_at, max(entry.started_at, ran_at), entry.step))
+            replace(settlement, work=WorkTimes(entry.started_at, max(entry.started_at, ran_at), entry.step))
             if (entry := self._entries.get(settlement.request_id)) and entry.started_at is not None
             else settlement
             for settlement in settlements

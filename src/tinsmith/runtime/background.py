@@ -25,21 +25,22 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class Pauses:
-    """The back-off between a failure and the restart."""
+class Backoff:
+    """Pauses between failures and restarts, each twice as long as the one before."""
 
     first_s: float = FIRST_PAUSE_S
     longest_s: float = LONGEST_PAUSE_S
     _next_s: float = 0.0
 
-    def after(self, ran_s: float) -> float:
-        """The pause after a failure of work that had run for `ran_s`."""
+    def after(self, ran_s: float = 0.0) -> float:
+        """The pause after a failure of work that had run for `ran_s`; the first one again after steady work."""
         pause_s = self.first_s if ran_s >= STEADY_S or not self._next_s else self._next_s
         self._next_s = min(2 * pause_s, self.longest_s)
         return pause_s
 
 
-def _ignore(_name: str) -> None: ...
+def ignore(_name: str) -> None:
+    """For a process that does not count failures."""
 
 
 class Background:
@@ -47,7 +48,7 @@ class Background:
 
     def __init__(
         self,
-        failed: Callable[[str], None] = _ignore,
+        failed: Callable[[str], None] = ignore,
         first_pause_s: float = FIRST_PAUSE_S,
         longest_pause_s: float = LONGEST_PAUSE_S,
     ) -> None:
@@ -83,13 +84,13 @@ class Background:
     async def _keep(
         self, name: str, work: Callable[[], Coroutine[object, object, None]], about: dict[str, object]
     ) -> None:
-        pauses = Pauses(self._first_pause_s, self._longest_pause_s)
+        backoff = Backoff(self._first_pause_s, self._longest_pause_s)
         while True:
             began = time.monotonic()
             try:
                 return await work()
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
-                pause_s = pauses.after(time.monotonic() - began)
+                pause_s = backoff.after(time.monotonic() - began)
                 _report(name, error, pause_s, about, self._failed)
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
@@ -98,20 +99,20 @@ class Background:
 
 
 def kept_thread(
-    name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = _ignore
+    name: str, work: Callable[[], None], ended: Callable[[float], bool], failed: Callable[[str], None] = ignore
 ) -> threading.Thread:
     """Start a daemon thread that runs `work` until it returns. `ended` is called for each pause: it waits for the given
     number of seconds and returns whether the process is ending.
     """
 
     def keep() -> None:
-        pauses = Pauses()
+        backoff = Backoff()
         while True:
             began = time.monotonic()
             try:
                 return work()
             except Exception as error:  # noqa: BLE001  logged and counted, whatever it is
-                pause_s = pauses.after(time.monotonic() - began)
+                pause_s = backoff.after(time.monotonic() - began)
                 _report(name, error, pause_s, {}, failed)
             if ended(pause_s):
                 return

@@ -1,12 +1,10 @@
-"""The worker threads of a server, in lanes: work that fills one lane does not delay the others.
+"""The thread pools of a server. Work waits only for a thread of its own pool, so a full pool delays no other.
 
 - quick: authentication, heartbeats and capabilities, which every client needs in time
 - handlers: all other requests; the event loop's default executor
 - transfers: uploads are copied, hashed and checked, downloads are read
 - results: large results are read from the database
 - sweeps: the janitor's rounds
-
-Work waits only for a thread of its own lane.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ SWEEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
+class ThreadPools:
     quick: ThreadPoolExecutor
     handlers: ThreadPoolExecutor
     transfers: ThreadPoolExecutor
@@ -32,13 +30,12 @@ class Threads:
     sweeps: ThreadPoolExecutor
 
     @classmethod
-    def start(cls, handlers: int = HANDLERS, transfers: int = TRANSFERS) -> Threads:
-        """Create the lanes; each thread starts when it is first needed."""
-        sizes = {"quick": QUICK, "handlers": handlers, "transfers": transfers, "results": RESULTS}
-        sizes["sweeps"] = SWEEPS
-        return cls(**{lane: ThreadPoolExecutor(size, thread_name_prefix=lane) for lane, size in sizes.items()})
+    def start(cls, handlers: int = HANDLERS, transfers: int = TRANSFERS) -> ThreadPools:
+        """Create the pools; each thread starts when it is first needed."""
+        sizes = {"quick": QUICK, "handlers": handlers, "transfers": transfers, "results": RESULTS, "sweeps": SWEEPS}
+        return cls(**{name: ThreadPoolExecutor(size, thread_name_prefix=name) for name, size in sizes.items()})
 
     def close(self) -> None:
         """Drop waiting work without waiting for running work."""
-        for lane in (self.sweeps, self.results, self.transfers, self.handlers, self.quick):
-            lane.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.sweeps, self.results, self.transfers, self.handlers, self.quick):
+            pool.shutdown(wait=False, cancel_futures=True)

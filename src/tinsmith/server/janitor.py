@@ -31,9 +31,9 @@ from tinsmith.store.audit import Audit
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
-from tinsmith.store.futures import Futures, NewFuture
+from tinsmith.store.futures import Futures
 from tinsmith.store.history import KEPT_S, KeptSamples
-from tinsmith.store.models import Model, Models
+from tinsmith.store.models import Models, unload_request
 from tinsmith.store.recorded_sequences import Sequences
 from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.store.sessions import Sessions
@@ -120,7 +120,8 @@ class Janitor:
                         expired = {"session_id": session.session_id, "reason": reason}
                         parts.audit.record(session.tenant_id, "session_expired", expired)
         for model, reason in parts.models.orphaned():
-            self._unload(model, f"its session ended ({reason})")
+            body = {"model_id": model.model_id, "reason": f"its session ended ({reason})"}
+            parts.futures.submit(unload_request(model, json.dumps(body).encode()))
         parts.futures.cancel_of_closed_sessions()
         for directory in parts.samplers.forget_written():
             parts.versions.discard(directory)
@@ -153,17 +154,3 @@ class Janitor:
         candidates = directories.old(UNNAMED_AGE_S)  # before the rows are read: a row that is added names a newer one
         for directory in directories.discard_all(candidates, but=named()):
             log.info("an engine's directory that no row names was deleted", directory=directory)
-
-    def _unload(self, model: Model, reason: str) -> None:
-        """Submit the unloading; a repetition has the same request_id and changes nothing."""
-        self._parts.futures.submit(
-            NewFuture(
-                request_id=f"{model.model_id}:unload",
-                tenant_id=model.tenant_id,
-                session_id=model.session_id,
-                base_model=model.base_model,
-                kind="unload_model",
-                model_id=model.model_id,
-                body=json.dumps({"model_id": model.model_id, "reason": reason}).encode(),
-            )
-        )

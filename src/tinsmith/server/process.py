@@ -34,7 +34,7 @@ from tinsmith.api.app import Services, create_app, create_probe_app
 from tinsmith.api.connections import Connection
 from tinsmith.auth.keys import Keys
 from tinsmith.auth.quotas import NAMES as QUOTAS
-from tinsmith.auth.quotas import Limits, Quotas
+from tinsmith.auth.quotas import QuotaLimits, Quotas
 from tinsmith.auth.signing import Signer, load_secret
 from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
@@ -49,9 +49,9 @@ from tinsmith.chat.texts import Texts
 from tinsmith.cluster.early import EarlyEngine
 from tinsmith.cluster.engines import Engines, holder_of
 from tinsmith.cluster.executors import Dispatch, Executors
-from tinsmith.cluster.ownership import Fleet
+from tinsmith.cluster.ownership import EngineRouter
 from tinsmith.cluster.supervisor import Supervisor
-from tinsmith.db.database import FILES_POLL_S, Database, DatabaseMovedError
+from tinsmith.db.database import FILES_POLL_S, MAX_CONNECTIONS, Database, DatabaseMovedError
 from tinsmith.db.pg_notify import open_mailbox
 from tinsmith.db.wakeups import (
     EVERYTHING,
@@ -67,7 +67,7 @@ from tinsmith.db.wakeups import (
 from tinsmith.errors import SettingsError
 from tinsmith.runtime.background import Background
 from tinsmith.runtime.failpoints import arm
-from tinsmith.runtime.threads import Threads
+from tinsmith.runtime.threads import ThreadPools
 from tinsmith.server.janitor import Janitor, SweptParts
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import check_reachable, open_directories
@@ -78,7 +78,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.files import Files
 from tinsmith.store.futures import Futures
 from tinsmith.store.history import Curves, KeptSamples, RecentSteps
-from tinsmith.store.implicit_sessions import StandingSessions
+from tinsmith.store.implicit_sessions import ImplicitSessions
 from tinsmith.store.models import Models
 from tinsmith.store.overview import Census, Overview
 from tinsmith.store.recorded_sequences import Sequences
@@ -140,31 +140,31 @@ class Server:
 
     def run(self, on_ready: Callable[[str], None] | None = None) -> None:
         """Serve until SIGTERM or Ctrl-C; returns when every engine has ended. Raises SettingsError if one refuses."""
-        # A signal that comes before uvicorn handles them must not be lost. uvicorn raises those that it got again.
-        told = threading.Event()
+        # A signal before uvicorn handles them must not be lost. uvicorn raises its own again.
+        signalled = threading.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_number, lambda _signal, _frame: told.set())
+            signal.signal(signal_number, lambda _signal, _frame: signalled.set())
         raise_file_limit()
         gc.freeze()  # a collection over everything that was imported would stop all requests for 0.05 to 0.1 s
-        uvloop.run(self._run(on_ready, told))
+        uvloop.run(self._run(on_ready, signalled))
 
-    async def _run(self, on_ready: Callable[[str], None] | None, told: threading.Event) -> None:
+    async def _run(self, on_ready: Callable[[str], None] | None, signalled: threading.Event) -> None:
         refused = asyncio.create_task(self.supervisor.refused.wait())
         if self.listener is None:
-            await self._work_unseen(on_ready, refused, told)
+            await self._run_without_listening(on_ready, refused, signalled)
         else:
-            await self._listen(self.listener, on_ready, refused, told)
+            await self._listen(self.listener, on_ready, refused, signalled)
         refused.cancel()
         if self.supervisor.refused.is_set():
             raise SettingsError(self.supervisor.refusal)
 
-    async def _work_unseen(
-        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], told: threading.Event
+    async def _run_without_listening(
+        self, on_ready: Callable[[str], None] | None, refused: asyncio.Task[bool], signalled: threading.Event
     ) -> None:
         end = asyncio.Event()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(signal_number, end.set)
-        if told.is_set():
+        if signalled.is_set():
             end.set()
         async with self.app.router.lifespan_context(self.app):
             if on_ready:
@@ -178,7 +178,7 @@ class Server:
         listener: socket.socket,
         on_ready: Callable[[str], None] | None,
         refused: asyncio.Task[bool],
-        told: threading.Event,
+        signalled: threading.Event,
     ) -> None:
         config = uvicorn.Config(
             self.app,
@@ -194,7 +194,7 @@ class Server:
         server = _PatientServer(config, self.waiters)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await asyncio.sleep(0)  # its first step: from here on signals are uvicorn's
-        if told.is_set():
+        if signalled.is_set():
             server.should_exit = True
         if on_ready:
             on_ready(self.url)
@@ -208,15 +208,18 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     data_dir = settings.resolved_data_dir
     lock = _claim_data(data_dir)
     served = base_models.resolve(settings.models)
-    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S)
+    connections = MAX_CONNECTIONS + settings.handler_threads + settings.transfer_threads
+    database = Database(settings.resolved_database_url, patience_s=PATIENCE_S, connections=connections)
     engines = Engines(database, holder_of(data_dir))
     meters = ServerMeters(
         emptied_directory(data_dir), settings.metrics_tenants, Census(database, holder_of(data_dir)).counts
     )
     database.time_use(meters.database_used)
-    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir))
+    mailbox = open_mailbox(settings.resolved_database_url, server_mailbox(data_dir), meters.background_failed)
     background = Background(meters.background_failed)
-    supervisor = Supervisor(settings, served, engines, meters.engine_gone, partial(_tell_of_free_runs, mailbox), early)
+    supervisor = Supervisor(
+        settings, served, engines, meters.engine_gone, partial(_announce_freed_runs, mailbox), early
+    )
     arm(settings.failpoints, "server", data_dir, lambda: supervisor.pids)
     database.migrate()
     check_reachable(settings)
@@ -224,7 +227,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     meters.held_polls(waiters.__len__)
 
     wake = EngineWaker(mailbox) if database.is_sqlite else None
-    fleet = Fleet(database)
+    fleet = EngineRouter(database)
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     services = replace(services, failing=supervisor.failing)
@@ -306,14 +309,14 @@ def _services(
     waiters: Waiters,
     futures: Futures,
     engines: Engines,
-    fleet: Fleet,
+    fleet: EngineRouter,
     meters: ServerMeters,
 ) -> Services:
     batch_jobs, batches = BatchJobs(database), OpenAIBatches(database)
     files = Files(database, settings.storage_location("files"))
     sessions, samplers, audit = Sessions(database), SamplingSessions(database), Audit(database)
     signer = Signer(load_secret(settings.signing_secret.get_secret_value(), settings.resolved_data_dir))
-    quotas = Quotas(database, Limits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
+    quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
     gateway = ServiceGateway(
@@ -346,7 +349,7 @@ def _services(
         batch_reconciler=Reconciler(settings, keeping),
         texts=Texts(),
         partials=Partials(),
-        standing=StandingSessions(sessions, samplers, audit, settings.session_timeout_s),
+        implicit_sessions=ImplicitSessions(sessions, samplers, audit, settings.session_timeout_s),
         curves=Curves(database),
         recent_steps=RecentSteps(database),
         kept_samples=KeptSamples(database),
@@ -356,27 +359,27 @@ def _services(
         dispatch=dispatch,
         meters=meters,
         tracing=open_tracing(settings.otlp_endpoint, "server", {"host.name": socket.gethostname()}),
-        threads=Threads.start(settings.handler_threads, settings.transfer_threads),
+        threads=ThreadPools.start(settings.handler_threads, settings.transfer_threads),
         reads_wait=not database.is_sqlite,
     )
 
 
-def _tell_of_free_runs(mailbox: WakeUps, base_model: str) -> None:
+def _announce_freed_runs(mailbox: WakeUps, base_model: str) -> None:
     mailbox.wake(engine_mailbox(base_model), [EVERYTHING])
 
 
 def _on_wake_up(waiters: Waiters, partials: Partials, lines: set[str]) -> None:
-    told = {line for line in lines if line.startswith(MARK)}
-    if told:
-        partials.arrived(told)
-    request_ids = lines - told
+    tokens = {line for line in lines if line.startswith(MARK)}
+    if tokens:
+        partials.arrived(tokens)
+    request_ids = lines - tokens
     if "" in request_ids:  # others may have been missed
         waiters.wake_all()
     else:
         waiters.settled(request_ids)
 
 
-async def _watch_files(database: Database, threads: Threads, supervisor: Supervisor) -> None:
+async def _watch_files(database: Database, threads: ThreadPools, supervisor: Supervisor) -> None:
     """Stop the process if its database file was moved or replaced, even if nothing is being written."""
     while True:
         await asyncio.sleep(FILES_POLL_S)

@@ -29,7 +29,7 @@ PREFIXES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AuditEntry:
     event: str
     details: Mapping[str, object]
     created_at: float
@@ -40,10 +40,9 @@ class Audit:
         self._db = db
 
     def record(self, tenant_id: str, event: str, details: Mapping[str, object]) -> None:
-        with self._db.write() as connection:
-            connection.execute(entry(tenant_id, event, details))
+        self._db.execute(entry(tenant_id, event, details))
 
-    def entries(self, tenant_id: str, event_type: str, start: float, end: float) -> list[Entry]:
+    def entries(self, tenant_id: str, event_type: str, start: float, end: float) -> list[AuditEntry]:
         """The tenant's entries of a span of time, oldest first."""
         named = sa.or_(*(AUDIT.c.event.startswith(prefix, autoescape=True) for prefix in PREFIXES[event_type]))
         query = (
@@ -52,12 +51,11 @@ class Audit:
             .order_by(AUDIT.c.created_at.desc(), AUDIT.c.entry_id.desc())
             .limit(MAX_ENTRIES)
         )
-        return [Entry(**row._mapping) for row in self._db.rows(query)][::-1]
+        return [AuditEntry(**row._mapping) for row in self._db.rows(query)][::-1]
 
     def sweep(self, before: float) -> int:
         """Delete entries before `before` (epoch seconds); returns how many."""
-        with self._db.write() as connection:
-            return connection.execute(AUDIT.delete().where(AUDIT.c.created_at < before)).rowcount
+        return self._db.execute(AUDIT.delete().where(AUDIT.c.created_at < before))
 
 
 def entry(tenant_id: str, event: str, details: Mapping[str, object]) -> sa.Executable:

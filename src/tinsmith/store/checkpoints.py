@@ -81,7 +81,7 @@ class Checkpoint:
 
 
 def parse_path(text: str, field: str = "path") -> CheckpointRef:
-    """Read a tinker:// path that a request has in this field. Raises UserError that names it and shows the form."""
+    """Parse a tinker:// path from this field of a request. Raises UserError."""
     prefix, _, rest = text.partition("://")
     parts = rest.split("/")
     if prefix != "tinker" or len(parts) != 3 or parts[1] not in KINDS or not all(parts):
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def get(self, tenant_id: str, ref: CheckpointRef, *, granted_by: str | None = None) -> Checkpoint:
         """A completed, unexpired checkpoint that the tenant may read: its own, a published one, or one of the tenant
-        who granted it to read theirs.
+        `granted_by`. Raises NotFoundError.
         """
         checkpoint = self.find(ref)
         if checkpoint is None or not (checkpoint.tenant_id in (tenant_id, granted_by) or checkpoint.public):
@@ -119,21 +119,22 @@ class Checkpoints:
 
     def of_run(self, tenant_id: str, training_run_id: str) -> list[Checkpoint]:
         mine = (CHECKPOINTS.c.tenant_id == tenant_id) & (CHECKPOINTS.c.training_run_id == training_run_id)
-        return self._select(mine, limit=None, offset=0)[0]
+        return [Checkpoint(**row._mapping) for row in self._db.rows(_newest_first(mine))]
 
     def page(
         self, tenant_id: str, limit: int, offset: int, project_id: str | None = None
     ) -> tuple[list[Checkpoint], int]:
-        """The tenant's checkpoints (of one project, if it is named), newest first, and how many there are."""
+        """A page of the tenant's checkpoints (of one project), newest first, and how many there are."""
         mine = CHECKPOINTS.c.tenant_id == tenant_id
         if project_id is not None:
             mine = mine & CHECKPOINTS.c.training_run_id.in_(ids_of_project(project_id))
-        return self._select(mine, limit=limit, offset=offset)
+        rows, total = self._db.page(_newest_first(mine), limit, offset)
+        return [Checkpoint(**row._mapping) for row in rows], total
 
     @contextmanager
     def reading(self, checkpoint: Checkpoint) -> Iterator[Path]:
-        """Where its files can be read until the end of the block, every byte of which is as it was written. Raises
-        CorruptFilesError, and NotFoundError if it is gone by now.
+        """A directory in which its files can be read until the end of the block, verified against the manifest. Raises
+        CorruptFilesError, and NotFoundError if the checkpoint was deleted or overwritten.
         """
         assert checkpoint.directory is not None
         with ExitStack() as stack:
@@ -150,18 +151,9 @@ class Checkpoints:
         return CorruptFilesError(f"checkpoint {checkpoint.ref.path!r} is damaged: {error}")
 
     def find(self, ref: CheckpointRef) -> Checkpoint | None:
-        """A completed, unexpired checkpoint whoever owns it."""
-        query = sa.select(CHECKPOINTS).where(_is(ref), visible())
-        row = self._db.first(query)
+        """A completed, unexpired checkpoint of any tenant."""
+        row = self._db.first(sa.select(CHECKPOINTS).where(_is(ref), visible()))
         return None if row is None else Checkpoint(**row._mapping)
-
-    def _select(self, where: sa.ColumnElement[bool], limit: int | None, offset: int) -> tuple[list[Checkpoint], int]:
-        where = where & visible()
-        query = sa.select(CHECKPOINTS).where(where).order_by(CHECKPOINTS.c.created_at.desc())
-        with self._db.read() as connection:
-            rows = connection.execute(query.limit(limit).offset(offset)).all()
-            total = connection.scalar(sa.select(sa.func.count()).select_from(CHECKPOINTS).where(where)) or 0
-        return [Checkpoint(**row._mapping) for row in rows], total
 
     # Changing, for the server.
 
@@ -177,33 +169,24 @@ class Checkpoints:
         self.files.discard(row.directory)
 
     def set_ttl(self, tenant_id: str, ref: CheckpointRef, ttl_s: float | None) -> None:
-        self._own(tenant_id, ref)
-        with self._db.write() as connection:
-            expires_at = None if ttl_s is None else now() + ttl_s
-            connection.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
+        self._check_own(tenant_id, ref)
+        expires_at = None if ttl_s is None else now() + ttl_s
+        self._db.execute(CHECKPOINTS.update().where(_is(ref)).values(expires_at=expires_at))
 
     def set_public(self, tenant_id: str, ref: CheckpointRef, public: bool) -> bool:
-        """Idempotent: publishing a published checkpoint is no error (the SDK would retry a 409 for minutes).
-
-        Returns whether it changed anything.
+        """Publish or unpublish; returns whether that changed anything. A repetition is no error, since the SDK would
+        retry a 409 for minutes.
         """
-        self._own(tenant_id, ref)
+        self._check_own(tenant_id, ref)
         other = _is(ref) & (CHECKPOINTS.c.public == sa.literal(not public))
-        with self._db.write() as connection:
-            return connection.execute(CHECKPOINTS.update().where(other).values(public=public)).rowcount == 1
+        return self._db.execute(CHECKPOINTS.update().where(other).values(public=public)) == 1
 
-    def _own(self, tenant_id: str, ref: CheckpointRef) -> Checkpoint:
-        checkpoint = self.get(tenant_id, ref)
-        if checkpoint.tenant_id != tenant_id:
+    def _check_own(self, tenant_id: str, ref: CheckpointRef) -> None:
+        if self.get(tenant_id, ref).tenant_id != tenant_id:
             raise NotFoundError(f"checkpoint {ref.path!r} belongs to someone else")
-        return checkpoint
 
     def copy(self, source: Checkpoint, new: NewCheckpoint, run: sa.Executable, *effects: sa.Executable) -> bool:
-        """Add a copy with files of its own; `run` inserts the training run that it belongs to, and `effects` are
-        statements of the same transaction.
-
-        False, and nothing is changed, if that run exists by now. Raises NotFoundError if the source is gone by now.
-        """
+        """Copy the files and `add` the copy. Raises NotFoundError if the source was deleted or overwritten."""
         assert source.directory is not None
         try:
             directory, size_bytes = self.files.copy(source.directory)
@@ -214,9 +197,8 @@ class Checkpoints:
     def add(
         self, new: NewCheckpoint, directory: str, size_bytes: int, run: sa.Executable, *effects: sa.Executable
     ) -> bool:
-        """Add a checkpoint whose files are complete, with the training run that `run` inserts for it.
-
-        False, and nothing is left of it, if that run exists by now.
+        """Add a checkpoint whose files are complete, in one transaction with `run`, which inserts its training run, and
+        `effects`. False, and nothing remains, if that run exists.
         """
         try:
             with self._db.write() as connection:
@@ -232,25 +214,20 @@ class Checkpoints:
     def sweep_expired(self) -> list[Checkpoint]:
         """Delete what has outlived its TTL."""
         expired = CHECKPOINTS.c.expires_at < now()
-        with self._db.read() as connection:
-            rows = [Checkpoint(**row._mapping) for row in connection.execute(sa.select(CHECKPOINTS).where(expired))]
         swept = []
-        for checkpoint in rows:
-            with self._db.write() as connection:
-                # Unless it was overwritten in the meantime.
-                deleted = connection.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired))
-            if deleted.rowcount:
+        for checkpoint in [Checkpoint(**row._mapping) for row in self._db.rows(sa.select(CHECKPOINTS).where(expired))]:
+            # Unless it was overwritten in the meantime.
+            if self._db.execute(CHECKPOINTS.delete().where(_is(checkpoint.ref), expired)):
                 self.files.discard(checkpoint.directory)
                 swept.append(checkpoint)
         return swept
 
     def sweep_directories(self, age_s: float) -> list[str]:
-        """Delete directories in which nothing was written for `age_s` seconds and that no row names: of saves that
-        were cut short, and of checkpoints whose deletion was.
+        """Delete directories that no row names and in which nothing was written for `age_s` seconds: those of
+        interrupted saves and deletions.
         """
         candidates = self.files.old(age_s)  # before the rows are read: a row that is added later names a newer one
-        with self._db.read() as connection:
-            named = set(connection.scalars(sa.select(CHECKPOINTS.c.directory)))
+        named = set(self._db.scalars(sa.select(CHECKPOINTS.c.directory)))
         return self.files.discard_all(candidates, but=named)
 
     # Writing, for the engine.
@@ -275,18 +252,15 @@ class Checkpoints:
         return None
 
     def recover(self, base_model: str, engine_id: str) -> None:
-        """After a restart of this engine: interrupted saves of its runs, and of nobody's, have failed."""
+        """After a restart of this engine: fail the interrupted saves of its runs and of unowned runs."""
         others = sa.exists().where(MODELS.c.model_id == CHECKPOINTS.c.training_run_id, MODELS.c.engine_id != engine_id)
         mine = (CHECKPOINTS.c.base_model == base_model) & (CHECKPOINTS.c.state == "pending") & ~others
-        with self._db.write() as connection:
-            connection.execute(
-                CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted")
-            )
+        self._db.execute(CHECKPOINTS.update().where(mine).values(state="failed", error="the save was interrupted"))
 
 
 def completion(new: NewCheckpoint, directory: str, size_bytes: int) -> Sequence[sa.Executable]:
-    """Statements for the transaction that settles the save. What they replace is gone with its TTL, its metadata and
-    its being public: the new weights have not been published.
+    """Statements for the transaction that settles the save. They replace the earlier checkpoint of this name with its
+    TTL and metadata; the new one is private.
     """
     values = _row(new) | {"directory": directory, "size_bytes": size_bytes}
     return [
@@ -306,6 +280,10 @@ def _is(ref: CheckpointRef) -> sa.ColumnElement[bool]:
         & (CHECKPOINTS.c.kind == ref.kind)
         & (CHECKPOINTS.c.name == ref.name)
     )
+
+
+def _newest_first(where: sa.ColumnElement[bool]) -> sa.Select:
+    return sa.select(CHECKPOINTS).where(where, visible()).order_by(CHECKPOINTS.c.created_at.desc())
 
 
 def visible() -> sa.ColumnElement[bool]:

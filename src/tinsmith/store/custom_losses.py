@@ -41,8 +41,7 @@ class CustomLosses:
 
     def get(self, session_id: str, loss_id: str) -> bytes:
         """A session's own loss. Raises NotFoundError."""
-        with self._db.read() as connection:
-            row = connection.execute(_FIND, {"loss_id": loss_id}).one_or_none()
+        row = self._db.first(_FIND, {"loss_id": loss_id})
         if row is None or row.session_id != session_id:
             raise NotFoundError(
                 f"loss_id {loss_id[:128]!r} is no custom loss of session {session_id!r}; create it there first"
@@ -55,11 +54,9 @@ class CustomLosses:
         waiting = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id, FUTURES.c.state == "pending")
         over = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at < closed_before, ~loaded, ~waiting)
         has_losses = sa.select(CUSTOM_LOSSES.c.session_id).distinct()
-        with self._db.read() as connection:
-            session_ids = list(connection.scalars(over.where(SESSIONS.c.session_id.in_(has_losses)).limit(100)))
+        session_ids = self._db.scalars(over.where(SESSIONS.c.session_id.in_(has_losses)).limit(100))
         if session_ids:
-            with self._db.write() as connection:
-                connection.execute(CUSTOM_LOSSES.delete().where(CUSTOM_LOSSES.c.session_id.in_(session_ids)))
+            self._db.execute(CUSTOM_LOSSES.delete().where(CUSTOM_LOSSES.c.session_id.in_(session_ids)))
         return len(session_ids)
 
 

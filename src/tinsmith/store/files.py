@@ -45,7 +45,7 @@ class File:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBytes:
     """Bytes that have no row yet."""
 
     file_id: str
@@ -85,7 +85,7 @@ class Files:
         """The bytes, for reading and seeking. Raises FileNotFoundError."""
         return self._store.open(self._key(file_id))
 
-    def store(self, file_id: str, pieces: Iterable[bytes]) -> Stored:
+    def store(self, file_id: str, pieces: Iterable[bytes]) -> StoredBytes:
         """Write bytes and make them durable; what was there under this id is replaced."""
         if self._is_local:
             make_private(Path(self._root))
@@ -95,13 +95,15 @@ class Files:
                 digest.update(piece)
                 size_bytes += len(piece)
                 writer.write(piece)
-        return Stored(file_id, size_bytes, digest.hexdigest())
+        return StoredBytes(file_id, size_bytes, digest.hexdigest())
 
     def share(self, file_id: str, location: str) -> None:
         """The bytes under one more name, in the same store, which outlives this one. Raises FileNotFoundError."""
         self._store.share(self._key(file_id), open_store(location)[1])
 
-    def add(self, tenant_id: str, stored: Stored, filename: str, purpose: str, expires_after_s: float | None) -> File:
+    def add(
+        self, tenant_id: str, stored: StoredBytes, filename: str, purpose: str, expires_after_s: float | None
+    ) -> File:
         """The row of bytes that are stored."""
         at = now()
         expires_at = None if expires_after_s is None else at + expires_after_s
@@ -134,8 +136,7 @@ class Files:
     def delete(self, tenant_id: str, file_id: str) -> None:
         """Raises NotFoundError."""
         self.find(tenant_id, file_id)
-        with self._db.write() as connection:
-            connection.execute(UPLOADS.delete().where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id))
+        self._db.execute(UPLOADS.delete().where(UPLOADS.c.file_id == file_id, UPLOADS.c.tenant_id == tenant_id))
         self.discard(file_id)
 
     def discard(self, file_id: str) -> None:
@@ -154,13 +155,12 @@ class Files:
         return gone
 
     def sweep_unnamed(self, age_s: float) -> list[str]:
-        """Delete bytes that no row names, and that nobody has written to for `age_s` seconds."""
+        """Delete bytes that no row names and that were not written to for `age_s` seconds."""
         old = list(self._old(age_s))  # before the rows are read: a row that is added names newer bytes
         swept: list[str] = []
         for start in range(0, len(old), PAGE):
             names = old[start : start + PAGE]
-            with self._db.read() as connection:
-                named = set(connection.scalars(sa.select(_ID).where(_ID.in_(names))))
+            named = set(self._db.scalars(sa.select(_ID).where(_ID.in_(names))))
             for name in names:
                 if name not in named:
                     self.discard(name)
@@ -178,7 +178,7 @@ def add_row(
     connection: Connection,
     db: Database,
     tenant_id: str,
-    stored: Stored,
+    stored: StoredBytes,
     filename: str,
     purpose: str,
     expires_at: float | None,

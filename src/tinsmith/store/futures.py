@@ -23,7 +23,6 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import sqlalchemy as sa
 import zstandard
@@ -31,7 +30,7 @@ import zstandard
 from tinsmith.db.database import Database, chunks, now
 from tinsmith.db.schema import BODIES, ENGINES, FUTURES, MODELS, RESULTS, SAMPLERS, SESSIONS
 from tinsmith.db.statements import Effects, Statement, execute
-from tinsmith.db.wakeups import SERVER, Waker, engine_mailbox
+from tinsmith.db.wakeups import SERVER, engine_mailbox
 from tinsmith.errors import GoneError, NotFoundError, SeqIdTakenError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.telemetry.tracing import CURRENT
@@ -42,7 +41,7 @@ _DELETED_AT_ONCE = 500
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a settled future used."""
+    """The tokens of a settled future."""
 
     request_id: str
     tenant_id: str
@@ -57,9 +56,6 @@ class Spent:
     settled_at: float | None
 
 
-Keep = Callable[[Sequence[Spent]], Effects]
-"""Gets what a transaction deletes; returns what that transaction writes in its place."""
-
 _SPENT_COLUMNS = [FUTURES.c[name] for name in Spent.__dataclass_fields__]
 
 
@@ -69,24 +65,6 @@ _WITH_OWNERS = FUTURES.outerjoin(SAMPLERS, SAMPLERS.c.sampling_session_id == FUT
     MODELS, MODELS.c.model_id == SAMPLERS.c.model_id
 )
 _OWNER = sa.func.coalesce(FUTURES.c.executor, MODELS.c.engine_id).label("owner")
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Names a sample by its request_id, or a sampling session for all samples that `owner` has of it."""
-
-    name: str
-    tenant_id: str
-    session_id: str
-    base_model: str
-    owner: str | None
-    reason: str
-
-    @property
-    def request_id(self) -> str:
-        if self.owner is None:
-            return self.name + _CANCEL
-        return f"{self.name}{_CANCEL}.{hashlib.blake2b(self.owner.encode(), digest_size=4).hexdigest()}"
 
 
 def cancelled_name(request_id: str) -> str:
@@ -102,24 +80,17 @@ def deletion(request_id: str) -> sa.Executable:
 # What changes a model's state or its versions: the bodies are kept until two snapshots cover them.
 REPLAYED_KINDS = ("load_model", "load_weights", "forward_backward", "optim_step", "save_weights_for_sampler")
 UNBOUNDED = 2**62
-
-
-class Give(Protocol):
-    """Which engine gets a sample without a run; None if no engine is available."""
-
-    def __call__(self, base_model: str, request_id: str) -> str | None: ...
-
-
-class Count(Protocol):
-    """Counts a request that was stored."""
-
-    def __call__(self, kind: str, tenant_id: str, *, refused: bool) -> None: ...
+_GIVEN = (
+    *("request_id", "tenant_id", "session_id", "base_model", "kind", "model_id", "sampling_session_id", "seq_id"),
+    *("num_tokens", "executor"),
+)
+"""The columns that a NewFuture has as they are."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewFuture:
-    """`run_id` is the run whose own version a sample is of; `engine_id` who has the run, as far as is known: it is
-    woken alone; `executor` who is to do what is bound to no run.
+    """`run_id` is the run whose own version a sample is of. `engine_id` is the engine that has the run, if known; only
+    it is woken. `executor` is the engine or sampler of a request that is bound to no run.
     """
 
     request_id: str
@@ -138,10 +109,10 @@ class NewFuture:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FutureOutcome:
     """How a future ended: `error` and `category`, or `body` of `result_type` proto or json.
 
-    A body that is larger than was asked for is None; `body_bytes` is its size.
+    `body_bytes` is the size of the body, which is None if it is larger than the caller's limit.
     """
 
     result_type: str | None
@@ -161,7 +132,7 @@ class SampleCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkTimes:
     """When an engine worked on a request, and in which of its steps."""
 
     started_at: float
@@ -183,10 +154,10 @@ class Settlement:
     effects: Effects = field(default=())
     clean_up: Callable[[], None] | None = None
     cost: SampleCost | None = None
-    work: Work | None = None
+    work: WorkTimes | None = None
 
 
-# The statements of every request, built once: building and hashing them would cost more than SQLite does.
+# The statements of every request, built once: building and hashing them takes longer than SQLite does.
 _COLUMNS = [FUTURES.c[name] for name in Pending.__dataclass_fields__]
 _FIND = sa.select(FUTURES.c.arrival).where(FUTURES.c.request_id == sa.bindparam("request_id"))
 _ADD_BODY = Statement(BODIES.insert())
@@ -211,7 +182,7 @@ _OUTCOME = Statement(
 _BODIES = sa.select(BODIES).where(BODIES.c.request_id.in_(sa.bindparam("request_ids", expanding=True)))
 _BODY = Statement(sa.select(BODIES).where(BODIES.c.request_id == sa.bindparam("request_id")))
 _FREE = Statement(BODIES.delete().where(BODIES.c.request_id == sa.bindparam("freed_id")))
-_COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(Work.__dataclass_fields__)
+_COST, _WORK = tuple(SampleCost.__dataclass_fields__), tuple(WorkTimes.__dataclass_fields__)
 _SETTLED_COLUMNS = ("state", "error", "category", "result_type", "settled_at", *_COST, *_WORK)
 _NO_COST, _NO_WORK = dict.fromkeys(_COST), dict.fromkeys(_WORK)
 _EARLIER = FUTURES.alias("earlier")
@@ -253,16 +224,8 @@ def _text(error: TinsmithError) -> str:
 def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[str, object]:
     created_at = now()
     return {
-        "request_id": new.request_id,
-        "tenant_id": new.tenant_id,
-        "session_id": new.session_id,
-        "base_model": new.base_model,
-        "kind": new.kind,
+        **{name: getattr(new, name) for name in _GIVEN},
         "state": state,
-        "model_id": new.model_id,
-        "sampling_session_id": new.sampling_session_id,
-        "seq_id": new.seq_id,
-        "num_tokens": new.num_tokens,
         "body_bytes": len(new.body) if state == "pending" else 0,
         "error": _text(refusal) if refusal else None,
         "category": refusal.category if refusal else None,
@@ -271,7 +234,6 @@ def _row(new: NewFuture, state: str, refusal: UserError | None = None) -> dict[s
         "settled_at": None if state == "pending" else created_at,
         "settle_order": None,
         "traceparent": CURRENT.get(),
-        "executor": new.executor,
     }
 
 
@@ -305,12 +267,20 @@ def _check_same(connection: sa.Connection, new: NewFuture, *, compare_bodies: bo
 
 class Futures:
     def __init__(
-        self, db: Database, wake: Waker | None = None, count: Count | None = None, give: Give | None = None
+        self,
+        db: Database,
+        wake: Callable[[str, str | None], None] | None = None,
+        count: Callable[[str, str, bool], None] | None = None,
+        engine_for_sample: Callable[[str, str], str | None] | None = None,
     ) -> None:
+        """For each stored request, `wake` is called with its base model and its engine (None: all of them), and `count`
+        with its kind, its tenant and whether it was refused. `engine_for_sample` returns the engine for a sample
+        without a run, by base model and request_id.
+        """
         self._db = db
         self._wake = wake
         self._count = count
-        self._give = give
+        self._engine_for_sample = engine_for_sample
         self._add = Statement(db.insert_once(FUTURES))
 
     # The server's side.
@@ -320,19 +290,21 @@ class Futures:
 
         Raises SeqIdTakenError if the seq_id belongs to another request: what is not stored gets no request_id.
         """
-        self._submitted(new, refusal, self._db.write())
+        self._submit(new, refusal, self._db.write())
         return new.request_id
 
-    def submit_at_once(self, new: NewFuture, refusal: UserError | None = None) -> bool:
-        """The same, if no writer has to be waited for; otherwise False, with nothing done. For an event loop."""
-        return self._submitted(new, refusal, self._db.write_nowait())
+    def submit_nowait(self, new: NewFuture, refusal: UserError | None = None) -> bool:
+        """The same without waiting for other writers; False, and nothing is stored, if it would wait. For an event
+        loop.
+        """
+        return self._submit(new, refusal, self._db.write_nowait())
 
-    def _submitted(
+    def _submit(
         self, new: NewFuture, refusal: UserError | None, writing: AbstractContextManager[sa.Connection | None]
     ) -> bool:
         hit("submit.before")
-        if self._give and new.kind == "sample" and not (refusal or new.run_id or new.executor):
-            new = replace(new, executor=self._give(new.base_model, new.request_id))
+        if self._engine_for_sample and new.kind == "sample" and not (refusal or new.run_id or new.executor):
+            new = replace(new, executor=self._engine_for_sample(new.base_model, new.request_id))
         named = new.executor or new.engine_id
         row = _row(new, "refused" if refusal else "pending", refusal)
         # Level 1 keeps the cost of a megabyte body near a millisecond; compressed outside the write lock.
@@ -352,13 +324,13 @@ class Futures:
                 self._db.notify(connection, SERVER, [new.request_id])
         hit("submit.stored")
         if self._count:
-            self._count(new.kind, new.tenant_id, refused=refusal is not None)
+            self._count(new.kind, new.tenant_id, refusal is not None)
         if self._wake:
             self._wake(new.base_model, named)
         return True
 
     def record(self, new: NewFuture, answer: bytes, effects: Effects = ()) -> str:
-        """The same for a request that needs no engine: done at birth, in one transaction with what it makes."""
+        """Store a request that needs no engine as done, in one transaction with its effects. Returns the request_id."""
         with self._db.write() as connection:
             if connection.scalar(_FIND, {"request_id": new.request_id}) is not None:
                 return new.request_id
@@ -375,14 +347,13 @@ class Futures:
             connection.execute(_LOCK_SESSION, session)
         return (connection.scalar(_ORDER_OF, session) or 0) + 1
 
-    def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> Outcome | None:
+    def outcome(self, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED) -> FutureOutcome | None:
         """How a request ended; None while it is pending. A body of more than `inline_bytes` is left out.
 
         Raises NotFoundError, and GoneError if the result was acknowledged and deleted.
         """
-        asked = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
-        with self._db.read() as connection:
-            row = _OUTCOME.first(connection, asked)
+        values = {"request_id": request_id, "tenant_id": tenant_id, "inline_bytes": inline_bytes}
+        row = self._db.first(_OUTCOME, values)
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         state, result_type, error, category, body_bytes, body = row
@@ -390,21 +361,18 @@ class Futures:
             return None
         if state == "done" and body_bytes is None:
             raise GoneError(f"the result of {request_id!r} was acknowledged as retrieved, and deleted")
-        return Outcome(result_type, body, error, category, body_bytes)
+        return FutureOutcome(result_type, body, error, category, body_bytes)
 
     def settled_among(self, request_ids: Sequence[str]) -> list[str]:
         """Which of these have ended."""
-        found: list[str] = []
-        with self._db.read() as connection:
-            for some in chunks(request_ids):
-                found += connection.scalars(_SETTLED_AMONG, {"request_ids": some})
-        return found
+        parts = (self._db.scalars(_SETTLED_AMONG, {"request_ids": some}) for some in chunks(request_ids))
+        return [request_id for part in parts for request_id in part]
 
     def cancel(self, tenant_id: str, request_id: str, reason: str) -> None:
-        """Have the engine give up a pending sample. Raises NotFoundError.
+        """Cancel a pending sample. Raises NotFoundError.
 
-        Nothing happens to a settled request and to every other kind: operations on a model are ordered, and the client
-        may have sent a later one in the belief that an earlier one takes effect.
+        A settled request is left alone, and so is every other kind: operations on a model are ordered, and a later one
+        may rely on this one.
         """
         query = (
             sa.select(FUTURES.c.session_id, FUTURES.c.base_model, FUTURES.c.kind, FUTURES.c.state, _OWNER)
@@ -415,10 +383,10 @@ class Futures:
         if row is None:
             raise NotFoundError(f"request_id {request_id!r} is unknown, or its result was kept past its time")
         if row.kind == "sample" and row.state == "pending":
-            self._submit_cancel(Cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason))
+            self._submit_cancel(request_id, tenant_id, row.session_id, row.base_model, row.owner, reason)
 
     def cancel_of_closed_sessions(self) -> int:
-        """Have the engines give up the samples whose session was closed; returns in how many sampling sessions."""
+        """Cancel the pending samples of closed sessions; returns in how many sampling sessions."""
         sampling_session = (FUTURES.c.sampling_session_id, FUTURES.c.tenant_id, FUTURES.c.session_id)
         query = (
             sa.select(*sampling_session, FUTURES.c.base_model, _OWNER, SESSIONS.c.reason)
@@ -430,24 +398,20 @@ class Futures:
         )
         rows = self._db.rows(query)
         for name, tenant_id, session_id, base_model, owner, reason in rows:
-            reason = f"its session ended ({reason})"
-            self._submit_cancel(Cancel(name, tenant_id, session_id, base_model, owner, reason))
+            self._submit_cancel(name, tenant_id, session_id, base_model, owner, f"its session ended ({reason})")
         return len({row.sampling_session_id for row in rows})
 
-    def _submit_cancel(self, cancel: Cancel) -> None:
-        new = NewFuture(
-            request_id=cancel.request_id,
-            tenant_id=cancel.tenant_id,
-            session_id=cancel.session_id,
-            base_model=cancel.base_model,
-            kind="cancel",
-            body=cancel.reason.encode(),
-            executor=cancel.owner,
-        )
-        self.submit(new)
+    def _submit_cancel(
+        self, name: str, tenant_id: str, session_id: str, base_model: str, owner: str | None, reason: str
+    ) -> None:
+        """`name` is a sample's request_id, or a sampling session for all of its samples that `owner` has."""
+        suffix = "" if owner is None else f".{hashlib.blake2b(owner.encode(), digest_size=4).hexdigest()}"
+        request_id = f"{name}{_CANCEL}{suffix}"
+        body = reason.encode()
+        self.submit(NewFuture(request_id, tenant_id, session_id, base_model, "cancel", body, executor=owner))
 
     def base_model_of(self, request_id: str) -> str | None:
-        """Whose queue a request waits in."""
+        """The base model in whose queue a request waits."""
         return self._db.scalar(sa.select(FUTURES.c.base_model).where(FUTURES.c.request_id == request_id))
 
     def kind_of(self, tenant_id: str, request_id: str) -> str | None:
@@ -456,27 +420,26 @@ class Futures:
 
     def next_seq_id(self, model_id: str) -> int:
         """The number after the highest that any request of a model has; another request may take it first."""
-        with self._db.read() as connection:
-            highest = connection.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
+        highest = self._db.scalar(sa.select(sa.func.max(FUTURES.c.seq_id)).where(FUTURES.c.model_id == model_id))
         return 1 if highest is None else highest + 1
 
-    def delete_of_sessions(self, session_ids: Sequence[str], keep: Keep) -> int:
+    def delete_of_sessions(self, session_ids: Sequence[str], keep: Callable[[Sequence[Spent]], Effects]) -> int:
         """Delete all settled futures of ended sessions, with bodies and results; returns how many.
 
-        `keep` is given what a transaction deletes, as the database reports it, and returns what that transaction writes
-        in its place: no use is counted twice or lost. A session is marked as forgotten once nothing of it is left.
+        `keep` is called with what a transaction deletes, as the database reports it, and returns what the same
+        transaction writes in its place, so that usage is counted exactly once. A session without futures is marked as
+        forgotten.
         """
         left = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         deleted = 0
         for session_id in session_ids:
             while some := self._delete_some(session_id, keep):
                 deleted += some
-            with self._db.write() as connection:
-                done_with = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
-                connection.execute(done_with.values(forgotten_at=now()))
+            emptied = SESSIONS.update().where(SESSIONS.c.session_id == session_id, ~left)
+            self._db.execute(emptied.values(forgotten_at=now()))
         return deleted
 
-    def _delete_some(self, session_id: str, keep: Keep) -> int:
+    def _delete_some(self, session_id: str, keep: Callable[[Sequence[Spent]], Effects]) -> int:
         settled = sa.select(FUTURES.c.arrival).where(FUTURES.c.session_id == session_id, FUTURES.c.state != "pending")
         some = FUTURES.c.arrival.in_(settled.limit(_DELETED_AT_ONCE))
         with self._db.write() as connection:
@@ -492,7 +455,7 @@ class Futures:
     # The engine's side.
 
     def refused_of(self, model_id: str, from_seq_id: int) -> list[Pending]:
-        """A model's requests from `from_seq_id` on that are to be skipped."""
+        """A model's refused requests from `from_seq_id` on, which the engine skips."""
         mine = (FUTURES.c.model_id == model_id) & (FUTURES.c.seq_id >= from_seq_id)
         query = sa.select(*_COLUMNS).where(mine, FUTURES.c.state == "refused")
         return [Pending(**row._mapping) for row in self._db.rows(query)]
@@ -503,7 +466,7 @@ class Futures:
         unpack = zstandard.ZstdDecompressor().decompress
         with self._db.read() as connection:
             for some in chunks(request_ids):
-                one = len(some) == 1  # as it mostly is; a list is written out each time
+                one = len(some) == 1  # the usual case; a list of any length is compiled each time
                 rows = _BODY.rows(connection, {"request_id": some[0]}) if one else None
                 for request_id, body in rows or connection.execute(_BODIES, {"request_ids": some}):
                     found[request_id] = unpack(body)
@@ -513,7 +476,7 @@ class Futures:
         """End a step: results, freed bodies, effects and each model's progress, in one transaction."""
         freed = [settlement.request_id for settlement in settlements if not settlement.keep_body]
         with self._db.write() as connection:
-            settled_at = now()  # not before it is our turn to write
+            settled_at = now()  # once the write lock is held
             if not self._db.is_sqlite:
                 connection.execute(_LOCK_SESSIONS, {"request_ids": [one.request_id for one in settlements]})
             for settlement in settlements:
@@ -532,7 +495,7 @@ class Futures:
                     },
                 )
                 if changed != 1:
-                    continue  # settled by a predecessor that we did not see
+                    continue  # settled by an earlier engine
                 if settlement.body is not None and error is None:
                     _ADD_RESULT.count(connection, {"request_id": settlement.request_id, "body": settlement.body})
                 for effect in settlement.effects:

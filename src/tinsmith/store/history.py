@@ -60,8 +60,7 @@ class Curves:
         steps = sa.select(sa.func.count()).where(
             FUTURES.c.model_id == model_id, FUTURES.c.kind == "optim_step", FUTURES.c.state == "done"
         )
-        with self._db.read() as connection:
-            return connection.scalar(steps) or 0, connection.scalar(_count(model_id, SERVER)) or 0
+        return self._db.scalar(steps) or 0, self._db.scalar(_count(model_id, SERVER)) or 0
 
     def recording(self, model_id: str, step: int, metrics: Mapping[str, float]) -> Bound:
         """A statement for the transaction that settles an optimizer step."""
@@ -95,9 +94,7 @@ class Curves:
         columns = [CURVE_POINTS.c[name] for name in Point.__dataclass_fields__]
         query = sa.select(*columns).where(CURVE_POINTS.c.model_id == model_id)
         query = query.where(CURVE_POINTS.c.recorded_at >= after - OVERLAP_S)
-        with self._db.read() as connection:
-            rows = connection.execute(query.order_by(CURVE_POINTS.c.source, CURVE_POINTS.c.step))
-            return [Point(**row._mapping) for row in rows]
+        return [Point(*row) for row in self._db.rows(query.order_by(CURVE_POINTS.c.source, CURVE_POINTS.c.step))]
 
     def newest(self, model_ids: Sequence[str]) -> dict[str, Point]:
         """The server's last point of each of these runs that has one."""
@@ -109,11 +106,7 @@ class Curves:
         )
         same = (CURVE_POINTS.c.model_id == newest.c.model_id) & (CURVE_POINTS.c.step == newest.c.step)
         query = sa.select(CURVE_POINTS).join(newest, same).where(CURVE_POINTS.c.source == SERVER)
-        with self._db.read() as connection:
-            return {
-                row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at)
-                for row in connection.execute(query)
-            }
+        return {row.model_id: Point(row.source, row.step, row.metrics, row.recorded_at) for row in self._db.rows(query)}
 
 
 def thinning(model_id: str, source: str, low: int, high: int) -> sa.Executable:
@@ -213,9 +206,7 @@ class KeptSamples:
                 search, autoescape=True
             )
         query = sa.select(*_COLUMNS, KEPT_SAMPLES.c.content).where(mine).order_by(KEPT_SAMPLES.c.position.desc())
-        with self._db.read() as connection:
-            rows = connection.execute(query.limit(limit).offset(offset)).all()
-            total = connection.scalar(sa.select(sa.func.count()).select_from(KEPT_SAMPLES).where(mine)) or 0
+        rows, total = self._db.page(query, limit, offset)
         return [(KeptSample(*facts), _read(packed)) for *facts, packed in rows], total
 
     def get(self, tenant_id: str, request_id: str) -> tuple[KeptSample, SampleContent]:
@@ -240,8 +231,7 @@ class KeptSamples:
 
     def sweep(self, before: float) -> int:
         """Forget what is older; returns how many that was."""
-        with self._db.write() as connection:
-            return connection.execute(KEPT_SAMPLES.delete().where(KEPT_SAMPLES.c.created_at < before)).rowcount
+        return self._db.execute(KEPT_SAMPLES.delete().where(KEPT_SAMPLES.c.created_at < before))
 
 
 def keeping(sample: KeptSample, content: SampleContent, most: int) -> list[Bound]:

@@ -24,23 +24,17 @@ DISPLAY_NAME = "chat and completions"
 
 
 @dataclass(slots=True)
-class _Sampler:
-    sampling_session_id: str
-    seq_ids: Iterator[int]
-
-
-@dataclass(slots=True)
-class _Standing:
-    """A tenant's current implicit session."""
+class _Current:
+    """A tenant's current implicit session, and its sampling sessions with their next seq_ids."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     session_id: str | None = None
     opened_at: float = 0.0
-    samplers: dict[tuple[str, str | None], _Sampler] = field(default_factory=dict)
+    samplers: dict[tuple[str, str | None], tuple[str, Iterator[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SampleId:
     """The session and sampling session of one sample."""
 
     tenant_id: str
@@ -53,7 +47,7 @@ class Seat:
         return f"{self.sampling_session_id}:{self.seq_id}"
 
 
-class StandingSessions:
+class ImplicitSessions:
     def __init__(
         self,
         sessions: Sessions,
@@ -69,20 +63,27 @@ class StandingSessions:
         self._clock = clock
         self.heartbeat_s = min(HEARTBEAT_S, timeout_s / 4) if timeout_s >= 0 else HEARTBEAT_S
         self._lock = threading.Lock()
-        self._standing: dict[str, _Standing] = {}
+        self._current: dict[str, _Current] = {}
         self._kept_at: dict[str, float] = {}  # sessions by their last heartbeat
 
-    def seat(self, tenant_id: str, base_model: str, model_path: str | None) -> Seat:
-        """A seat for one more sample of these weights; the caller has checked that the tenant may read them."""
+    def next_sample(self, tenant_id: str, base_model: str, model_path: str | None) -> SampleId:
+        """The id of one more sample of these weights; the caller has checked that the tenant may read them."""
         with self._lock:
-            standing = self._standing.setdefault(tenant_id, _Standing())
-        with standing.lock:
-            session_id = self._session(tenant_id, standing)
-            sampler = standing.samplers.get((base_model, model_path))
-            if sampler is None:
-                sampler = self._sampler(tenant_id, session_id, len(standing.samplers), base_model, model_path)
-                standing.samplers[base_model, model_path] = sampler
-            return Seat(tenant_id, session_id, sampler.sampling_session_id, next(sampler.seq_ids))
+            current = self._current.setdefault(tenant_id, _Current())
+        with current.lock:
+            session_id = self._session(tenant_id, current)
+            if (base_model, model_path) not in current.samplers:
+                new = NewSamplingSession(
+                    sampling_session_id=f"{session_id}:sample:{len(current.samplers)}",
+                    session_id=session_id,
+                    tenant_id=tenant_id,
+                    base_model=base_model,
+                    model_path=model_path,
+                    version_id=model_path,
+                )
+                current.samplers[base_model, model_path] = self._samplers.create(new), itertools.count()
+            sampling_session_id, seq_ids = current.samplers[base_model, model_path]
+            return SampleId(tenant_id, session_id, sampling_session_id, next(seq_ids))
 
     def keep(self, tenant_id: str, session_id: str) -> None:
         """Send a heartbeat, if one is due. Raises GoneError once the session has ended."""
@@ -91,37 +92,22 @@ class StandingSessions:
         self._sessions.heartbeat(tenant_id, session_id)
         with self._lock:
             self._kept_at[session_id] = self._clock()
-            if len(self._kept_at) > 2 * len(self._standing):
+            if len(self._kept_at) > 2 * len(self._current):
                 recent = self._clock() - 2 * self.heartbeat_s
                 self._kept_at = {name: at for name, at in self._kept_at.items() if at >= recent}
 
-    def _session(self, tenant_id: str, standing: _Standing) -> str:
-        if standing.session_id is not None and self._clock() - standing.opened_at < REPLACED_EVERY_S:
+    def _session(self, tenant_id: str, current: _Current) -> str:
+        if current.session_id is not None and self._clock() - current.opened_at < REPLACED_EVERY_S:
             try:
-                self.keep(tenant_id, standing.session_id)
-                return standing.session_id
+                self.keep(tenant_id, current.session_id)
+                return current.session_id
             except (GoneError, NotFoundError):
-                pass  # nothing was asked for longer than a session lives
-        elif standing.session_id is not None:
-            self._sessions.finish(tenant_id, standing.session_id, "success")
+                pass  # it has expired since the tenant's last request
+        elif current.session_id is not None:
+            self._sessions.finish(tenant_id, current.session_id, "success")
         opened = self._sessions.open(tenant_id, NewSession(tags=["standing"], display_name=DISPLAY_NAME))
         self._audit.record(tenant_id, "session_opened", {"session_id": opened.session_id, "project_id": None})
-        standing.session_id, standing.opened_at, standing.samplers = opened.session_id, self._clock(), {}
+        current.session_id, current.opened_at, current.samplers = opened.session_id, self._clock(), {}
         with self._lock:
             self._kept_at[opened.session_id] = self._clock()
         return opened.session_id
-
-    def _sampler(
-        self, tenant_id: str, session_id: str, number: int, base_model: str, model_path: str | None
-    ) -> _Sampler:
-        sampling_session_id = self._samplers.create(
-            NewSamplingSession(
-                sampling_session_id=f"{session_id}:sample:{number}",
-                session_id=session_id,
-                tenant_id=tenant_id,
-                base_model=base_model,
-                model_path=model_path,
-                version_id=model_path,
-            )
-        )
-        return _Sampler(sampling_session_id, itertools.count())

@@ -19,6 +19,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BODIES, FUTURES, MODELS, SESSIONS
 from tinsmith.db.statements import Statement
 from tinsmith.errors import GoneError, NotFoundError, UserError
+from tinsmith.store.futures import NewFuture
 from tinsmith.types import LoraSpec
 
 
@@ -49,13 +50,13 @@ class Model:
     train_unembed: bool
     optimizer_type: str
     user_metadata: Mapping[str, str] | None
-    applied_seq_id: int
-    snapshot_seq_id: int | None
-    snapshot_directory: str | None
-    previous_snapshot_seq_id: int | None
-    previous_snapshot_directory: str | None
     created_at: float
     last_request_at: float
+    applied_seq_id: int = -1
+    snapshot_seq_id: int | None = None
+    snapshot_directory: str | None = None
+    previous_snapshot_seq_id: int | None = None
+    previous_snapshot_directory: str | None = None
     project_id: str | None = None
     engine_id: str | None = None
 
@@ -89,9 +90,9 @@ class Models:
         self._db = db
 
     def create(self, new: NewModel, admit: Callable[[int], None] | None = None) -> Model:
-        """Add a model in state `creating`, or return the one that has this id already. `admit` is told how many other
-        models the tenant has loaded, and raises if that is too many: however many servers create at once, no two of
-        them are told the same number.
+        """Add a model in state `creating`, or return the one that has this id already. `admit` is called with the
+        number of other models that the tenant has loaded, and raises if that is too many. The tenant's creations are
+        serialised, so the number is exact with any number of servers.
         """
         with self._db.write() as connection:
             if admit:
@@ -113,18 +114,15 @@ class Models:
 
     def get_with_session(self, tenant_id: str, model_id: str) -> tuple[Model, str | None]:
         """The model, and why its session has ended; None while it may still be used. Raises NotFoundError."""
-        asked = {"model_id": model_id, "tenant_id": tenant_id}
-        with self._db.read() as connection:
-            row = _WITH_SESSION.first(connection, asked)
+        row = self._db.first(_WITH_SESSION, {"model_id": model_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
         *columns, ended = row
         return Model(*columns), ended
 
     def find(self, model_id: str) -> Model | None:
-        """A model whoever owns it; for the engine."""
-        with self._db.read() as connection:
-            row = _BY_ID.first(connection, {"model_id": model_id})
+        """A model of any tenant; for the engine."""
+        row = self._db.first(_BY_ID, {"model_id": model_id})
         return None if row is None else Model(*row)
 
     def of_session(self, session_id: str) -> list[Model]:
@@ -134,14 +132,11 @@ class Models:
     def orphaned(self) -> list[tuple[Model, str]]:
         """Models still loaded although their session is closed, and why it ended."""
         query = (
-            sa.select(MODELS, SESSIONS.c.reason.label("session_reason"))
+            sa.select(*_COLUMNS, SESSIONS.c.reason)
             .join(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
             .where(SESSIONS.c.closed_at.is_not(None), MODELS.c.state.in_(LOADED))
         )
-        with self._db.read() as connection:
-            rows = [dict(row._mapping) for row in connection.execute(query)]
-        reasons = [str(row.pop("session_reason")) for row in rows]
-        return [(Model(**row), reason) for row, reason in zip(rows, reasons, strict=True)]
+        return [(Model(*columns), str(reason)) for *columns, reason in self._db.rows(query)]
 
     def covered(self, model_id: str, seq_id: int, directory: str) -> str | None:
         """Record a snapshot that covers the model up to `seq_id`; the newest so far becomes the older one.
@@ -164,7 +159,7 @@ class Models:
             }
             connection.execute(MODELS.update().where(mine).values(**values))
             if row.snapshot_seq_id is not None:
-                # What lies below was freed when the newest but two was recorded.
+                # The bodies below were freed when an earlier snapshot was recorded.
                 freed = -1 if row.previous_snapshot_seq_id is None else row.previous_snapshot_seq_id
                 between = (FUTURES.c.seq_id > freed) & (FUTURES.c.seq_id <= row.snapshot_seq_id)
                 ids = sa.select(FUTURES.c.request_id).where(FUTURES.c.model_id == model_id, between)
@@ -180,27 +175,22 @@ class Models:
             "previous_snapshot_seq_id": None,
             "previous_snapshot_directory": None,
         }
-        with self._db.write() as connection:
-            connection.execute(MODELS.update().where(mine).values(values))
+        self._db.execute(MODELS.update().where(mine).values(values))
 
     def snapshot_directories(self) -> set[str]:
-        """The directories of all snapshots that any model may come back from."""
+        """The directories of all snapshots from which a model may be restored."""
         columns = MODELS.c.snapshot_directory, MODELS.c.previous_snapshot_directory
-        with self._db.read() as connection:
-            rows = connection.execute(sa.select(*columns).where(MODELS.c.snapshot_directory.is_not(None)))
-            return {name for row in rows for name in row if name is not None}
+        rows = self._db.rows(sa.select(*columns).where(MODELS.c.snapshot_directory.is_not(None)))
+        return {name for row in rows for name in row if name is not None}
 
     def page(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> tuple[list[Model], int]:
-        """The tenant's models (of one project, if it is named), newest first, and how many there are."""
+        """A page of the tenant's models (of one project), newest first, and how many there are."""
         mine = MODELS.c.tenant_id == tenant_id
         if project_id is not None:
             mine = mine & MODELS.c.model_id.in_(ids_of_project(project_id))
         query = sa.select(MODELS).where(mine).order_by(MODELS.c.created_at.desc(), MODELS.c.model_id.desc())
-        query = query.limit(limit).offset(offset)
-        with self._db.read() as connection:
-            rows = [Model(**row._mapping) for row in connection.execute(query)]
-            total = connection.scalar(sa.select(sa.func.count()).select_from(MODELS).where(mine)) or 0
-        return rows, total
+        rows, total = self._db.page(query, limit, offset)
+        return [Model(**row._mapping) for row in rows], total
 
 
 def copied_run(new: NewModel, project_id: str | None, reason: str) -> sa.Executable:
@@ -224,11 +214,6 @@ def _model(new: NewModel, state: str, reason: str | None = None, project_id: str
         train_unembed=new.lora.train_unembed,
         optimizer_type=new.optimizer_type,
         user_metadata=new.user_metadata,
-        applied_seq_id=-1,
-        snapshot_seq_id=None,
-        snapshot_directory=None,
-        previous_snapshot_seq_id=None,
-        previous_snapshot_directory=None,
         created_at=created_at,
         last_request_at=created_at,
         project_id=project_id,
@@ -241,6 +226,20 @@ def ids_of_project(project_id: str) -> sa.Select[tuple[str]]:
     project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
     of_session = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
     return sa.select(MODELS.c.model_id).select_from(of_session).where(project == project_id)
+
+
+def unload_request(model: Model, body: bytes) -> NewFuture:
+    """The request that unloads a model; a repetition has the same request_id and changes nothing."""
+    return NewFuture(
+        request_id=f"{model.model_id}:unload",
+        tenant_id=model.tenant_id,
+        session_id=model.session_id,
+        base_model=model.base_model,
+        kind="unload_model",
+        body=body,
+        model_id=model.model_id,
+        engine_id=model.engine_id,
+    )
 
 
 def unloading(model_id: str, reason: str) -> sa.Executable:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -19,17 +19,11 @@ from tinsmith.db.schema import BATCH_JOBS, CHECKPOINTS, ENGINES, FUTURES, MODELS
 from tinsmith.errors import NotFoundError
 from tinsmith.store.checkpoints import visible
 from tinsmith.store.models import LOADED
+from tinsmith.telemetry.metrics import Counted
 
 ENDED_JOB = ("SUCCEEDED", "FAILED", "CANCELLED")
 ACTIVE_SESSION = SESSIONS.c.closed_at.is_(None) & (SESSIONS.c.state == "active")
 """The client's heartbeats come. One that said farewell is kept open for its last requests, and is no longer active."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    meter: str
-    labels: tuple[str, ...]
-    value: float
 
 
 class Census:
@@ -94,58 +88,14 @@ def resident_bytes(pid: int) -> int:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A model, and what its session is called."""
-
-    model_id: str
-    session_id: str
-    tenant_id: str
-    base_model: str
-    state: str
-    reason: str | None
-    lora_rank: int
-    optimizer_type: str
-    applied_seq_id: int
-    created_at: float
-    last_request_at: float
-    user_metadata: Mapping[str, str] | None
-    display_name: str | None
-    project_id: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """The unfinished requests of one kind in one lane."""
-
-    base_model: str
-    kind: str
-    lane: str
-    requests: int
-    tokens: int
-    oldest_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class SeatRow:
-    """An engine or dedicated sampler: since when it is there, how many runs of the tenant's it has, and how many of the
-    tenant's requests were given to it and wait.
-    """
-
-    base_model: str
-    engine_id: str
-    kind: str
-    state: str
-    reason: str | None
-    started_at: float
-    runs: int
-    waiting_requests: int
-
+Row = dict[str, Any]
+"""One entry of a summary, by the names under which the dashboard shows its values."""
 
 _PROJECT = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id).label("project_id")
 _RUN_COLUMNS = [
-    {"display_name": SESSIONS.c.display_name, "project_id": _PROJECT}.get(field.name, MODELS.c.get(field.name))
-    for field in fields(Run)
+    *(MODELS.c.model_id, MODELS.c.session_id, MODELS.c.tenant_id.label("owner"), MODELS.c.base_model, MODELS.c.state),
+    *(MODELS.c.reason, MODELS.c.lora_rank, MODELS.c.optimizer_type, MODELS.c.applied_seq_id, MODELS.c.created_at),
+    *(MODELS.c.last_request_at, SESSIONS.c.display_name, _PROJECT, MODELS.c.user_metadata),
 ]
 _RUNS = MODELS.outerjoin(SESSIONS, SESSIONS.c.session_id == MODELS.c.session_id)
 SORTS: Mapping[str, sa.ColumnElement[object]] = {
@@ -159,7 +109,7 @@ class Overview:
 
     def runs(
         self, tenant_id: str, search: str, sort: str, descending: bool, limit: int, offset: int
-    ) -> tuple[list[Run], int]:
+    ) -> tuple[list[Row], int]:
         """A page of the tenant's runs and how many there are; each word of `search` is part of a name of the run."""
         where = MODELS.c.tenant_id == tenant_id
         named = (MODELS.c.model_id, MODELS.c.base_model, MODELS.c.state, SESSIONS.c.display_name, _PROJECT)
@@ -170,45 +120,46 @@ class Overview:
         key, same = SORTS[sort], MODELS.c.model_id
         order = (key.desc(), same.desc()) if descending else (key.asc(), same.asc())
         query = sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(where).order_by(*order)
-        with self._db.read() as connection:
-            rows = [Run(*row) for row in connection.execute(query.limit(limit).offset(offset))]
-            total = connection.scalar(sa.select(sa.func.count()).select_from(_RUNS).where(where)) or 0
-        return rows, total
+        rows, total = self._db.page(query, limit, offset)
+        return [_named(row) for row in rows], total
 
-    def run(self, tenant_id: str, model_id: str) -> Run:
+    def run(self, tenant_id: str, model_id: str) -> Row:
         mine = (MODELS.c.tenant_id == tenant_id) & (MODELS.c.model_id == model_id)
         row = self._db.first(sa.select(*_RUN_COLUMNS).select_from(_RUNS).where(mine))
         if row is None:
             raise NotFoundError(f"model_id {model_id!r} is unknown")
-        return Run(*row)
+        return _named(row)
 
-    def waiting(self, tenant_id: str) -> list[Waiting]:
-        """What the tenant waits for, the oldest first."""
+    def waiting(self, tenant_id: str) -> list[Row]:
+        """The tenant's unfinished requests by base model, kind and lane (model or sampling session), oldest first."""
         lane = sa.func.coalesce(FUTURES.c.model_id, FUTURES.c.sampling_session_id, FUTURES.c.session_id).label("lane")
-        oldest = sa.func.min(FUTURES.c.created_at)
-        tokens = sa.func.sum(FUTURES.c.num_tokens)
+        oldest = sa.func.min(FUTURES.c.created_at).label("oldest_at")
+        tokens = sa.cast(sa.func.sum(FUTURES.c.num_tokens), sa.BigInteger).label("tokens")
+        columns = FUTURES.c.base_model, FUTURES.c.kind, lane
         query = (
-            sa.select(FUTURES.c.base_model, FUTURES.c.kind, lane, sa.func.count(), tokens, oldest)
+            sa.select(*columns, sa.func.count().label("requests"), tokens, oldest)
             .where(FUTURES.c.tenant_id == tenant_id, FUTURES.c.state == "pending")
-            .group_by(FUTURES.c.base_model, FUTURES.c.kind, lane)
+            .group_by(*columns)
             .order_by(oldest)
         )
-        rows = self._db.rows(query)
-        return [Waiting(base, kind, where, count, int(total), at) for base, kind, where, count, total, at in rows]
+        return [_named(row) for row in self._db.rows(query)]
 
-    def seats(self, tenant_id: str) -> list[SeatRow]:
-        """The engines and samplers of all base models; one whose lease has ended is `silent`, whatever it was."""
+    def seats(self, tenant_id: str) -> list[Row]:
+        """The engines and samplers of all base models, with the tenant's runs on each and the tenant's requests that
+        wait for it. The state is `silent` once the lease has expired.
+        """
         alive = ENGINES.c.lease_expires_at > self._db.clock()
         silent = sa.and_(~alive, ENGINES.c.state.in_(("ready", "loading")))
-        state = sa.case((silent, "silent"), else_=ENGINES.c.state)
+        state = sa.case((silent, "silent"), else_=ENGINES.c.state).label("state")
         mine = (MODELS.c.tenant_id == tenant_id) & MODELS.c.state.in_(LOADED)
-        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine).scalar_subquery()
+        runs = sa.select(sa.func.count()).where(MODELS.c.engine_id == ENGINES.c.engine_id, mine)
         given = (FUTURES.c.tenant_id == tenant_id) & (FUTURES.c.state == "pending")
-        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given).scalar_subquery()
-        columns = (ENGINES.c.base_model, ENGINES.c.engine_id, ENGINES.c.kind, state, ENGINES.c.reason)
-        query = sa.select(*columns, ENGINES.c.started_at, runs, waiting)
+        waiting = sa.select(sa.func.count()).where(FUTURES.c.executor == ENGINES.c.engine_id, given)
+        columns = (ENGINES.c.base_model, ENGINES.c.engine_id.label("name"), ENGINES.c.kind, state, ENGINES.c.reason)
+        counts = runs.label("runs"), waiting.label("waiting_requests")
+        query = sa.select(*columns, ENGINES.c.started_at, *counts)
         query = query.order_by(ENGINES.c.base_model, ENGINES.c.kind, ENGINES.c.engine_id)
-        return [SeatRow(*row) for row in self._db.rows(query)]
+        return [_named(row) for row in self._db.rows(query)]
 
     def counts(self, tenant_id: str) -> dict[str, int]:
         """How many of everything the tenant has now."""
@@ -238,3 +189,7 @@ def _count(table: sa.Table, where: sa.ColumnElement[bool]) -> sa.Select:
 
 def _sum(column: sa.Column[int], where: sa.ColumnElement[bool]) -> sa.Select:
     return sa.select(sa.func.coalesce(sa.func.sum(column), 0)).where(where)
+
+
+def _named(row: sa.Row) -> Row:
+    return {str(name): value for name, value in row._mapping.items()}  # plain str: orjson refuses SQLAlchemy's subclass

@@ -61,8 +61,7 @@ class Sequences:
 
     def sweep(self) -> int:
         """Forget what may not be trained on any more."""
-        with self._db.write() as connection:
-            return connection.execute(SEQUENCES.delete().where(SEQUENCES.c.valid_until < now())).rowcount
+        return self._db.execute(SEQUENCES.delete().where(SEQUENCES.c.valid_until < now()))
 
     def _find(self, sequence_ids: Sequence[str]) -> dict[str, RecordedSequence]:
         found: dict[str, RecordedSequence] = {}

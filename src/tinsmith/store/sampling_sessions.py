@@ -23,7 +23,7 @@ CLONE_SIZE = 1_000_000_000
 """The seq_ids of one client of a sampling session."""
 
 MAX_COMPLETIONS = 1000
-"""Of one answer; whoever follows asks again for the rest."""
+"""Of one answer; the next poll gets the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ _BY_ID = Statement(
         SAMPLERS.c.sampling_session_id == sa.bindparam("sampling_session_id")
     )
 )
-# Built once: every poll asks.
+# Built once, for every poll.
 _COMPLETIONS = (
     sa.select(
         FUTURES.c.request_id,
@@ -130,13 +130,12 @@ class SamplingSessions:
         return sampling_session
 
     def find(self, sampling_session_id: str) -> SamplingSession | None:
-        """A sampling session whoever owns it; for the engine."""
-        with self._db.read() as connection:
-            row = _BY_ID.first(connection, {"sampling_session_id": sampling_session_id})
+        """A sampling session of any tenant; for the engine."""
+        row = self._db.first(_BY_ID, {"sampling_session_id": sampling_session_id})
         return None if row is None else SamplingSession(*row)
 
     def join(self, tenant_id: str, sampling_session_id: str) -> int:
-        """The number of one more client; its first one, who created the session, has 0. Raises NotFoundError."""
+        """Add a client and return its number; the client that created the session has 0. Raises NotFoundError."""
         mine = SAMPLERS.c.sampling_session_id == sampling_session_id, SAMPLERS.c.tenant_id == tenant_id
         with self._db.write() as connection:
             joined = connection.execute(SAMPLERS.update().where(*mine).values(num_clones=SAMPLERS.c.num_clones + 1))
@@ -145,46 +144,37 @@ class SamplingSessions:
             return connection.scalar(sa.select(SAMPLERS.c.num_clones).where(*mine)) or 0
 
     def completions(self, sampling_session_id: str, clone: int, after_order: int) -> list[Completion]:
-        """What was settled of one client's samples after `after_order`, at most MAX_COMPLETIONS."""
-        asked = {
-            "sampling_session_id": sampling_session_id,
-            "first_seq_id": clone * CLONE_SIZE,
-            "last_seq_id": clone * CLONE_SIZE + CLONE_SIZE - 1,
-            "after_order": after_order,
-        }
-        return [Completion(**row._mapping) for row in self._db.rows(_COMPLETIONS, asked)]
+        """One client's samples that were settled after `after_order`, at most MAX_COMPLETIONS."""
+        first = clone * CLONE_SIZE
+        values = {"first_seq_id": first, "last_seq_id": first + CLONE_SIZE - 1, "after_order": after_order}
+        rows = self._db.rows(_COMPLETIONS, values | {"sampling_session_id": sampling_session_id})
+        return [Completion(*row) for row in rows]
 
     def last_orders(self, sampling_session_ids: Sequence[str]) -> dict[str, int | None]:
         """The newest settlement of each of these sampling sessions."""
-        found: dict[str, int | None] = {}
-        with self._db.read() as connection:
-            for some in chunks(sampling_session_ids):
-                rows = connection.execute(_LAST_ORDERS, {"sampling_session_ids": some})
-                found |= {row.sampling_session_id: row.settle_order for row in rows}
-        return found
+        parts = (self._db.rows(_LAST_ORDERS, {"sampling_session_ids": some}) for some in chunks(sampling_session_ids))
+        return {row.sampling_session_id: row.settle_order for rows in parts for row in rows}
 
     def acknowledge(self, sampling_session_id: str, request_ids: Iterable[str]) -> None:
-        """Note that the client has these results of its sampling session; what belongs elsewhere is passed over.
+        """Note that the client has these results of its sampling session; ids of others are ignored.
 
-        A server that stops forgets it: they go with their session then.
+        The notes are in memory: after a restart the results are deleted with their session.
         """
         mine = f"{sampling_session_id}:"
         self._acknowledged.extend(request_id for request_id in request_ids if request_id.startswith(mine))
 
     def delete_acknowledged(self) -> int:
-        """Delete the results that were acknowledged since the last time; returns how many that were.
-
-        Not at once: a write for each poll would be in the way of every other.
+        """Delete the results that were acknowledged since the last call; returns how many. Batched, because a write for
+        each poll would delay other writers.
         """
         ids = [self._acknowledged.popleft() for _ in range(len(self._acknowledged))]
         for some in chunks(ids):
-            with self._db.write() as connection:
-                connection.execute(_DELETE_RESULTS, {"request_ids": some})
+            self._db.execute(_DELETE_RESULTS, {"request_ids": some})
         return len(ids)
 
     def written(self, version_id: str, directory: str) -> str | None:
-        """Record where a version's files are; returns the directory that they were in before, or, if no sampling
-        session wants them any more, this one.
+        """Record the directory of a version's files. Returns the directory that is not needed any more: the earlier
+        one, or this one if no open session has the version.
         """
         theirs = SAMPLERS.c.version_id == version_id
         closed = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.closed_at.is_not(None))
@@ -204,8 +194,8 @@ class SamplingSessions:
         return set(self._db.scalars(sa.select(SAMPLERS.c.directory).where(SAMPLERS.c.directory.is_not(None))))
 
     def forget_written(self) -> list[str]:
-        """The directories of versions whose session is closed; they are forgotten here and now."""
-        # Asked of each sampler that has files, since the closed sessions are many.
+        """Remove the directories of versions whose session is closed from their rows, and return them."""
+        # By the samplers that have files, since the closed sessions are many.
         closed = sa.exists().where(SESSIONS.c.session_id == SAMPLERS.c.session_id, SESSIONS.c.closed_at.is_not(None))
         theirs = SAMPLERS.c.directory.is_not(None) & closed
         with self._db.write() as connection:
@@ -215,14 +205,10 @@ class SamplingSessions:
         return directories
 
     def silent_among(self, session_ids: Sequence[str], silent_s: float) -> set[str]:
-        """Which of these sessions gave no sign of life for `silent_s` seconds."""
-        found: set[str] = set()
-        silent = SESSIONS.c.last_heartbeat_at < now() - silent_s
-        with self._db.read() as connection:
-            for some in chunks(session_ids):
-                query = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.session_id.in_(some), silent)
-                found.update(connection.scalars(query))
-        return found
+        """Which of these sessions had no heartbeat or poll for `silent_s` seconds."""
+        silent = sa.select(SESSIONS.c.session_id).where(SESSIONS.c.last_heartbeat_at < now() - silent_s)
+        parts = (self._db.scalars(silent.where(SESSIONS.c.session_id.in_(some))) for some in chunks(session_ids))
+        return {session_id for part in parts for session_id in part}
 
     def of_session(self, session_id: str) -> list[str]:
         query = (

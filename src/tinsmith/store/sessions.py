@@ -57,7 +57,7 @@ class Session:
 
     @property
     def finish_detail(self) -> str | None:
-        """The client's own words at its farewell."""
+        """The client's detail of its finish."""
         if self.state != "finished" or self.reason is None:
             return None
         return self.reason.removeprefix(_finish_reason(self.finish_type or "", "")).removeprefix(": ") or None
@@ -65,10 +65,10 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What the sessions that are looked for have in common; None does not filter.
+    """Filters of a search; None does not filter.
 
-    With both, `session_id` or `display_name` must match; every word of the latter occurs in the session's, whatever
-    the case. `finish_types` are those of finished sessions; `states` are without them.
+    With both, `session_id` or `display_name` must match; a session's name matches if it contains every word,
+    case-insensitively. `finish_types` are those of finished sessions; `states` are the other states.
     """
 
     session_id: str | None = None
@@ -94,7 +94,7 @@ class Sessions:
         self._polled_at: dict[str, float] = {}  # by the monotonic clock; the oldest first
 
     def open(self, tenant_id: str, new: NewSession, session_id: str | None = None) -> Session:
-        """A session of a new id; of a given one, it is opened once, and then found."""
+        """Open a session with a new id, or with `session_id`, unless that exists already. Returns the session."""
         created_at = now()
         session = Session(
             session_id=session_id or str(uuid.uuid4()),
@@ -109,13 +109,11 @@ class Sessions:
             created_at=created_at,
             last_heartbeat_at=created_at,
         )
-        with self._db.write() as connection:
-            connection.execute(self._db.insert_once(SESSIONS), asdict(session))
+        self._db.execute(self._db.insert_once(SESSIONS), asdict(session))
         return session if session_id is None else self.get(tenant_id, session_id)
 
     def get(self, tenant_id: str, session_id: str) -> Session:
-        with self._db.read() as connection:
-            row = _BY_ID.first(connection, {"session_id": session_id, "tenant_id": tenant_id})
+        row = self._db.first(_BY_ID, {"session_id": session_id, "tenant_id": tenant_id})
         if row is None:
             raise NotFoundError(f"session_id {session_id!r} is unknown; create a new ServiceClient")
         return Session(*row)
@@ -129,9 +127,7 @@ class Sessions:
 
     def heartbeat(self, tenant_id: str, session_id: str) -> None:
         self.require_active(tenant_id, session_id)
-        with self._db.write() as connection:
-            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
-            connection.execute(mine.values(last_heartbeat_at=now()))
+        self._update(session_id, last_heartbeat_at=now())
 
     def is_sign_due(self, session_id: str) -> bool:
         """Whether `polled` is worth calling for this poll: once in POLL_SIGN_S. To be called by one thread."""
@@ -148,26 +144,23 @@ class Sessions:
         """Record a poll as a sign of life of the session."""
         mine = SESSIONS.c.session_id == session_id, SESSIONS.c.tenant_id == tenant_id, SESSIONS.c.closed_at.is_(None)
         stale = SESSIONS.c.last_heartbeat_at < now() - POLL_SIGN_S
-        with self._db.read() as connection:
-            if connection.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is None:
-                return
-        with self._db.write() as connection:
-            connection.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
+        if self._db.scalar(sa.select(SESSIONS.c.session_id).where(*mine, stale)) is not None:
+            self._db.execute(SESSIONS.update().where(*mine, stale).values(last_heartbeat_at=now()))
 
     def finish(self, tenant_id: str, session_id: str, finish_type: str, detail: str = "") -> bool:
-        """The client's farewell, one of FINISH_TYPES; False if it was not the first, or the session had expired."""
+        """Finish a session by one of FINISH_TYPES; False if it was finished before or has expired."""
         self.get(tenant_id, session_id)
         reason = _finish_reason(finish_type, detail)
-        with self._db.write() as connection:
-            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
-            ended = mine.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
-            return connection.execute(ended).rowcount == 1
+        mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id, SESSIONS.c.state == "active")
+        ended = mine.values(state="finished", finish_type=finish_type, reason=reason, ended_at=now())
+        return self._db.execute(ended) == 1
 
     def set_project(self, tenant_id: str, session_id: str, project_id: str) -> None:
         self.get(tenant_id, session_id)
-        with self._db.write() as connection:
-            mine = SESSIONS.update().where(SESSIONS.c.session_id == session_id)
-            connection.execute(mine.values(project_id=project_id))
+        self._update(session_id, project_id=project_id)
+
+    def _update(self, session_id: str, **values: object) -> None:
+        self._db.execute(SESSIONS.update().where(SESSIONS.c.session_id == session_id).values(**values))
 
     def list_ids(self, tenant_id: str, limit: int, offset: int, project_id: str | None = None) -> list[str]:
         """Newest first."""
@@ -178,55 +171,52 @@ class Sessions:
         return self._db.scalars(query)
 
     def of_ids(self, session_ids: Sequence[str]) -> dict[str, Session]:
-        """Sessions whoever owns them; the caller has their ids from rows of its tenant."""
+        """Sessions of any tenant; the caller has their ids from rows of its tenant."""
         query = sa.select(SESSIONS).where(SESSIONS.c.session_id.in_(session_ids))
         return {row.session_id: Session(**row._mapping) for row in self._db.rows(query)}
 
     def search(
-        self, tenant_id: str, asked: Search, has_metadata: Callable[[Session], bool]
+        self, tenant_id: str, filters: Search, has_metadata: Callable[[Session], bool]
     ) -> tuple[list[Session], bool]:
         """A page of the tenant's sessions, newest first, and whether there are more.
 
-        `has_metadata` says whether a session has the metadata that is asked for.
+        `has_metadata` says whether a session has the wanted metadata.
         """
         found: list[Session] = []
-        after = asked.after
-        while len(found) <= asked.limit:
-            some = self._scan(tenant_id, asked, after)
-            found += [session for session in some if _is_named(session, asked) and has_metadata(session)]
+        after = filters.after
+        while len(found) <= filters.limit:
+            some = self._scan(tenant_id, filters, after)
+            found += [session for session in some if _is_named(session, filters) and has_metadata(session)]
             if len(some) < _SCANNED_AT_A_TIME:
                 break
             after = (some[-1].created_at, some[-1].session_id)
-        return found[: asked.limit], len(found) > asked.limit
+        return found[: filters.limit], len(found) > filters.limit
 
-    def _scan(self, tenant_id: str, asked: Search, after: tuple[float, str] | None) -> list[Session]:
-        """The next sessions that satisfy what SQL can tell the same way on every database."""
+    def _scan(self, tenant_id: str, filters: Search, after: tuple[float, str] | None) -> list[Session]:
+        """The next sessions that pass the filters which SQL evaluates alike on every database."""
         created_at, session_id = SESSIONS.c.created_at, SESSIONS.c.session_id
         query = sa.select(SESSIONS).where(SESSIONS.c.tenant_id == tenant_id)
-        if asked.session_id is not None and asked.display_name is None:
-            query = query.where(session_id == asked.session_id)
-        if asked.project_ids is not None:
-            query = query.where(SESSIONS.c.project_id.in_(asked.project_ids))
-        if asked.states is not None or asked.finish_types:
-            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(asked.finish_types)
-            query = query.where(SESSIONS.c.state.in_(asked.states or ()) | finished)
+        if filters.session_id is not None and filters.display_name is None:
+            query = query.where(session_id == filters.session_id)
+        if filters.project_ids is not None:
+            query = query.where(SESSIONS.c.project_id.in_(filters.project_ids))
+        if filters.states is not None or filters.finish_types:
+            finished = (SESSIONS.c.state == "finished") & SESSIONS.c.finish_type.in_(filters.finish_types)
+            query = query.where(SESSIONS.c.state.in_(filters.states or ()) | finished)
         if after is not None:
             query = query.where((created_at < after[0]) | ((created_at == after[0]) & (session_id < after[1])))
         query = query.order_by(created_at.desc(), session_id.desc()).limit(_SCANNED_AT_A_TIME)
         return [Session(**row._mapping) for row in self._db.rows(query)]
 
     def forget_future_heartbeats(self) -> None:
-        """A clock that was set back must not keep silent sessions for as long: what is to come counts as now."""
-        with self._db.write() as connection:
-            to_come = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
-            connection.execute(SESSIONS.update().where(*to_come).values(last_heartbeat_at=now()))
+        """Set heartbeats of the future to now: a clock that was set back must not keep silent sessions open."""
+        future = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at > now() + TOLERANCE_S
+        self._db.execute(SESSIONS.update().where(*future).values(last_heartbeat_at=now()))
 
     def silent(self, timeout_s: float) -> list[Session]:
         """Open sessions whose last heartbeat is older than `timeout_s`."""
-        query = sa.select(SESSIONS).where(
-            SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
-        )
-        return [Session(**row._mapping) for row in self._db.rows(query)]
+        silent = SESSIONS.c.closed_at.is_(None), SESSIONS.c.last_heartbeat_at < now() - timeout_s
+        return [Session(**row._mapping) for row in self._db.rows(sa.select(SESSIONS).where(*silent))]
 
     def close(self, session_id: str, reason: str, *, timeout_s: float = 0.0) -> bool:
         """Close a session silent for `timeout_s`; False if a heartbeat or another sweep came first."""
@@ -247,7 +237,7 @@ class Sessions:
         return True
 
     def closed_before(self, moment: float, *, tenant_id: str | None = None) -> list[str]:
-        """Some sessions (of one tenant) that were closed before `moment` and not forgotten; none that can only wait."""
+        """Some sessions (of one tenant) that were closed before `moment` and whose futures can be deleted now."""
         theirs = sa.exists().where(FUTURES.c.session_id == SESSIONS.c.session_id)
         ready = theirs.where(FUTURES.c.state != "pending") | ~theirs
         unforgotten = SESSIONS.c.forgotten_at.is_(None) & (SESSIONS.c.closed_at < moment)
@@ -258,7 +248,7 @@ class Sessions:
 
 
 def session_has_ended(session_id: str, reason: str | None) -> GoneError:
-    """What whoever uses a closed session is told."""
+    """The error of a request to a closed session."""
     return GoneError(f"session {session_id!r} has ended ({reason}); create a new ServiceClient")
 
 
@@ -266,9 +256,9 @@ def _finish_reason(finish_type: str, detail: str) -> str:
     return f"finished: {finish_type}: {detail}" if detail else f"finished: {finish_type}"
 
 
-def _is_named(session: Session, asked: Search) -> bool:
-    if asked.display_name is None:
-        return True  # the id alone, if it is asked for, was SQL's to compare
+def _is_named(session: Session, filters: Search) -> bool:
+    if filters.display_name is None:
+        return True  # the id alone was compared by SQL
     name = (session.display_name or "").casefold()
-    by_name = all(word in name for word in asked.display_name.casefold().split())
-    return by_name or (asked.session_id is not None and session.session_id == asked.session_id)
+    by_name = all(word in name for word in filters.display_name.casefold().split())
+    return by_name or (filters.session_id is not None and session.session_id == filters.session_id)

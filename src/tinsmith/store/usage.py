@@ -36,7 +36,7 @@ class UsageRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredCheckpoint:
     """One checkpoint that exists, and which project it counts for."""
 
     session_id: str
@@ -99,7 +99,7 @@ class Usage:
         whole = sa.cast(hours, sa.Integer) if self._db.is_sqlite else sa.func.floor(hours)
         return whole * float(HOUR_S)
 
-    def stored(self, tenant_id: str, project_id: str | None = None) -> list[Stored]:
+    def stored(self, tenant_id: str, project_id: str | None = None) -> list[StoredCheckpoint]:
         """The tenant's checkpoints as they are now; those of one project, if it is named."""
         project = sa.func.coalesce(MODELS.c.project_id, SESSIONS.c.project_id)
         query = (
@@ -118,7 +118,7 @@ class Usage:
         )
         if project_id is not None:
             query = query.where(project == project_id)
-        return [Stored(**row._mapping) for row in self._db.rows(query)]
+        return [StoredCheckpoint(**row._mapping) for row in self._db.rows(query)]
 
     def stored_of_sessions(self, session_ids: Sequence[str]) -> dict[str, tuple[int, int]]:
         """How many checkpoints each of these sessions has now, and their bytes; without an entry, none."""

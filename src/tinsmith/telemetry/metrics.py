@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -34,145 +33,106 @@ SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """One metric; `source` says where it is counted: server, engine, or rows (at the scrape)."""
+    """One metric: a histogram if it has buckets, a counter if its name ends with _total, otherwise a gauge."""
 
     name: str
-    kind: str
-    source: str
     meaning: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
+
 
 _ENGINE = ("base_model",)
+_KIND = ("base_model", "kind")
 _SEAT = ("base_model", "engine")  # labels of gauges; counters are summed over the engines
 _TABLE = (
-    # What the rows say, the same from every server of a database.
-    Meter("tinsmith_queue_requests", "gauge", "rows", "requests that are not settled", ("base_model", "kind")),
-    Meter("tinsmith_queue_oldest_seconds", "gauge", "rows", "age of the oldest of them", ("base_model", "kind")),
-    Meter("tinsmith_engine_ready", "gauge", "rows", "1 if the engine or sampler works, 0 if not", _SEAT),
-    Meter(
-        "tinsmith_models", "gauge", "rows", "models in training, by state creating or ready", ("base_model", "state")
-    ),
+    # Counted from rows at the scrape, the same by every server of a database.
+    Meter("tinsmith_queue_requests", "requests that are not settled", _KIND),
+    Meter("tinsmith_queue_oldest_seconds", "age of the oldest of them", _KIND),
+    Meter("tinsmith_engine_ready", "1 if the engine or sampler works, 0 if not", _SEAT),
+    Meter("tinsmith_models", "models in training, by state creating or ready", ("base_model", "state")),
     Meter(
         "tinsmith_snapshot_lag_operations",
-        "gauge",
-        "rows",
         "operations that a restart would replay for the model that lags most behind its newest snapshot",
         _ENGINE,
     ),
-    Meter("tinsmith_sessions_open", "gauge", "rows", "sessions whose heartbeats come"),
-    Meter("tinsmith_batch_jobs", "gauge", "rows", "bulk jobs that have not ended", ("status",)),
+    Meter("tinsmith_sessions_open", "sessions whose heartbeats come"),
+    Meter("tinsmith_batch_jobs", "bulk jobs that have not ended", ("status",)),
     Meter(
         "tinsmith_engine_resident_bytes",
-        "gauge",
-        "rows",
         "memory of the process of an engine or sampler, if it is one of this server's",
         _SEAT,
     ),
     # The server, counted since it started.
-    Meter("tinsmith_http_responses_total", "counter", "server", "answers, by status", ("status",)),
+    Meter("tinsmith_http_responses_total", "answers, by status", ("status",)),
     Meter(
         "tinsmith_futures_submitted_total",
-        "counter",
-        "server",
         "requests that were stored: accepted, or refused with a reason that their client reads",
         ("kind", "outcome"),
     ),
-    Meter("tinsmith_tenant_requests_total", "counter", "server", "requests that were stored, by tenant", ("tenant",)),
+    Meter("tinsmith_tenant_requests_total", "requests that were stored, by tenant", ("tenant",)),
     Meter(
         "tinsmith_background_failures_total",
-        "counter",
-        "server",
         "errors that ended background work, which began again after a pause",
         ("task",),
     ),
-    Meter("tinsmith_held_polls", "gauge", "server", "polls that wait for a result now"),
+    Meter("tinsmith_held_polls", "polls that wait for a result now"),
     Meter(
         "tinsmith_server_database_seconds",
-        "histogram",
-        "server",
         "how long a connection to the database was in use, waiting for its turn included",
         buckets=SECONDS,
     ),
-    # Engines, counted since the server that keeps them started.
+    # The engines, counted since the server that keeps them started.
     Meter(
         "tinsmith_engine_step_seconds",
-        "histogram",
-        "engine",
         "work of one kind in one step: packed passes, merged optim_steps, a single operation, or one decode step",
         ("base_model", "work"),
         SECONDS,
     ),
-    Meter("tinsmith_engine_step_tokens", "histogram", "engine", "tokens of passes that shared a step", _ENGINE, TOKENS),
-    Meter("tinsmith_engine_step_passes", "histogram", "engine", "passes that shared a step", _ENGINE, COUNTS),
-    Meter("tinsmith_engine_step_tenants", "histogram", "engine", "tenants whose passes shared a step", _ENGINE, COUNTS),
+    Meter("tinsmith_engine_step_tokens", "tokens of passes that shared a step", _ENGINE, TOKENS),
+    Meter("tinsmith_engine_step_passes", "passes that shared a step", _ENGINE, COUNTS),
+    Meter("tinsmith_engine_step_tenants", "tenants whose passes shared a step", _ENGINE, COUNTS),
     Meter(
         "tinsmith_engine_pack_efficiency",
-        "histogram",
-        "engine",
         "share of step_token_budget that the passes of a step filled, for steps after which passes still waited",
         _ENGINE,
         SHARES,
     ),
     Meter(
         "tinsmith_engine_tokens_total",
-        "counter",
-        "engine",
         "tokens of what was done: forward, forward_backward, prompt (computed), cached (of prompts), sampled",
-        ("base_model", "kind"),
+        _KIND,
     ),
     Meter(
         "tinsmith_engine_tenant_tokens_total",
-        "counter",
-        "engine",
         "the same by tenant: training, prompt, cached, sampled",
         ("base_model", "tenant", "kind"),
     ),
     Meter(
         "tinsmith_engine_futures_settled_total",
-        "counter",
-        "engine",
         "requests that ended: done, user_error or server_error",
         ("base_model", "kind", "outcome"),
     ),
-    Meter(
-        "tinsmith_engine_wait_seconds",
-        "histogram",
-        "engine",
-        "from a request's arrival to the beginning of its work",
-        ("base_model", "kind"),
-        SECONDS,
-    ),
-    Meter(
-        "tinsmith_engine_run_seconds",
-        "histogram",
-        "engine",
-        "from the beginning of a request's work to its result",
-        ("base_model", "kind"),
-        SECONDS,
-    ),
-    Meter("tinsmith_engine_samples_running", "gauge", "engine", "samples in the sampler", _SEAT),
+    Meter("tinsmith_engine_wait_seconds", "from a request's arrival to the beginning of its work", _KIND, SECONDS),
+    Meter("tinsmith_engine_run_seconds", "from the beginning of a request's work to its result", _KIND, SECONDS),
+    Meter("tinsmith_engine_samples_running", "samples in the sampler", _SEAT),
     Meter(
         "tinsmith_engine_kv_blocks",
-        "gauge",
-        "engine",
         "blocks of the key-value cache: live (of running samples), cached (of prompts that may come again), limit",
         (*_SEAT, "state"),
     ),
-    Meter("tinsmith_engine_kv_use", "gauge", "engine", "live blocks as a share of the limit", _SEAT),
+    Meter("tinsmith_engine_kv_use", "live blocks as a share of the limit", _SEAT),
     Meter(
         "tinsmith_engine_memory_bytes",
-        "gauge",
-        "engine",
         "bytes of the device by who holds them, as reckoned: base, models (in training), versions, sampling, kv_cache, "
         "and the most of activations since the last time; budget, if there is one",
         (*_SEAT, "holder"),
     ),
     Meter(
         "tinsmith_engine_database_seconds",
-        "histogram",
-        "engine",
         "how long a connection to the database was in use, waiting for its turn included",
         _ENGINE,
         SECONDS,
@@ -212,25 +172,23 @@ class TenantLabels:
         return tenant_id
 
 
-class Count(Protocol):
-    """One number counted from rows: its meter and labels."""
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A value of one meter that was counted from rows."""
 
-    @property
-    def meter(self) -> str: ...
-    @property
-    def labels(self) -> tuple[str, ...]: ...
-    @property
-    def value(self) -> float: ...
+    meter: str
+    labels: tuple[str, ...]
+    value: float
 
 
 class ServerMeters:
     """The server's own counters, and the text of all metrics. Methods may be called from any thread."""
 
     def __init__(
-        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Count]] = tuple
+        self, directory: Path | None, most_tenants: int, counts: Callable[[], Iterable[Counted]] = tuple
     ) -> None:
         """`directory` has the files of the engines; None if this process has none."""
-        prometheus_client.disable_created_metrics()  # a second series for each counter, which nobody asks for
+        prometheus_client.disable_created_metrics()  # a second series for each counter
         self._directory = directory
         self._registry = CollectorRegistry()
         self._tenants = TenantLabels(most_tenants)
@@ -241,14 +199,14 @@ class ServerMeters:
         self._held = gauge("tinsmith_held_polls", self._registry)
         self._database = histogram("tinsmith_server_database_seconds", self._registry)
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Counted(counts))
+        self._registry.register(_RowCollector(counts))
         if directory is not None:
             MultiProcessCollector(self._registry, str(directory))
 
     def answered(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
 
-    def submitted(self, kind: str, tenant_id: str, *, refused: bool) -> None:
+    def submitted(self, kind: str, tenant_id: str, refused: bool) -> None:
         self._submitted.labels(kind, "refused" if refused else "accepted").inc()
         self._of_tenant.labels(self._tenants(tenant_id)).inc()
 
@@ -284,10 +242,10 @@ class ServerMeters:
         return generate_latest(self._registry)
 
 
-class _Counted:
+class _RowCollector:
     """The counts from rows, as a collector of prometheus-client."""
 
-    def __init__(self, counts: Callable[[], Iterable[Count]]) -> None:
+    def __init__(self, counts: Callable[[], Iterable[Counted]]) -> None:
         self._counts = counts
 
     def collect(self) -> Iterable[Metric]:

@@ -67,8 +67,7 @@ class Traces:
                 .order_by(FUTURES.c.arrival)
                 .limit(_ROWS_AT_A_TIME)
             )
-            with self._db.read() as connection:
-                rows = connection.execute(query).all()
+            rows = self._db.rows(query)
             yield from rows
             if len(rows) < _ROWS_AT_A_TIME:
                 return

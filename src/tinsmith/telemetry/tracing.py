@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tinsmith.errors import SettingsError
 
@@ -28,47 +28,34 @@ EXPORT_S = 5.0
 Attributes = Mapping[str, str | int | float]
 
 
-class Tracing(Protocol):
-    @property
-    def on(self) -> bool: ...
+class Tracing:
+    """Traces nothing. `open_tracing` gives the subclass that exports spans."""
 
-    def span(self, name: str, parent: str | None, attributes: Attributes) -> AbstractContextManager[None]:
-        """A span of the block below `parent`; within the block, CURRENT names it."""
-        ...
-
-    def record(self, name: str, parent: str, start_s: float, end_s: float, attributes: Attributes) -> str:
-        """Record a finished span; times are epoch seconds. Returns its name, to be used as a parent."""
-        ...
-
-    def close(self) -> None:
-        """Export the remaining spans."""
-        ...
-
-
-class NoTracing:
     on = False
 
     def span(self, name: str, parent: str | None, attributes: Attributes) -> AbstractContextManager[None]:
+        """A span of the block below `parent`; within the block, CURRENT names it."""
         return nullcontext()
 
     def record(self, name: str, parent: str, start_s: float, end_s: float, attributes: Attributes) -> str:
+        """Record a finished span; times are epoch seconds. Returns its name, to be used as a parent."""
         return parent
 
     def close(self) -> None:
-        pass
+        """Export the remaining spans."""
 
 
 def open_tracing(endpoint: str, process: str, attributes: Attributes) -> Tracing:
     """The tracing of this process (`server` or `engine`); off without an endpoint. Raises SettingsError."""
     if not endpoint:
-        return NoTracing()
+        return Tracing()
     try:
-        return _Sent(endpoint, process, attributes)
+        return _ExportedTracing(endpoint, process, attributes)
     except ModuleNotFoundError:
         raise SettingsError("otlp_endpoint is set: pip install 'tinsmith[otel]'") from None
 
 
-class _Sent:
+class _ExportedTracing(Tracing):
     on = True
 
     def __init__(self, endpoint: str, process: str, attributes: Attributes) -> None:

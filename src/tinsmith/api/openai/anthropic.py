@@ -16,7 +16,7 @@ from tinsmith.api.openapi import ANYTHING, COUNT, LIST, TEXT, fields
 from tinsmith.api.operation import ANTHROPIC, JsonObject, Services, answer, operation, run
 from tinsmith.chat.messages import Blocks, CountRequest, MessageRequest, message, stop, usage, whole_message
 from tinsmith.errors import TinsmithError
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import SampleResult
 
 MESSAGE = fields({"id": TEXT, "type": TEXT, "model": TEXT, "content": LIST, "usage": ANYTHING})
@@ -58,7 +58,7 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _events(
-    services: Services, prepared: Prepared, message_id: str, seats: list[Seat]
+    services: Services, prepared: Prepared, message_id: str, seats: list[SampleId]
 ) -> AsyncGenerator[bytes, None]:
     plan = prepared.plan
     results: list[SampleResult] = []

@@ -22,7 +22,7 @@ from tinsmith.chat.chats import ChatRequest, CompletionRequest
 from tinsmith.chat.choices import Piece
 from tinsmith.chat.results import Head, opening, piece_chunk, usage_chunk, whole
 from tinsmith.errors import TinsmithError, not_supported
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import SampleResult
 from tinsmith.wire.bodies import JSON_TYPE
 
@@ -72,7 +72,7 @@ def _whole(prepared: Prepared, head: Head, results: list[SampleResult]) -> bytes
     return orjson.dumps(whole(prepared.plan, prepared.text, head, results))
 
 
-async def _events(services: Services, prepared: Prepared, head: Head, seats: list[Seat]) -> AsyncGenerator[bytes, None]:
+async def _events(services: Services, prepared: Prepared, head: Head, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
     plan, text = prepared.plan, prepared.text
     results: list[SampleResult] = []
     try:

@@ -40,8 +40,8 @@ from tinsmith.errors import (
     not_supported,
 )
 from tinsmith.store.checkpoints import parse_path
-from tinsmith.store.futures import NewFuture, Outcome
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.futures import FutureOutcome, NewFuture
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import ModelShape, Sample, SampleResult
 from tinsmith.wire.bodies import JSON_TYPE, decode
 from tinsmith.wire.fields import read_object, validate
@@ -140,9 +140,9 @@ async def sampled(services: Services, tenant_id: str, prepared: Prepared) -> lis
 @asynccontextmanager
 async def seated(
     services: Services, tenant_id: str, prepared: Prepared, *, stream: bool = False
-) -> AsyncIterator[list[Seat]]:
+) -> AsyncIterator[list[SampleId]]:
     """Submit a plan's samples. An exception inside the block cancels those that are not settled."""
-    seats: list[Seat] = []
+    seats: list[SampleId] = []
     try:
         # Shielded: `seats` must name every submitted sample, so that it can be cancelled.
         await asyncio.shield(run(_submit_all, services, tenant_id, prepared, stream, seats))
@@ -155,13 +155,13 @@ async def seated(
             services.sampling_sessions.acknowledge(seat.sampling_session_id, [seat.request_id])
 
 
-def _submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[Seat]) -> None:
+def _submit_all(services: Services, tenant_id: str, prepared: Prepared, stream: bool, seats: list[SampleId]) -> None:
     for prompt in prepared.plan.prompts:
         _submit(services, tenant_id, prepared, prompt, stream, seats)
 
 
 def _submit(
-    services: Services, tenant_id: str, prepared: Prepared, prompt: Sequence[int], stream: bool, seats: list[Seat]
+    services: Services, tenant_id: str, prepared: Prepared, prompt: Sequence[int], stream: bool, seats: list[SampleId]
 ) -> None:
     plan, shape = prepared.plan, prepared.shape
     params = plan.params
@@ -171,7 +171,7 @@ def _submit(
     body = sample_body(prompt, plan.num_choices, params, _shown(plan), stream=stream)
     sample = read_sample(orjson.dumps(body), "", prepared.model_path)
     _check(sample, shape, plan)
-    seat = services.standing.seat(tenant_id, shape.name, prepared.model_path)
+    seat = services.implicit_sessions.next_sample(tenant_id, shape.name, prepared.model_path)
     body |= {"sampling_session_id": seat.sampling_session_id, "seq_id": seat.seq_id}
     new = NewFuture(
         request_id=seat.request_id,
@@ -209,29 +209,29 @@ def _check(sample: Sample, shape: ModelShape, plan: Plan) -> None:
     check_sample(sample, shape)
 
 
-def give_up(services: Services, seats: Sequence[Seat]) -> None:
+def give_up(services: Services, seats: Sequence[SampleId]) -> None:
     """Cancel the samples that are not settled."""
     for seat in seats:
         with contextlib.suppress(NotFoundError):
             services.futures.cancel(seat.tenant_id, seat.request_id, "its client went away")
 
 
-async def settled(services: Services, seat: Seat) -> SampleResult:
+async def settled(services: Services, seat: SampleId) -> SampleResult:
     """Wait for the result of a sample. Raises its error."""
     with services.waiters.watch(seat.request_id) as woken:
         while (outcome := await _outcome(services, seat)) is None:
             if services.waiters.closed:
                 raise StoppingError
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(services.standing.heartbeat_s):
+                async with asyncio.timeout(services.implicit_sessions.heartbeat_s):
                     await woken.wait()
             woken.clear()
-            await run(services.standing.keep, seat.tenant_id, seat.session_id)
+            await run(services.implicit_sessions.keep, seat.tenant_id, seat.session_id, on=services.threads.quick)
     if outcome.error is not None:
         raise UserError(outcome.error) if outcome.category == "user" else EngineFailedError(outcome.error)
     assert outcome.body is not None
     return read_sample_result(outcome.body, seat.request_id)
 
 
-async def _outcome(services: Services, seat: Seat) -> Outcome | None:
+async def _outcome(services: Services, seat: SampleId) -> FutureOutcome | None:
     return await outcome_of(services, seat.tenant_id, seat.request_id)

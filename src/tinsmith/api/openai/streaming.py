@@ -22,7 +22,7 @@ from tinsmith.api.operation import Services
 from tinsmith.chat.choices import Choice, Piece
 from tinsmith.chat.results import finish_reason, read_sequence
 from tinsmith.errors import EngineFailedError
-from tinsmith.store.implicit_sessions import Seat
+from tinsmith.store.implicit_sessions import SampleId
 from tinsmith.types import Partial, SampledSequence, SampleResult
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class News:
 
 
 async def follow(
-    services: Services, prepared: Prepared, seats: Sequence[Seat], results: list[SampleResult]
+    services: Services, prepared: Prepared, seats: Sequence[SampleId], results: list[SampleResult]
 ) -> AsyncIterator[News]:
     """The pieces of all choices in their order of arrival. At the end `results` holds the result of every prompt."""
     number = prepared.plan.num_choices

@@ -1,4 +1,4 @@
-"""What a client asks about its own key: whose it is, a token in exchange for it, its end."""
+"""The caller's own key: whose it is, a token in exchange for it, and its revocation."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def delete_apikey_me(call: Call) -> JsonObject:
     body=ANYTHING,
     answer=fields({"jwt": TEXT}),
     access=Access.NOTHING,
+    quick=True,
 )
 def auth_token(call: Call) -> JsonObject:
     return {"jwt": call.services.tenants.issue_token(_caller(call))}

@@ -1,7 +1,7 @@
-"""Bulk jobs: submitting, watching, cancelling, resuming, and what came of them so far.
+"""Bulk jobs: submit, list, watch, cancel, resume, errors and committed parts.
 
-The specification of a job is checked and stored; its classes and its function are text here, and run on workers only.
-`batch.permissions` says whose jobs may run code on this server's machine, and which files the others reach.
+A job's specification is checked and stored; its functions are text here and run on workers only. `batch.permissions`
+decides whose jobs may run code on this machine and which files the others may use.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tinsmith.errors import ForbiddenError, NotFoundError, UserError
 from tinsmith.wire.fields import ClosedBody, Integer, Schema
 
 EVENTS_PAUSE_S = 0.25
-"""Between two looks at a job that changes all the time."""
+"""Pause between two reads of a job that changes all the time."""
 SAFETY_POLL_S = 5.0
-"""A wake-up that was lost costs a follower this long."""
+"""The longest delay of an event whose wake-up was lost."""
 KEEP_ALIVE_S = 15.0
 EVENT_STREAM = "text/event-stream"
 AFTER: Mapping[str, Schema] = {"after": integer(-1), "limit": integer(0, MAX_PAGE)}
@@ -124,8 +124,9 @@ class ResumeRequest(ClosedBody):
     errors=(403, 404),
 )
 def resume(call: Call, draft: Draft[ResumeRequest]) -> JsonObject:
-    """A new job as the old one was, or with other outputs, into which the old one's parts are then made; one with
-    another function is submitted with `resume_from`."""
+    """Creates a job like the old one, or with other outputs, that reuses its parts. A job with another function is
+    submitted with `resume_from` instead.
+    """
     old = _job(call)
     outputs = draft.read().batch_output_formats
     spec = replace(call.services.batch_jobs.spec(old.job_id), resume_from=old.job_id, roots=None)
@@ -151,7 +152,7 @@ def errors(call: Call) -> JsonObject:
     query=AFTER,
 )
 def partial(call: Call) -> JsonObject:
-    """The parts of what is committed, in the order of rows; whoever may read the outputs can read them."""
+    """The parts of the committed batches in the order of rows, in the same storage as the outputs."""
     found = _job(call)
     after, limit = _after(call)
     spec = call.services.batch_jobs.spec(found.job_id)
@@ -176,7 +177,7 @@ def partial(call: Call) -> JsonObject:
     query={"worker": TEXT, "after": integer(-1)},
 )
 def logs(call: Call) -> JsonObject:
-    """Which workers wrote, and the lines of one of them; what they print is on the server that started them."""
+    """The workers with output, and the lines of one of them. The output is on the server that started the worker."""
     found = _job(call)
     written = call.services.coordinator.logs
     after = _after(call)[0]
@@ -189,7 +190,7 @@ def logs(call: Call) -> JsonObject:
 
 @operation("GET", "/batch/jobs/{job_id}/events", "Its status whenever it changes", answer=EVENT_STREAM)
 async def events(request: Request) -> Response:
-    """The job's status now, whenever it changes, and at its end."""
+    """Server-sent events: the job's status now, at each change and at its end."""
     services, tenant_id = await authenticate(request)
     job_id = _id(request.path_params["job_id"])
     await run(services.batch_jobs.find, tenant_id, job_id)
@@ -198,19 +199,19 @@ async def events(request: Request) -> Response:
 
 
 async def _events(services: Services, tenant_id: str, job_id: int) -> AsyncIterator[bytes]:
-    told: Job | None = None
-    told_at = time.monotonic()
+    sent: Job | None = None
+    sent_at = time.monotonic()
     with services.waiters.watch_job(job_id) as changed:
         while not services.waiters.closed:
             changed.clear()
             found = await run(services.batch_jobs.find, tenant_id, job_id)
-            if told is None or replace(found, updated_at=told.updated_at) != told:
-                told, told_at = found, time.monotonic()
+            if sent is None or replace(found, updated_at=sent.updated_at) != sent:
+                sent, sent_at = found, time.monotonic()
                 yield b"event: status\ndata: " + orjson.dumps(await run(_whole, services, found)) + b"\n\n"
-            elif time.monotonic() - told_at >= KEEP_ALIVE_S:
-                told_at = time.monotonic()
+            elif time.monotonic() - sent_at >= KEEP_ALIVE_S:
+                sent_at = time.monotonic()
                 yield b": still there\n\n"
-            if told.status in TERMINAL:
+            if sent.status in TERMINAL:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAFETY_POLL_S):
@@ -238,7 +239,7 @@ class ResizePoolRequest(ClosedBody):
     access=Access.NOTHING,
 )
 def resize_pool(call: Call, draft: Draft[ResizePoolRequest]) -> JsonObject:
-    """Until the server ends; settings and YAML say what it begins with."""
+    """Lasts until the server ends; settings and YAML give the initial size."""
     services = call.services
     if not permissions.is_trusted(services.settings, call.tenant_id, services.tenants.accepts_anyone()):
         raise ForbiddenError(
@@ -260,7 +261,7 @@ def _id(text: str) -> int:
 
 
 def _after(call: Call) -> tuple[int, int]:
-    """Where a page begins, after a row, and how long it is."""
+    """The query's `after`, a row's index, and `limit`."""
     after = call.query.get("after", "-1")
     if after != "-1" and not (after.isascii() and after.isdigit() and len(after) <= 18):
         raise UserError("the query's after must be a row's index, or -1")

@@ -1,10 +1,8 @@
-"""Checkpoints and training runs: listing, facts, TTL, publishing, deletion.
+"""Checkpoints and training runs: listing, metadata, TTL, publishing, deletion, and copies.
 
-Copying a checkpoint into a project, or into a run of one's own session.
-
-A copy belongs to a training run that is made for it and cannot be trained. That run's id follows from what the
-client sends (the session's slot, or the idempotency key that it keeps over all retries), so that a request which is
-sent again finds the copy that it made before.
+A copy goes into a project, or into a run of the caller's session. It belongs to a training run that is made for it and
+cannot be trained. The run's id is derived from the request (the session's model_seq_id, or the idempotency key), so a
+repeated request finds the earlier copy.
 """
 
 from __future__ import annotations
@@ -121,7 +119,7 @@ def delete(call: Call) -> JsonObject:
 @operation("DELETE", BARE_CHECKPOINT, "Refused: the id lacks its kind", answer=ANYTHING)
 @operation("GET", BARE_CHECKPOINT + "/archive", "Refused: the id lacks its kind", answer=ANYTHING)
 def without_kind(call: Call) -> JsonObject:
-    """A checkpoint's name does not say which of a run's checkpoints of that name is meant."""
+    """Refused: a run can have checkpoints of several kinds with the same name."""
     call.services.models.get(call.tenant_id, call.path["run_id"])
     bare = call.path["checkpoint_id"]
     raise UserError(
@@ -145,7 +143,7 @@ def unpublish(call: Call) -> JsonObject:
 
 
 class SetTtlRequest(Body):
-    """Without a number, the checkpoint is kept for ever."""
+    """Without `ttl_seconds`, the checkpoint never expires."""
 
     ttl_seconds: Ttl | None = None
 
@@ -167,7 +165,7 @@ def set_ttl(call: Call, request: SetTtlRequest) -> JsonObject:
 
 
 def record(call: Call, event: str, ref: CheckpointRef, **details: object) -> None:
-    """Note in the audit log what was done to a checkpoint."""
+    """Add an entry about a checkpoint to the audit log."""
     whose = {"model_id": ref.training_run_id, "tinker_path": ref.path}
     call.services.audit.record(call.tenant_id, event, whose | details)
 
@@ -291,7 +289,7 @@ def _destination(call: Call, request: CopyWeightsRequest) -> Destination:
 
 
 def idempotent_session(call: Call, ids: uuid.UUID) -> str:
-    """The id of a session that no client opened; it is the same each time a request is sent again."""
+    """The session id of a copy or upload outside of any session, the same for repeated requests."""
     key = call.headers.get(IDEMPOTENCY_HEADER) or uuid.uuid4().hex
     if len(key) > MAX_KEY_LENGTH:
         raise UserError(f"the header X-Idempotency-Key is {show(key)}; use at most {MAX_KEY_LENGTH} characters")
@@ -299,7 +297,7 @@ def idempotent_session(call: Call, ids: uuid.UUID) -> str:
 
 
 def made_before(model: Model | None, reason: str) -> bool:
-    """Whether this very copy (or upload) exists. Raises UserError if the place is taken by something else."""
+    """Whether this copy or upload exists already. Raises UserError if the run is another one."""
     if model is None:
         return False
     if model.state != "copied" or model.reason != reason:
@@ -311,7 +309,7 @@ def made_before(model: Model | None, reason: str) -> bool:
 
 
 def _run_of_copy(call: Call, destination: Destination, source: Checkpoint, *, readable: bool) -> NewModel:
-    """The run of the copy. Its metadata (the renderer above all) is the source's, if that run may be read."""
+    """The run of the copy, with the source run's metadata (such as its renderer) if that run is readable."""
     origin = call.services.models.find(source.training_run_id) if readable else None
     return NewModel(
         model_id=destination.model_id,

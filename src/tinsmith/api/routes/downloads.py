@@ -1,11 +1,8 @@
-"""Downloading a checkpoint's files: signed links, which need the key, and what they lead to, which does not.
+"""Downloads of checkpoints: signed links, which need the key, and the files behind them, which do not.
 
-A link names the directory that it was made for: after an overwrite it is gone, rather than half old and half new.
-File names come from the directory's manifest; nothing that a client sends becomes a path.
-
-A stored file as an answer, whole or a range of it, wherever it is: on this disk, or in a bucket.
-
-What is in a bucket passes through in pieces: neither the whole file nor a copy on the disk is made for it.
+A link names the directory it was made for, so after an overwrite it is gone instead of mixing old and new files. File
+names come from the directory's manifest, never from the client. A file is sent whole or by range; from a bucket it is
+streamed, without a copy in memory or on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response, Stream
 from tinsmith.api.openapi import ANYTHING, FILE_TYPE, LINK, LINKED, TAR_TYPE, TEXT, fields
 from tinsmith.api.operation import Access, Call, JsonObject, Services, authenticate, call_of, operation, run
 from tinsmith.api.routes.checkpoints import CHECKPOINT, record, ref_of
-from tinsmith.api.routes.links import Link, follow_link, sign_link
+from tinsmith.api.routes.links import SignedLink, follow_link, sign_link
 from tinsmith.errors import GoneError, NotFoundError, UserError
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoint, parse_path
@@ -37,7 +34,7 @@ _RANGE = re.compile(r"bytes=(?P<first>[0-9]{0,18})-(?P<last>[0-9]{0,18})")
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """`path` is where it is on this disk, if it is there; `opened` gives it for reading wherever it is."""
+    """`path` is None for a file in a bucket; `opened` opens it for reading in either place."""
 
     path: Path | None
     size_bytes: int
@@ -76,8 +73,8 @@ def _content_range(what: str, size_bytes: int) -> dict[str, str]:
 
 
 def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int, int] | None:
-    """Start and end of the one requested range. Several ranges, a range that cannot be read, and a range of another
-    file of this name are answered with the whole file.
+    """Start and end of the requested range; None, for the whole file, with several ranges, a malformed one, or one of
+    another version of the file.
     """
     found = _RANGE.fullmatch(request.headers.get("range", "").replace(" ", "").lower())
     if found is None or request.headers.get("if-range", etag) != etag:
@@ -90,7 +87,7 @@ def _range_of(request: Request, size_bytes: int, etag: str | None) -> tuple[int,
 
 
 def _drop_broken_range(request: Request) -> None:
-    """A Range that means nothing is ignored (RFC 9110, section 14.2), where FileResponse would refuse it."""
+    """Ignore a malformed Range (RFC 9110, section 14.2), which FileResponse would refuse."""
     given = request.headers.get("range")
     if given is None:
         return
@@ -156,7 +153,7 @@ def archive_url(call: Call) -> JsonObject:
     return {"url": link.url, "expires": link.expires.isoformat().replace("+00:00", "Z")}
 
 
-def _link_to_archive(call: Call) -> Link:
+def _link_to_archive(call: Call) -> SignedLink:
     checkpoint = _readable(call)
     link = sign_link(call, PURPOSE, f"{_path(checkpoint)}/archive")
     record(call, "checkpoint_download_url_issued", checkpoint.ref, purpose="archive")
@@ -165,7 +162,7 @@ def _link_to_archive(call: Call) -> Link:
 
 @operation("GET", CHECKPOINT + "/archive", "302 to a tar of all files", answer=ANYTHING, errors=(302, 404, 410))
 async def archive_link(request: Request) -> Response:
-    """302 to the same."""
+    """Redirects to the archive."""
     services, tenant_id = await authenticate(request)
     call = call_of(request, services, tenant_id, b"")
 
@@ -244,7 +241,7 @@ def _path(checkpoint: Checkpoint) -> str:
 
 
 def _opened(request: Request) -> tuple[Directories, str]:
-    """The directory that a link leads to, and where it is."""
+    """The store and directory that a link names. Raises GoneError."""
     services = follow_link(request, PURPOSE)
     ref = parse_path("tinker://{run_id}/{kind}/{name}".format(**request.path_params))
     checkpoint = services.checkpoints.find(ref)
@@ -256,8 +253,8 @@ def _opened(request: Request) -> tuple[Directories, str]:
 
 
 def tar_of(files: Directories, directory: str, sizes: Mapping[str, int]) -> Iterator[bytes]:
-    """The archive in chunks. On a disk it ends whole even if the directory is deleted before it does; from a bucket it
-    is cut off, short of the length that was announced.
+    """The archive in chunks. If the directory is deleted meanwhile, an archive from disk is still complete, since all
+    files are open; one from a bucket ends short of its announced length.
     """
     opened = {file: files.open(directory, file) for file in sizes}
 

@@ -1,10 +1,9 @@
-"""Results: the long polls, for one future or for all samples of a sampling session.
+"""Results: the long polls for one future, or for all samples of a sampling session.
 
-A poll is held until there is something to say, at most `hold_s`. A poll for one future is then answered 408, and one
-for a session 200 with nothing in it; the client asks again at once. A poll whose client went away ends, too. A failed
-future is a 200 with `error` and `category`: any other status would have the client retry or misread it. A result can
-be fetched any number of times, since an answer may be lost on its way, until the client acknowledges it; a large one
-is announced first to a client that asks for that, so that it can make room.
+A poll is held until there is a result, at most `hold_s`, or until its client disconnects. After `hold_s` a poll for one
+future is answered 408, and one for a session 200 with an empty list; the client polls again at once. A failed future is
+a 200 with `error` and `category`, since the client would retry any other status. A result can be fetched repeatedly
+until the client acknowledges it. On request, a large result is first announced with its size.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from tinsmith.api.openapi import ANYTHING, COUNT, LIST, PROTO_RESULT, fields, ref
 from tinsmith.api.operation import Call, JsonObject, Services, answer, authenticate, operation, read_json, run, traced
 from tinsmith.runtime.failpoints import hit
-from tinsmith.store.futures import UNBOUNDED, Outcome
+from tinsmith.store.futures import UNBOUNDED, FutureOutcome
 from tinsmith.store.sampling_sessions import Completion
 from tinsmith.wire.bodies import JSON_TYPE, PROTO_TYPE
 from tinsmith.wire.fields import INT64_MAX, Body, OneOf, Position, Text
@@ -32,21 +31,21 @@ T = TypeVar("T")
 RESULT_TYPES = {"proto": PROTO_TYPE, "json": JSON_TYPE}
 
 INLINE_BYTES = 256 * 1024
-"""Results up to this size come at once even if the client would have them announced: a second request costs more."""
+"""Results up to this size are never announced first: a second request would cost more."""
 
 UNWATCHED_S = 0.5
-"""How long a poll is held before its server looks whether the client is still there, which costs 0.1 ms."""
+"""How long a poll is held before its connection is watched, which costs 0.1 ms."""
 
 MAX_ACKNOWLEDGED = 1_000_000
 
 ON_LOOP_BYTES = 1 << 20
-"""Larger results are read by a thread: 60 MB take 0.1 s, in which the event loop would answer no other request."""
+"""Larger results are read by a thread: 60 MB would block the event loop for 0.1 s."""
 
 PIECE_BYTES = 1 << 18
-"""What is sent of such a result at once; other connections have their turn after each piece."""
+"""Such a result is sent in pieces of this size, between which other connections are served."""
 
 SLOW_S = 10.0
-"""A client that takes longer to read a large result no longer counts among those."""
+"""After this time a large result no longer occupies one of the MOST_LARGE slots."""
 
 
 class RetrieveFutureRequest(Body):
@@ -64,9 +63,9 @@ class RetrieveFutureRequest(Body):
 )
 async def retrieve_future(request: Request) -> Response:
     services, tenant_id = await authenticate(request)
-    asked = await read_json(request, RetrieveFutureRequest)
-    request_id = asked.request_id
-    inline_bytes = INLINE_BYTES if asked.allow_metadata_only else UNBOUNDED
+    poll = await read_json(request, RetrieveFutureRequest)
+    request_id = poll.request_id
+    inline_bytes = INLINE_BYTES if poll.allow_metadata_only else UNBOUNDED
     await note_poll(services, tenant_id, request_id)
     with traced(request, services, tenant_id, "retrieve_future") if services.tracing.on else nullcontext():
         outcome = await held(
@@ -90,7 +89,7 @@ async def retrieve_future(request: Request) -> Response:
 
 async def outcome_of(
     services: Services, tenant_id: str, request_id: str, inline_bytes: int = UNBOUNDED
-) -> Outcome | None:
+) -> FutureOutcome | None:
     """As `Futures.outcome`; a large body is read by a thread."""
     small_bytes = min(inline_bytes, ON_LOOP_BYTES)
     found = await read(services, services.futures.outcome, tenant_id, request_id, small_bytes)
@@ -113,7 +112,7 @@ async def _large(services: Services, tenant_id: str, request_id: str, media_type
 
 
 class _Slot:
-    """One of the large results that may be in memory at once. It is given back once, and after `SLOW_S` by itself."""
+    """One of the large results that may be in memory at once. It is released once, after `SLOW_S` at the latest."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots = slots
@@ -157,7 +156,7 @@ class SamplingSessionTargetBody(Body):
 
 
 class RetrieveFuturesRequest(Body):
-    """`timeout` is in seconds; without it, the server's own counts."""
+    """`timeout` is in seconds; the default is the server's hold_s."""
 
     target: SamplingSessionTargetBody
     prev_cursor: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
@@ -200,7 +199,7 @@ class CancelFutureRequest(Body):
 
 @operation("POST", "/cancel_future", "Stop a sample", body=CancelFutureRequest, answer=ANYTHING)
 def cancel_future(call: Call, request: CancelFutureRequest) -> JsonObject:
-    """Only samples can be cancelled; for everything else this is an answer without an effect."""
+    """Cancels a sample; has no effect on other requests."""
     call.services.futures.cancel(call.tenant_id, request.request_id, "cancelled by the client")
     return {}
 
@@ -221,9 +220,8 @@ async def held(
     look: Callable[[], Awaitable[T | None]],
     hold_s: float,
 ) -> T | None:
-    """What `look` finds, or None if it finds nothing within `hold_s`. A wake-up is only a hint to look again.
-
-    Raises ClientDisconnect as soon as the client is known to have gone: nobody is left to answer.
+    """What `look` finds, or None if it finds nothing within `hold_s`. A wake-up is only a hint to look again. Raises
+    ClientDisconnect.
     """
     services: Services = request.app.state.services
     loop = asyncio.get_running_loop()
@@ -249,7 +247,7 @@ async def held(
 
 @contextmanager
 def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[[], bool]]:
-    """Whether the connection has ended, which also sets `woken`. Looks only after a moment: most polls end sooner."""
+    """Whether the connection has ended, which also sets `woken`. Starts after UNWATCHED_S: most polls end sooner."""
     watching: list[asyncio.Task[None]] = []
 
     async def wait() -> None:
@@ -270,14 +268,14 @@ def _end_of_client(request: Request, woken: asyncio.Event) -> Iterator[Callable[
 
 
 async def note_poll(services: Services, tenant_id: str, name: str) -> None:
-    """A poll is a sign of life of the session whose id `name` begins with."""
+    """Count a poll as a heartbeat of the session whose id `name` begins with."""
     session_id = name.partition(":")[0]
     if services.sessions.is_sign_due(session_id):
-        await run(services.sessions.polled, tenant_id, session_id)
+        await run(services.sessions.polled, tenant_id, session_id, on=services.threads.quick)
 
 
 async def read(services: Services, read: Callable[..., T], *args: object) -> T:
-    """A read of SQLite in WAL mode waits for nobody and takes 0.1 ms, less than the way to a worker thread."""
+    """Read on the event loop on SQLite, where a read never waits and takes less time (0.1 ms) than a thread switch."""
     if services.reads_wait:
         return await run(read, *args, on=services.threads.quick)
     return read(*args)

@@ -1,7 +1,7 @@
-"""A mirror of the Hugging Face hub for clients without internet: `HF_ENDPOINT=http://SERVER/hub`.
+"""A read-only mirror of the Hugging Face hub for clients without internet: `HF_ENDPOINT=http://SERVER/hub`.
 
-What `huggingface_hub` asks when it reads a model: facts, the listing of its files, and the files, whole or by `Range`.
-The key is a token's, `Authorization: Bearer`; a server without keys needs none. Nothing can be written.
+Serves the requests by which `huggingface_hub` reads a model: its metadata, its file list, and files whole or by
+`Range`. The API key is the bearer token; a server without keys needs none.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ def tree(call: Call) -> list[JsonObject]:
     ] + listed
 
 
-# After the paths that are longer, since a repository's name may hold slashes.
+# After the longer paths, since a repository's name may contain slashes.
 @operation(
     "GET", MODELS + "/revision/{revision}", "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,)
 )
 @operation("GET", MODELS, "A repository", answer=REPOSITORY, errors=(403, 404), prefixes=(HUB,))
 def model(call: Call) -> JsonObject:
-    """Facts of a repository; with the query `blobs`, its files' sizes and digests."""
+    """A repository's metadata; with the query `blobs`, also the sizes and digests of its files."""
     found = _repository(call)
     if "revision" in call.path:
         found.check_revision(call.path["revision"])

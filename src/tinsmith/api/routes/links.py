@@ -1,7 +1,6 @@
-"""Links that a client follows later, without its key: signed, and good for an hour.
+"""Signed links, which a client follows without its key and which expire after an hour.
 
-What is signed is the purpose, the path and the time of expiry, so that a link opens one thing, until then. The
-address in front is the one that the client used, or the configured `public_url`.
+The signature covers the purpose, the path and the expiry. The host is the one that the client used, or `public_url`.
 """
 
 from __future__ import annotations
@@ -21,30 +20,30 @@ from tinsmith.settings import Settings
 from tinsmith.wire.fields import show
 
 LINK_S = 3600
-"""The SDK asks for new links once fewer than 5 minutes are left."""
+"""The SDK requests new links when less than 5 minutes are left."""
 
 HOST = re.compile(r"[A-Za-z0-9._-]+(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{1,5})?")
 PATH_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SignedLink:
     url: str
     expires: datetime
 
 
-def sign_link(call: Call, purpose: str, path: str) -> Link:
+def sign_link(call: Call, purpose: str, path: str) -> SignedLink:
     """A link to `path`, one of the API's."""
     expires_s = int(time.time()) + LINK_S
     signature = call.services.signer.sign(purpose, _message(PREFIX + path, str(expires_s)))
     base = base_url(call.services.settings, call.scheme, call.headers)
     url = f"{base}{quote(PREFIX + path, safe='/:')}?expires={expires_s}&signature={signature}"
-    return Link(url, datetime.fromtimestamp(expires_s, UTC))
+    return SignedLink(url, datetime.fromtimestamp(expires_s, UTC))
 
 
 def follow_link(request: Request, purpose: str) -> Services:
-    """What a request without a key may use, because its link says so. Raises ForbiddenError unless this server signed
-    it, GoneError if that was too long ago.
+    """The services for a request by a signed link. Raises ForbiddenError for a wrong signature and GoneError after the
+    expiry.
     """
     services: Services = request.app.state.services
     expires, signature = request.query_params.get("expires", ""), request.query_params.get("signature", "")
@@ -60,7 +59,7 @@ def _message(path: str, expires: str) -> bytes:
 
 
 def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str:
-    """Where the client found this server, without a slash at the end."""
+    """The address under which the client reached this server, without a trailing slash."""
     if settings.public_url:
         return settings.public_url.rstrip("/")
     host, prefix = headers.get("host", ""), ""
@@ -77,5 +76,5 @@ def base_url(settings: Settings, scheme: str, headers: Mapping[str, str]) -> str
 
 
 def _nearest(headers: Mapping[str, str], name: str) -> str:
-    """What the proxy next to us wrote: each appends to the list of those before it."""
+    """The entry of the nearest proxy, which is the last of the list."""
     return headers.get(name, "").rpartition(",")[2].strip()

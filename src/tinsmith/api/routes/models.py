@@ -11,7 +11,7 @@ from tinsmith.api.routes.weights import exchange_token, load_into_model, loadabl
 from tinsmith.errors import LateLoadError, TooManyRequestsError, UserError
 from tinsmith.store.checkpoints import Checkpoint
 from tinsmith.store.futures import NewFuture
-from tinsmith.store.models import NewModel
+from tinsmith.store.models import NewModel, unload_request
 from tinsmith.types import LoraSpec, ModelShape
 from tinsmith.wire.fields import Body, Position, Text, text_values
 from tinsmith.wire.weights import CreateModel, LoadWeights, optimizer_config
@@ -20,7 +20,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class CreationRequest(Body):
-    """What every request that creates a model needs."""
+    """The required fields of every request that creates a model."""
 
     session_id: Text
     model_seq_id: Position
@@ -36,29 +36,29 @@ class CreationRequest(Body):
 )
 def create_model(call: Call, draft: Draft[CreateModel]) -> JsonObject:
     def plan(model_id: str, session_id: str) -> NewModel:
-        asked = draft.read()
-        call.services.bases.get(asked.base_model)
+        request = draft.read()
+        call.services.bases.get(request.base_model)
         return NewModel(
             model_id=model_id,
             session_id=session_id,
             tenant_id=call.tenant_id,
-            base_model=asked.base_model,
-            lora=_trained_part(call, asked.lora),
-            optimizer_type=asked.optimizer_config.type,
-            user_metadata=text_values(asked.user_metadata),
+            base_model=request.base_model,
+            lora=_trained_part(call, request.lora),
+            optimizer_type=request.optimizer_config.type,
+            user_metadata=text_values(request.user_metadata),
         )
 
     return _submit_creation(call, draft, "create_model", plan)
 
 
-def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
-    """The adapter that is asked for; of rank 0, which none has, where all weights are trained."""
+def _trained_part(call: Call, request: LoraSpec) -> LoraSpec:
+    """The requested adapter; rank 0 where the backend trains all weights, since there is no adapter."""
     if call.services.settings.backend != "full":
-        return asked
+        return request
     for name in ("train_attn", "train_mlp", "train_unembed"):
-        if not getattr(asked, name):
+        if not getattr(request, name):
             raise UserError(f"lora_config.{name} is False; this server trains all weights (backend 'full')")
-    return replace(asked, rank=0)
+    return replace(request, rank=0)
 
 
 @operation(
@@ -70,11 +70,11 @@ def _trained_part(call: Call, asked: LoraSpec) -> LoraSpec:
     late=True,
 )
 def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
-    """With a session, the load creates the model (its number 0); with a model, it is an operation of it."""
+    """With a session, creates a model from the checkpoint; with a model, is an operation on it."""
     call, draft, wrong_token = exchange_token(call, draft)
     if draft.values.get("model_id") is not None:
         submitted = load_into_model(call, draft, wrong_token)
-        answer = stored(call.services, submitted)  # its number counts as used, even if it is refused
+        answer = stored(call.services, submitted)  # uses its seq_id even if it is refused
         if isinstance(submitted.refusal, LateLoadError):
             raise submitted.refusal
         return answer
@@ -82,42 +82,42 @@ def load_weights(call: Call, draft: Draft[LoadWeights]) -> JsonObject:
     def plan(model_id: str, session_id: str) -> NewModel:
         if wrong_token:
             raise wrong_token
-        asked = draft.read()
-        checkpoint = loadable(call, asked)
+        request = draft.read()
+        checkpoint = loadable(call, request)
         return NewModel(
             model_id=model_id,
             session_id=session_id,
             tenant_id=call.tenant_id,
-            base_model=_base_for(call, checkpoint, asked.base_model),
+            base_model=_base_for(call, checkpoint, request.base_model),
             lora=checkpoint.lora,
-            optimizer_type=_optimizer_for(checkpoint, asked),
-            user_metadata=text_values(asked.user_metadata),
+            optimizer_type=_optimizer_for(checkpoint, request),
+            user_metadata=text_values(request.user_metadata),
         )
 
     return _submit_creation(call, draft, "load_model", plan)
 
 
-def _optimizer_for(checkpoint: Checkpoint, asked: LoadWeights) -> str:
-    """Restored optimizer state decides the family; without it, the request does."""
-    if not asked.optimizer:
-        return asked.optimizer_type or "adamw"
-    if asked.optimizer_type not in (None, checkpoint.optimizer_type):
+def _optimizer_for(checkpoint: Checkpoint, request: LoadWeights) -> str:
+    """The optimizer family: that of the restored state, or without it the request's."""
+    if not request.optimizer:
+        return request.optimizer_type or "adamw"
+    if request.optimizer_type not in (None, checkpoint.optimizer_type):
         raise UserError(
-            f"optimizer_config.type is {asked.optimizer_type!r}, but {asked.path!r} holds the optimizer state of "
+            f"optimizer_config.type is {request.optimizer_type!r}, but {request.path!r} holds the optimizer state of "
             f"{checkpoint.optimizer_type!r}; leave optimizer_config out, or load without the optimizer"
         )
     return checkpoint.optimizer_type
 
 
-def _base_for(call: Call, checkpoint: Checkpoint, asked: str | None) -> str:
+def _base_for(call: Call, checkpoint: Checkpoint, request: str | None) -> str:
     """The base model of a run that begins with a checkpoint: its own, or another name for the same weights."""
-    if asked in (None, checkpoint.base_model):
+    if request in (None, checkpoint.base_model):
         return call.services.bases.get(checkpoint.base_model).name
-    other = call.services.bases.get(asked)
+    other = call.services.bases.get(request)
     own = next((shape for shape in call.services.bases if shape.name == checkpoint.base_model), None)
     if own is None or own.path != other.path:
         raise UserError(
-            f"base_model is {asked!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; only "
+            f"base_model is {request!r}, but {checkpoint.ref.path!r} was trained on {checkpoint.base_model!r}; only "
             "another name that this server serves from the same directory can take its place"
         )
     return other.name
@@ -132,7 +132,7 @@ def _submit_creation(call: Call, draft: Draft[B], kind: str, plan: Callable[[str
         request_id=f"{model_id}:0",
         tenant_id=call.tenant_id,
         session_id=session.session_id,
-        base_model="",  # a refused model waits in no queue
+        base_model="",  # a refused creation is in no queue
         kind=kind,
         body=call.body,
         model_id=model_id,
@@ -184,7 +184,7 @@ def get_info(call: Call, request: GetInfoRequest) -> JsonObject:
 
 
 def _tokenizer_id(shape: ModelShape, host: str) -> str:
-    # Clients on this machine can load the very directory; others must know the name. The SDK cuts ids at ':'.
+    # Clients on this machine can load the directory, others only by name. The SDK cuts ids at ':'.
     return shape.path if host in LOOPBACK_HOSTS and ":" not in shape.path else shape.name
 
 
@@ -195,14 +195,5 @@ class UnloadModelRequest(Body):
 @operation("POST", "/unload_model", "End a model", body=UnloadModelRequest)
 def unload_model(call: Call, request: UnloadModelRequest) -> JsonObject:
     model = owned_model(call, request.model_id)
-    new = NewFuture(
-        request_id=f"{model.model_id}:unload",
-        tenant_id=call.tenant_id,
-        session_id=model.session_id,
-        base_model=model.base_model,
-        kind="unload_model",
-        body=call.body,
-        model_id=model.model_id,
-        engine_id=model.engine_id,
-    )
+    new = unload_request(model, call.body)
     return {"request_id": call.services.futures.submit(new), "model_id": model.model_id}

@@ -16,7 +16,7 @@ from tinsmith.wire.sampling import AsampleRequest, SampleNumber, sample_of
 
 
 class NewSample(Body):
-    """What an asample cannot do without."""
+    """The required fields of asample."""
 
     sampling_session_id: Text
     seq_id: SampleNumber
@@ -108,7 +108,7 @@ def create_sampling_session(call: Call, request: CreateSamplingSessionRequest) -
 
 
 def _base_of_checkpoint(call: Call, model_path: str, base_model: str | None) -> str:
-    """Training checkpoints hold the same adapter as sampler checkpoints, so both will do."""
+    """The base model of a checkpoint of any kind: training checkpoints hold the same adapter as sampler ones."""
     checkpoint = call.services.checkpoints.get(call.tenant_id, parse_path(model_path, "model_path"))
     if base_model is not None and base_model != checkpoint.base_model:
         raise UserError(f"base_model is {base_model!r}, but {model_path!r} was trained on {checkpoint.base_model!r}")

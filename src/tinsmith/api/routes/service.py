@@ -1,16 +1,10 @@
-"""What a client asks of the server itself: flags, health, capabilities.
+"""The server itself: client flags, health, capabilities, metrics, and clients' telemetry.
 
-`GET /metrics`: everything that is counted and timed, in Prometheus' text format.
+`/metrics` covers all tenants, so it needs the bearer token `metrics_token`. Without that setting, a server with keys
+refuses, and one without keys, which listens on this machine only, answers everyone.
 
-It speaks of all tenants, so no tenant's key opens it. The setting `metrics_token` does, as a bearer token; without that
-setting, a server that takes any key, and so listens on this machine only, answers whoever asks, and one that has keys
-answers nobody.
-
-What clients report of themselves: accepted, counted at log level DEBUG, and dropped.
-
-A client's report of a failed request contains that request's headers, the key among them, and an error's text may
-hold anything. So nothing of a report is kept or logged: only how many events of each known kind and severity it
-held, in the words listed here.
+Telemetry is accepted and dropped: a client's report of a failed request contains its headers, including the key. Only
+the number of events of each known kind and severity is logged, at DEBUG.
 """
 
 from __future__ import annotations
@@ -31,9 +25,9 @@ from tinsmith.telemetry.metrics import CONTENT_TYPE
 from tinsmith.wire import bodies
 from tinsmith.wire.fields import read_object
 
-# The SDK's own defaults (types/client_config_response.py), except for two: bodies from elsewhere are compressed, and
-# the client uses its plain httpx transport, which takes a fifth less of its own CPU per call than the default one and
-# does not time out sooner than a poll is held. A flag is on only if this server has what it calls for.
+# The SDK's defaults (types/client_config_response.py), except for two: bodies from other machines are compressed, and
+# the client uses its plain httpx transport, which takes a fifth less CPU per call and does not time out before a held
+# poll is answered. A flag is on only if this server supports it.
 CLIENT_FLAGS: JsonObject = {
     "pjwt_auth_enabled": True,
     "parallel_fwdbwd_chunks": True,
@@ -81,7 +75,7 @@ def client_config(call: Call) -> JsonObject:
 
 
 def _is_here(call: Call) -> bool:
-    """Whether a client runs on this machine, as far as it can be known."""
+    """Whether the client connects from this machine, without a proxy."""
     try:
         return ipaddress.ip_address(call.peer).is_loopback and not any(name in call.headers for name in FORWARDED)
     except ValueError:
@@ -144,7 +138,7 @@ async def _admit(request: Request, services: Services) -> None:
         if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), wanted.encode()):
             return
         raise NotAuthenticatedError("send the server's metrics_token: `Authorization: Bearer TOKEN`")
-    if not await run(services.tenants.accepts_anyone):
+    if not await run(services.tenants.accepts_anyone, on=services.threads.quick):
         raise NotAuthenticatedError(
             "figures of all tenants are for operators: set TINSMITH_METRICS_TOKEN and send it as a bearer token"
         )

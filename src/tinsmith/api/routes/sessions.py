@@ -1,9 +1,4 @@
-"""Sessions: open, heartbeat, finish, project, list.
-
-Searching sessions: filters, pages by cursor, and what each session has stored.
-
-Exporting a session's timeline: a signed link, and the trace behind it, made while it is downloaded.
-"""
+"""Sessions: open, heartbeat, finish, project, list, search by filters, and the timeline behind a signed link."""
 
 from __future__ import annotations
 
@@ -177,7 +172,7 @@ def get_session(call: Call) -> JsonObject:
 
 
 def check_scope(call: Call) -> None:
-    """A tenant is an organization of one: what it can access is what it owns, so both scopes mean the same."""
+    """Both scopes mean the same, since a tenant can access only what it owns."""
     scope = call.query.get("access_scope", "owned")
     if scope not in ("owned", "accessible"):
         raise UserError(f"the query's access_scope is {show(scope)}; it must be 'owned' or 'accessible'")
@@ -196,7 +191,7 @@ class SearchOwnerBody(Body):
 
 
 class StatusQueryBody(Body):
-    """`reasons` belongs to client_finished: without it, all of them."""
+    """`reasons` is for client_finished; the default is all of them."""
 
     type: Annotated[str, OneOf(STATUS_TYPES)]
     reasons: Annotated[list[FinishType], Field(min_length=1, max_length=16, fail_fast=True)] | None = None
@@ -233,14 +228,14 @@ class SearchSessionsRequest(ClosedBody):
 )
 def search_sessions(call: Call, request: SearchSessionsRequest) -> JsonObject:
     metadata = request.user_metadata or {}
-    asked = _search_of(call, request)
+    filters = _search_of(call, request)
     if not _includes_caller(request.owner, call.tenant_id):
         return {"sessions": [], "next_cursor": None}
 
     def has_metadata(session: Session) -> bool:
         return metadata.items() <= (text_values(session.user_metadata) or {}).items()
 
-    found, more = call.services.sessions.search(call.tenant_id, asked, has_metadata)
+    found, more = call.services.sessions.search(call.tenant_id, filters, has_metadata)
     stored = call.services.usage.stored_of_sessions([session.session_id for session in found])
     last = found[-1] if more else None
     return {
@@ -264,7 +259,7 @@ def _summary(session: Session, checkpoints_count: int, checkpoint_storage_bytes:
 
 
 def _status(session: Session) -> JsonObject | None:
-    """None for one that expired: it neither finished nor is it known to run."""
+    """None for an expired session, which is neither active nor finished."""
     if session.state == "active":
         return {"type": "active"}
     if session.state == "finished" and session.finish_type is not None:
@@ -287,7 +282,9 @@ def _search_of(call: Call, request: SearchSessionsRequest) -> Search:
 
 
 def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | None:
-    """The wire cuts moments at the microsecond; the session itself, if it is still there, knows its own exactly."""
+    """The position after the last session of a page: its exact time from its row, if that exists, since the wire has
+    microseconds.
+    """
     if cursor is None:
         return None
     session_id = cursor.last_session_id
@@ -297,9 +294,7 @@ def _cursor(call: Call, cursor: SearchCursorBody | None) -> tuple[float, str] | 
 
 
 def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | None, list[str]]:
-    """States of sessions, and finish types, that the listed statuses stand for. No session is cancelled or failed
-    by this server, so these two match none.
-    """
+    """The states and finish types of these statuses. `cancelled` and `failed` match no session of this server."""
     if listed is None:
         return None, []
     states = {"active" for status in listed if status.type == "active"}
@@ -311,7 +306,7 @@ def _statuses(listed: Sequence[StatusQueryBody] | None) -> tuple[list[str] | Non
 
 
 def _includes_caller(owner: SearchOwnerBody, tenant_id: str) -> bool:
-    """Whether the caller is among the owners whose sessions are looked for: it can list no other's."""
+    """Whether the caller is among the wanted owners; it can list only its own sessions."""
     if owner.type != "user":
         return True
     if not owner.owner_urns:
@@ -326,7 +321,7 @@ PURPOSE = "trace"
     "GET", "/sessions/{session_id}/trace_export", "A link to its timeline", answer=fields({"status": TEXT, "url": TEXT})
 )
 def trace_export(call: Call) -> JsonObject:
-    """Ready at once: there is nothing to prepare. The wire's 'pending' and 'failed' are never answered."""
+    """Ready at once; the wire's 'pending' and 'failed' never occur."""
     session = call.services.sessions.get(call.tenant_id, call.path["session_id"])
     return {"status": "ready", "url": sign_link(call, PURPOSE, f"/sessions/{session.session_id}/trace").url}
 
@@ -342,7 +337,7 @@ def trace_export(call: Call) -> JsonObject:
     keyed=False,
 )
 async def trace(request: Request) -> Response:
-    """No key: the link was made for a tenant that may see the session."""
+    """Needs no key: the link was made for the session's tenant."""
     services = follow_link(request, PURPOSE)
     session_id = request.path_params["session_id"]
     headers = {"content-disposition": f'attachment; filename="{session_id}.pftrace"'}

@@ -1,8 +1,7 @@
-"""Training operations: forward, forward_backward, optim_step.
+"""Training operations (forward, forward_backward, optim_step) and custom losses.
 
-Passes are protobuf. Older clients send them as JSON, which becomes the same message before anything looks at it.
-
-Custom losses: a traced loss is checked and stored; forward_backward then names it.
+Passes are protobuf messages; JSON of older clients is converted to the same message first. A traced custom loss is
+checked and stored, and forward_backward then names it.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class PassMode(Body):
 
 
 def _forward_backward(call: Call) -> Submission:
-    """Both passes: the SDK sends forward here, too, with `forward_only` set."""
+    """Both passes: the SDK sends forward passes here as well, with `forward_only` set."""
     message = parse_pass(call.body)
     return _submit_pass(call, message, message.seq_id)
 
@@ -76,7 +75,7 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
 
 
 def _forward(call: Call) -> Submission:
-    """The path of its own that older clients know. The stored body says itself that it is forward only."""
+    """The path of older clients; the stored body has `forward_only` set."""
     message = parse_pass(call.body)
     message.forward_only = True
     return _forward_backward(replace(call, body=message.SerializeToString(deterministic=True)))
@@ -171,7 +170,7 @@ async def _either(request: Request, proto: Endpoint, json: Endpoint) -> Response
     late=True,
 )
 def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> JsonObject:
-    """No device is needed, so the future is done, or refused, at birth."""
+    """Needs no engine, so the future is stored as done or refused."""
     services, named = call.services, draft.part(NewCustomLossRequest)
     session = services.sessions.require_active(call.tenant_id, named.session_id)
     number = named.custom_loss_seq_id
@@ -187,17 +186,17 @@ def create_custom_loss(call: Call, draft: Draft[CreateCustomLossRequest]) -> Jso
     try:
         if number >= MAX_LOSSES:
             raise UserError(f"custom_loss_seq_id is {number}; a session may create at most {MAX_LOSSES} custom losses")
-        asked = create_custom_loss_of(draft.values)
-        if len(asked.definition) > MAX_DEFINITION_BYTES:
-            raise UserError(f"graph and inputs are {len(asked.definition)} bytes; at most {MAX_DEFINITION_BYTES}")
-        check_graph(asked.loss)
+        request = create_custom_loss_of(draft.values)
+        if len(request.definition) > MAX_DEFINITION_BYTES:
+            raise UserError(f"graph and inputs are {len(request.definition)} bytes; at most {MAX_DEFINITION_BYTES}")
+        check_graph(request.loss)
     except UserError as error:
         return {"request_id": services.futures.submit(new, error)}
-    stored = NewCustomLoss(loss_id, session.session_id, call.tenant_id, asked.loss.name, asked.definition)
+    stored = NewCustomLoss(loss_id, session.session_id, call.tenant_id, request.loss.name, request.definition)
     answer = orjson.dumps({"loss_id": loss_id, "type": "create_custom_loss"})
     request_id = services.futures.record(new, answer, [insertion(stored)])
     with suppress(NotFoundError):  # the number was used for a loss that was refused, and the future says why
-        if services.custom_losses.get(session.session_id, loss_id) != asked.definition:
+        if services.custom_losses.get(session.session_id, loss_id) != request.definition:
             raise SeqIdTakenError(
                 f"custom_loss_seq_id {number} belongs to another loss; only the very same loss may be sent again under "
                 "its number, so use the next one"

@@ -1,11 +1,9 @@
-"""Uploading an adapter as a training checkpoint.
+"""Uploads an adapter as a training checkpoint.
 
-A multipart form of PEFT's two files (and optimizer state, if there is some) with a few short fields. It is spooled to
-disk as it comes; what it says of itself is checked before it is a checkpoint, the rest by the engine that loads it. The
-checkpoint belongs to a training run that is made for it and cannot be trained, as a copy does. The run's id follows
-from `X-Idempotency-Key`, so that a request which is sent again finds what it made before.
-
-Multipart forms, spooled to disk as they come: nothing but a piece of them is in memory.
+The request is a multipart form of PEFT's two files, optional optimizer state and a few short fields, spooled to disk as
+it arrives. Its metadata is checked before it becomes a checkpoint, the tensors by the engine that loads it. Like a
+copy, the checkpoint belongs to a training run that is made for it and cannot be trained. The run's id is derived from
+`X-Idempotency-Key`, so a repeated request finds the earlier upload.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ async def read_form(
     max_files: int = 1,
     max_field_bytes: int = 4096,
 ) -> FormData:
-    """The form, for the caller to close. Raises UserError; `too_large` says what its files may have."""
+    """The form, for the caller to close. Raises UserError; `too_large` makes the error of a form over the limit."""
     content_type = request.headers.get("content-type") or ""
     if content_type.partition(";")[0].strip().lower() != FORM_TYPE:
         raise UnsupportedMediaError(f"the header Content-Type is {content_type[:80]!a}; this path takes {FORM_TYPE!r}")
@@ -138,11 +136,11 @@ async def upload(request: Request) -> Response:
 
 def _stored(call: Call, form: FormData) -> bytes:
     services = call.services
-    asked, files = _read(form)
-    shape = services.bases.get(asked.base_model)
+    request, files = _read(form)
+    shape = services.bases.get(request.base_model)
     session_id = idempotent_session(call, UPLOAD_IDS)
-    ref = CheckpointRef(f"{session_id}:train:0", "weights", asked.name)
-    reason = f"uploaded as {asked.name}"
+    ref = CheckpointRef(f"{session_id}:train:0", "weights", request.name)
+    reason = f"uploaded as {request.name}"
     if not made_before(services.models.find(ref.training_run_id), reason):
         services.quotas.admit_checkpoint(call.tenant_id)
         directory, size_bytes, facts, optimizer_type = _written(call, files, shape)
@@ -152,8 +150,8 @@ def _stored(call: Call, form: FormData) -> bytes:
             shape.name,
             facts.spec,
             optimizer_type or "adamw",
-            asked.user_metadata,
-            asked.ttl_seconds,
+            request.user_metadata,
+            request.ttl_seconds,
         )
         of_run = NewModel(
             ref.training_run_id,
@@ -162,13 +160,13 @@ def _stored(call: Call, form: FormData) -> bytes:
             shape.name,
             facts.spec,
             new.optimizer_type,
-            asked.user_metadata,
+            request.user_metadata,
         )
         effects = [
             *added(call.tenant_id, session_id, shape.name, "checkpoint", 1),
             entry(call.tenant_id, "checkpoint_uploaded", {"tinker_path": ref.path, "size_bytes": size_bytes}),
         ]
-        added_run = copied_run(of_run, asked.project_id, reason)
+        added_run = copied_run(of_run, request.project_id, reason)
         if not services.checkpoints.add(new, directory, size_bytes, added_run, *effects):
             made_before(services.models.find(ref.training_run_id), reason)
     stored = services.checkpoints.get(call.tenant_id, ref)
@@ -185,7 +183,9 @@ def _stored(call: Call, form: FormData) -> bytes:
 def _written(
     call: Call, files: Mapping[str, UploadFile], shape: ModelShape
 ) -> tuple[str, int, AdapterFacts, str | None]:
-    """The files in a directory of the checkpoints, once they are found to be an adapter. Raises UserError."""
+    """Check the files and write them to a checkpoint's directory: its name, size, adapter and optimizer type. Raises
+    UserError.
+    """
     found: list[tuple[AdapterFacts, str | None]] = []
 
     def fill(directory: Path) -> None:
@@ -201,7 +201,7 @@ def _written(
 
 
 def _read(form: FormData) -> tuple[UploadRequest, Mapping[str, UploadFile]]:
-    """Raises UserError for what does not belong, by name."""
+    """The fields and files of the form. Raises UserError that names a missing, unknown or wrong part."""
     known = {*PARTS, *UploadRequest.model_fields}
     if unknown := sorted(set(form) - known):
         raise UserError(f"the form has a field {show(unknown[0])}; known are {', '.join(sorted(known))}")

@@ -1,7 +1,4 @@
-"""Usage by the hour, and what is stored now. There are no prices: the cost fields of the wire are left out.
-
-The audit log of one day.
-"""
+"""Usage by the hour, stored checkpoints, and the audit log of a day. The wire's cost fields are absent."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from tinsmith.api.openapi import ANYTHING, LIST, PROJECT, fields, one_of
 from tinsmith.api.operation import Access, Call, JsonObject, operation
 from tinsmith.auth import user_email, user_urn
 from tinsmith.errors import UserError
-from tinsmith.store.audit import PREFIXES, Entry
+from tinsmith.store.audit import PREFIXES, AuditEntry
 from tinsmith.store.sessions import Session
 from tinsmith.store.usage import HOUR_S, StorageRow, UsageRow
 from tinsmith.wire.fields import Schema, iso, moment_of, show, text_values
@@ -65,7 +62,7 @@ def _window(call: Call) -> tuple[float, float]:
 
 
 def _event(call: Call, row: UsageRow, session: Session | None) -> JsonObject:
-    """A copy into a project has no session: its run was made for it."""
+    """`session` is None for a copy into a project, whose run has no session."""
     info: JsonObject
     if row.type == "checkpoint":
         info = {"type": "checkpoint", "count": row.quantity}
@@ -123,7 +120,7 @@ def stored_checkpoints(call: Call) -> JsonObject:
     }
 
 
-# What older clients read beside the details, for checkpoints only.
+# Also outside of the details for older clients; for checkpoints only.
 CHECKPOINT_FIELDS = ("model_id", "tinker_path", "purpose")
 
 
@@ -156,7 +153,7 @@ def _day(text: str | None) -> date:
     raise UserError(f"the query's day is {show(text)}; it must be a day like 2026-07-13")
 
 
-def _entry(entry: Entry) -> JsonObject:
+def _entry(entry: AuditEntry) -> JsonObject:
     written: JsonObject = {"timestamp": iso(entry.created_at), "event": entry.event, "event_details": entry.details}
     if entry.event.startswith("checkpoint_"):
         written |= {name: entry.details[name] for name in CHECKPOINT_FIELDS if name in entry.details}

@@ -34,19 +34,19 @@ def save_weights(call: Call, draft: Draft[SaveWeights]) -> Submission:
     return submit_json_operation(call, "save_weights", draft, _check_save)
 
 
-def _check_save(_model: Model, asked: SaveRequest) -> None:
-    _check_named(asked)
-    _refuse_recipients(asked)
+def _check_save(_model: Model, request: SaveRequest) -> None:
+    _check_named(request)
+    _refuse_recipients(request)
 
 
-def _check_named(asked: SaveRequest) -> None:
-    if asked.path is None:
+def _check_named(request: SaveRequest) -> None:
+    if request.path is None:
         raise UserError("path is missing; it names the checkpoint")
-    check_name(asked.path)
+    check_name(request.path)
 
 
-def _refuse_recipients(asked: SaveRequest) -> None:
-    if asked.age_encryption_recipients:
+def _refuse_recipients(request: SaveRequest) -> None:
+    if request.age_encryption_recipients:
         raise UserError(
             "age_encryption_recipients goes with save_weights_external; other checkpoints stay readable here"
         )
@@ -65,9 +65,9 @@ def save_weights_external(call: Call, draft: Draft[SaveWeightsExternal]) -> Subm
     return submit_json_operation(call, "save_weights_external", draft, _check_export)
 
 
-def _check_export(_model: Model, asked: SaveRequest) -> None:
-    _check_named(asked)
-    read_recipients(asked.age_encryption_recipients)
+def _check_export(_model: Model, request: SaveRequest) -> None:
+    _check_named(request)
+    read_recipients(request.age_encryption_recipients)
 
 
 @operation(
@@ -79,30 +79,30 @@ def _check_export(_model: Model, asked: SaveRequest) -> None:
     submits=True,
 )
 def save_weights_for_sampler(call: Call, draft: Draft[SaveWeightsForSampler]) -> Submission:
-    """With a path: a checkpoint of that name. Without: a sampling session, and nothing is listed."""
+    """With a path, saves a listed checkpoint of that name; without one, opens a sampling session."""
     return submit_json_operation(call, "save_weights_for_sampler", draft, _check_sampler_save)
 
 
-def _check_sampler_save(_model: Model, asked: SaveRequest) -> None:
-    if asked.path is not None:
-        check_name(asked.path)
-    elif asked.sampling_session_seq_id is None:
+def _check_sampler_save(_model: Model, request: SaveRequest) -> None:
+    if request.path is not None:
+        check_name(request.path)
+    elif request.sampling_session_seq_id is None:
         raise UserError("path and sampling_session_seq_id are both missing; one of them is needed")
-    _refuse_recipients(asked)
+    _refuse_recipients(request)
 
 
 def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserError | None) -> Submission:
-    """A load as an operation of a model that is new: the adapter's form must be the checkpoint's."""
+    """Load into a new model, whose adapter must have the checkpoint's form."""
 
-    def check(model: Model, asked: LoadWeights) -> None:
-        checkpoint = loadable(call, asked)
-        _check_first(call, model, asked)
-        if asked.optimizer_type not in (None, model.optimizer_type):
+    def check(model: Model, request: LoadWeights) -> None:
+        checkpoint = loadable(call, request)
+        _check_first(call, model, request)
+        if request.optimizer_type not in (None, model.optimizer_type):
             raise UserError(
-                f"optimizer_config.type is {asked.optimizer_type!r}, but the model was created with "
+                f"optimizer_config.type is {request.optimizer_type!r}, but the model was created with "
                 f"{model.optimizer_type!r}; leave optimizer_config out"
             )
-        if asked.optimizer and checkpoint.optimizer_type != model.optimizer_type:
+        if request.optimizer and checkpoint.optimizer_type != model.optimizer_type:
             raise UserError(
                 f"checkpoint {checkpoint.ref.path!r} holds the optimizer state of {checkpoint.optimizer_type!r}, and "
                 f"the model was created with {model.optimizer_type!r}; load it without the optimizer"
@@ -117,9 +117,11 @@ def load_into_model(call: Call, draft: Draft[LoadWeights], wrong_token: UserErro
     return submit_json_operation(call, "load_weights", draft, check, refusal=wrong_token)
 
 
-def _check_first(call: Call, model: Model, asked: LoadWeights) -> None:
-    """Clients match on the first words, which are those of the hosted service. A failed request counts, too."""
-    number = asked.seq_id or call.services.futures.next_seq_id(model.model_id)
+def _check_first(call: Call, model: Model, request: LoadWeights) -> None:
+    """Raises LateLoadError unless this is the model's first request; failed ones count. Clients match on the beginning
+    of the message.
+    """
+    number = request.seq_id or call.services.futures.next_seq_id(model.model_id)
     if number > 1:
         raise LateLoadError(
             f"LoadWeights is not permitted with seq_id {number}: it must be a model's first request, and this one has "
@@ -129,9 +131,8 @@ def _check_first(call: Call, model: Model, asked: LoadWeights) -> None:
 
 
 def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[LoadWeights], UserError | None]:
-    """A load with its access token replaced by the tenant who granted it: what is stored must hold no secret.
-
-    Also returns what is wrong with the token, for the answer.
+    """Replace the access token of a load by the tenant that it authenticates, since no secret may be stored. Also
+    returns the error of an invalid token.
     """
     values = dict(draft.values)
     values.pop(GRANTED_BY, None)
@@ -145,22 +146,23 @@ def exchange_token(call: Call, draft: Draft[LoadWeights]) -> tuple[Call, Draft[L
 
 
 def granting_tenant(call: Call, token: object) -> str:
-    """Whose checkpoints an access token opens: it is a key of theirs. Raises UserError."""
+    """The tenant whose checkpoints an access token (one of its keys) opens. Raises UserError."""
     try:
         return call.services.tenants.authenticate(token if isinstance(token, str) else None).tenant_id
     except NotAuthenticatedError:
-        # Not as it is: a 401 would say that the caller's own key is wrong.
+        # Not a 401, which would mean that the caller's own key is wrong.
         raise UserError(f"{TOKEN} is no valid key of this server; use an API key of the checkpoint's owner") from None
 
 
-def loadable(call: Call, asked: LoadWeights) -> Checkpoint:
-    """The checkpoint that a load asks for, if it may be read and holds what the load needs."""
-    ref = parse_path(asked.path)
-    checkpoint = call.services.checkpoints.get(call.tenant_id, ref, granted_by=asked.granted_by)
+def loadable(call: Call, request: LoadWeights) -> Checkpoint:
+    """The readable checkpoint that a load names. Raises UserError if it lacks what the load needs."""
+    ref = parse_path(request.path)
+    checkpoint = call.services.checkpoints.get(call.tenant_id, ref, granted_by=request.granted_by)
     if checkpoint.kind == "external_weights":
-        raise UserError(f"path {asked.path!r} is an export; load a 'weights' checkpoint")
-    if asked.optimizer and checkpoint.kind != "weights":
+        raise UserError(f"path {request.path!r} is an export; load a 'weights' checkpoint")
+    if request.optimizer and checkpoint.kind != "weights":
         raise UserError(
-            f"path {asked.path!r} holds no optimizer state; load a 'weights' checkpoint, or load without the optimizer"
+            f"path {request.path!r} holds no optimizer state; load a 'weights' checkpoint, or load without the "
+            "optimizer"
         )
     return checkpoint

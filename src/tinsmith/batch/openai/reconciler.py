@@ -36,7 +36,7 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.settings import Settings
 from tinsmith.storage.locations import open_store
 from tinsmith.storage.stores import LocalStore, join, make_private
-from tinsmith.store.files import Files, Stored, derived_id
+from tinsmith.store.files import Files, StoredBytes, derived_id
 
 POLL_S = 1.0
 SWEEP_S = 3600.0
@@ -263,7 +263,7 @@ class Reconciler:
         kept_s = KEPT_S if batch.output_expires_s is None else batch.output_expires_s
         made: dict[str, Made] = {}
         for name, (lines, tally) in sources.items():
-            stored: Stored = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
+            stored: StoredBytes = self._parts.files.store(derived_id(batch.batch_id, name), counted(lines, tally))
             if stored.size_bytes:
                 made[name] = Made(stored, f"{batch.batch_id}_{name}.jsonl", now() + kept_s)
             else:

@@ -23,7 +23,7 @@ from tinsmith.db.database import Database, now
 from tinsmith.db.schema import BATCH_JOBS, OPENAI_BATCHES
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.storage.locations import open_store
-from tinsmith.store.files import BATCH_OUTPUT, Stored, add_row
+from tinsmith.store.files import BATCH_OUTPUT, StoredBytes, add_row
 from tinsmith.wire.fields import MAX_TEXT, read_object, show
 
 CANCELLABLE = ("validating", "in_progress")
@@ -71,7 +71,7 @@ class Batch:
 class Made:
     """A file of a batch's results."""
 
-    stored: Stored
+    stored: StoredBytes
     filename: str
     expires_at: float | None
 

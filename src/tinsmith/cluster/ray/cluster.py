@@ -21,10 +21,11 @@ from ray.util import get_node_ip_address, list_named_actors
 from ray.util.placement_group import get_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tinsmith.cluster.ray.controller import Controller, Seat
+from tinsmith.cluster.ray.controller import Controller, RayProcess
 from tinsmith.cluster.ray.scaling import ROLES, Fleet, Role
 from tinsmith.cluster.ray.shell import DRAIN_S, Shell
 from tinsmith.errors import SettingsError, UserError
+from tinsmith.runtime.background import kept_thread
 
 NAMESPACE = "tinsmith"
 CONTROLLER = "controller"
@@ -87,12 +88,12 @@ def num_machines() -> int:
 class RayCluster:
     """The shells of a cluster."""
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[RayProcess]:
         names = [name for name in _names() if name.rpartition("-")[0] in ROLES]
-        asked = {name: shell.state.remote() for name in names if (shell := _actor(name)) is not None}
-        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_S) if asked else ([], [])
+        states = {name: shell.state.remote() for name in names if (shell := _actor(name)) is not None}
+        answered, _ = ray.wait(list(states.values()), num_returns=len(states), timeout=ANSWER_S) if states else ([], [])
         ready = {answer.hex() for answer in answered}
-        return [_seat(name, answer if answer.hex() in ready else None) for name, answer in asked.items()]
+        return [_seat(name, answer if answer.hex() in ready else None) for name, answer in states.items()]
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
         resources = role.resources
@@ -140,7 +141,10 @@ class ControllerActor:
         has_samplers = "sampler" in fleet.roles and fleet.roles["sampler"].rule.maximum > 0
         depths = QueueDepths(database, fleet.base_models, has_samplers)
         self._controller = Controller(fleet, RayCluster(), depths.read, time.monotonic)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._start()
+
+    def _start(self) -> None:
+        kept_thread("controller", self._run, threading.Event().wait)  # as long as the actor lives
 
     def _run(self) -> None:
         while True:
@@ -231,10 +235,10 @@ def _group(name: str) -> Any:  # noqa: ANN401
         return None
 
 
-def _seat(name: str, answer: Any) -> Seat:  # noqa: ANN401
+def _seat(name: str, answer: Any) -> RayProcess:  # noqa: ANN401
     if answer is not None:
         with contextlib.suppress(*SILENT):
             found: Any = ray.get(answer, timeout=ANSWER_S)
             kept = {key: found[key] for key in ("state", "fingerprint", "pid", "restarts", "detail")}
-            return Seat(name, node=found["host"], **kept)
-    return Seat(name, "silent")
+            return RayProcess(name, node=found["host"], **kept)
+    return RayProcess(name, "silent")

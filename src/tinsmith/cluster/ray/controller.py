@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RayProcess:
     """One process and its shell in the cluster. `silent`: the shell did not answer the last query."""
 
     name: str
@@ -53,7 +53,7 @@ class Seat:
 
 
 class Cluster(Protocol):
-    def seats(self) -> list[Seat]: ...
+    def seats(self) -> list[RayProcess]: ...
 
     def start(self, name: str, role: Role, fleet: Fleet) -> None:
         """Start a shell; does nothing if it exists."""
@@ -101,7 +101,7 @@ class Controller:
             self._reconcile(name, role, counts[name], mine, now)
         self._report = {"wanted": dict(counts), "waiting": depths}
 
-    def _reconcile(self, name: str, role: Role, count: int, seats: Mapping[str, Seat], now: float) -> None:
+    def _reconcile(self, name: str, role: Role, count: int, seats: Mapping[str, RayProcess], now: float) -> None:
         names = [f"{name}-{index}" for index in range(count)]
         for missing in (each for each in names if each not in seats):
             log.info("starting", name=missing)
@@ -115,10 +115,10 @@ class Controller:
             if each in leaving or seat.state in GOING or each in self._leaving:
                 self._let_go(seat, now)
 
-    def _is_other(self, seat: Seat) -> bool:
+    def _is_other(self, seat: RayProcess) -> bool:
         return bool(seat.fingerprint) and seat.fingerprint != self._fleet.fingerprint
 
-    def _let_go(self, seat: Seat, now: float) -> None:
+    def _let_go(self, seat: RayProcess, now: float) -> None:
         since = self._leaving.setdefault(seat.name, now)
         if seat.state == "ended" or (seat.state == "silent" and now - since > LOST_S):
             log.info("removed", name=seat.name)
@@ -163,7 +163,7 @@ class QueueDepths:
 
 
 def _batches() -> sa.ScalarSelect[int]:
-    """That are not committed; one for a job of which nobody has counted them yet."""
+    """The uncommitted batches; one for a job whose batches are not counted yet."""
     jobs = BATCH_JOBS.c
     left = jobs.total_batches - jobs.completed_batches
     batches = sa.case((sa.and_(jobs.sealed, left > 0), left), else_=1)

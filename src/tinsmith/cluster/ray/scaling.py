@@ -49,19 +49,19 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedCounts:
     counts: Mapping[str, int]
     past: Mapping[str, Past]
     """For the next look."""
 
 
-def wanted(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> Wanted:
+def wanted(depths: Depths, rules: Mapping[str, Rule], past: Mapping[str, Past], now: float) -> WantedCounts:
     """`now` must not decrease. A role without a past has its minimum."""
     after = {
         role: _look(rule, past.get(role, Past(rule.minimum)), rule.needed(depths.get(role, {})), now)
         for role, rule in rules.items()
     }
-    return Wanted({role: each.count for role, each in after.items()}, after)
+    return WantedCounts({role: each.count for role, each in after.items()}, after)
 
 
 def _look(rule: Rule, past: Past, needed: int, now: float) -> Past:
@@ -87,18 +87,8 @@ def _pruned(looks: tuple[tuple[float, int], ...], start: float) -> tuple[tuple[f
     return looks[first:]
 
 
-ENGINE = "engine"
-
-
-SAMPLER = "sampler"
-
-
-BATCH_WORKER = "batch-worker"
-
-
+ENGINE, SAMPLER, BATCH_WORKER = "engine", "sampler", "batch-worker"
 ROLES = (ENGINE, SAMPLER, BATCH_WORKER)
-
-
 MOST = 1000
 
 

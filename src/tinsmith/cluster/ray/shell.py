@@ -21,14 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tinsmith.runtime.background import Backoff, kept_thread
 from tinsmith.settings import role_environment
 
 EXIT_REFUSED = 2
 """Exit status of `tinsmith serve` when it refuses its settings."""
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 30.0
-STEADY_S = 60.0
-"""A process that ran this long was healthy: the pause after its next death is the first one again."""
 DRAIN_S = 120.0
 """How long a process may take to drain before it is killed, which costs only time."""
 TAIL_BYTES = 2000
@@ -36,7 +34,7 @@ TAIL_BYTES = 2000
 ALONE: dict[str, object] = {"engines": 1, "samplers": None, "health_port": None}
 """Each shell has one process, without ports that another on the same node might use."""
 
-COMMAND = (sys.executable, "-m", "tinsmith.cli.placed")
+COMMAND = (sys.executable, "-m", "tinsmith.cli.serve_role")
 
 
 class Shell:
@@ -64,8 +62,7 @@ class Shell:
         self._process: subprocess.Popen[bytes] | None = None
         self._state, self._detail, self._restarts = "starting", "", 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._keep, daemon=True)
-        self._thread.start()
+        self._thread = kept_thread("shell", self._keep, self._stopping.wait)
 
     def state(self) -> dict[str, Any]:
         with self._lock:
@@ -85,7 +82,7 @@ class Shell:
                 threading.Thread(target=_end, args=(self._process, patience_s), daemon=True).start()
 
     def _keep(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        backoff = Backoff(FIRST_PAUSE_S)
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -100,9 +97,8 @@ class Shell:
                 self._say("refused", why)
                 self._stopping.wait()
                 break
-            pause_s = FIRST_PAUSE_S if time.monotonic() - began > STEADY_S else min(2 * pause_s, LONGEST_PAUSE_S)
             self._say("restarting", f"it ended with status {code}: {why}", restarts=1)
-            self._stopping.wait(pause_s)
+            self._stopping.wait(backoff.after(time.monotonic() - began))
         self._say("ended", "")
 
     def _run_once(self) -> int:

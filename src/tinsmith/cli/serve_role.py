@@ -1,8 +1,8 @@
-"""The process that a shell keeps: `tinsmith serve` of one role, with settings that come on standard input.
+"""The process of one role on a Ray cluster: `tinsmith serve` with settings from standard input.
 
-`python -m tinsmith.cli.placed` reads one line of JSON, `settings` and perhaps a `signing_key`, and serves until
-SIGTERM. When its input closes, its shell is gone: it ends at once, since another one may be starting in its place, and
-what it had is taken over as from any process that was killed.
+`python -m tinsmith.cli.serve_role` reads one line of JSON, `settings` and perhaps a `signing_key`, and serves until
+SIGTERM. When its input closes, its shell is gone: the process ends at once, since another may be starting in its place,
+and its work is taken over like that of any killed process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 
 from tinsmith.auth.signing import keep_secret
-from tinsmith.cli.main import _serve
+from tinsmith.cli.main import serve_until_signal
 from tinsmith.errors import SettingsError
 from tinsmith.settings import load
 
@@ -26,7 +26,7 @@ def main() -> None:
         settings = load(given["settings"])
         if given["signing_key"]:
             keep_secret(bytes.fromhex(given["signing_key"]), Path(settings.resolved_data_dir))
-        _serve(settings, as_json=True)
+        serve_until_signal(settings, as_json=True)
     except SettingsError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(2)
