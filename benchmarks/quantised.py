@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from invariance import show
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.quantization import KINDS, QuantisedLinear
 from tinsmith.base_models import nano, read_shape
@@ -48,7 +49,7 @@ def data_of(backend: TorchBackend, seed: int, num: int, split: str) -> tuple[Dat
 
 
 def mean_loss(backend: TorchBackend, data: tuple[Datum, ...], *, forward_only: bool) -> float:
-    (result,) = backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only)])
+    (result,) = run_to_end(backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only)]))
     assert isinstance(result, PassResult), result
     return result.metrics["loss:sum"] / sum(float(np.sum(datum.inputs["weights"])) for datum in data)
 

@@ -25,7 +25,7 @@ from recipes.table import ROWS
 from recipes.workplace import make_workplace
 from support import external_engines
 from support.live import API_KEY, LiveServer, serving
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.with_remote_sampler import Sampled, sample_elsewhere
 from tinsmith.base_models import eos_token_ids, nano, read_shape
@@ -92,7 +92,7 @@ def train(backend: Backend, name: str, spec: LoraSpec) -> None:
     inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(39, np.float32)}
     backend.create_model(name, spec)
     for _ in range(3):
-        backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)])
+        run_to_end(backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", name, AdamParams(1e-2))])
     backend.publish(name, name)
 

@@ -22,6 +22,7 @@ from tinker import types
 from support import external_engines
 from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
 from support.live import API_KEY, serving
+from tinsmith.backends import run_to_end
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.backends.with_remote_sampler import Sampled, VersionFiles, options_of, sample_elsewhere
 from tinsmith.base_models import nano
@@ -527,7 +528,7 @@ def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened
     asleep, awake = AWAKE[kind]
     assert place.fake.running == 0
     assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
-    place.backend.run_passes([])  # it sleeps already
+    run_to_end(place.backend.run_passes([]))  # it sleeps already
     assert place.fake.paths()[-len(asleep) :] == asleep
     if kind == "sglang":
         tags = [body["tags"] for path, body in place.fake.asked if path == "/release_memory_occupation"]

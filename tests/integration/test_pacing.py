@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
 from support.engine_bench import BASE, Bench
+from tinsmith.backends import MicroBatches
 from tinsmith.engine.loop import Prices
 from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
-from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.types import Partial, Pass, PassResult, Sample, SampleResult
+from tinsmith.types import Partial, Pass, Sample, SampleResult
 
 BUDGET = 65_536
 SECONDS = st.floats(1e-6, 100.0)
@@ -170,14 +170,11 @@ class _Long:
         self._run = bench.backend.run_passes
         self._meanwhile = meanwhile
 
-    def __call__(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        assert between is not None
+    def __call__(self, passes: Sequence[Pass]) -> MicroBatches:
         for part in range(4):
             self._meanwhile(part)
-            between()
-        return self._run(passes)
+            yield
+        return (yield from self._run(passes))
 
 
 def test_a_sample_that_arrives_during_a_long_step_is_drawn_before_its_end(

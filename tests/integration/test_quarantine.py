@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine_bench import BASE, Bench, FlakyBackend
+from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
 from tinsmith.db.schema import BODIES, MODELS
@@ -23,7 +24,7 @@ from tinsmith.engine.quarantine import MOST_DEATHS, Suspects
 from tinsmith.engine.settling import TurnFailedError
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
+from tinsmith.types import OptimStep, Pass, Pending, Sample, SampleResult
 
 POISON = 49
 SAMPLER = "s:sample:0"
@@ -186,13 +187,11 @@ class DeadlyBackend(FlakyBackend):
 
     deadly: frozenset[str] = frozenset()
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.steps.append([pass_.request_id for pass_ in passes])
         if any(POISON in datum.tokens_N for pass_ in passes for datum in pass_.data):
             raise DeathError
-        return super(FlakyBackend, self).run_passes(passes, between=between)
+        return super(FlakyBackend, self).run_passes(passes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         if any(step.model_id in self.deadly for step in steps):
@@ -349,10 +348,10 @@ import os, sys
 from tinsmith.backends import fake
 
 class Backend(fake.FakeBackend):
-    def run_passes(self, passes, *, between=None):
+    def run_passes(self, passes):
         if any({POISON} in datum.tokens_N for pass_ in passes for datum in pass_.data):
             os._exit(99)
-        return super().run_passes(passes, between=between)
+        return super().run_passes(passes)
 
 fake.FakeBackend = Backend
 from tinsmith.engine.__main__ import main

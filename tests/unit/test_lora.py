@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from support import tiny_models
 from support.properties import examples
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -201,7 +202,7 @@ def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float
     layers = {t.name: model.base_model.model.get_submodule(t.name) for t in backend.base.adaptable()}
     for step in range(20):
         data = [sft(rng, n) for n in (12, 30)]
-        (result,) = backend.run_passes([Pass("r", "m", tuple(data), "cross_entropy", {}, False)])
+        (result,) = run_to_end(backend.run_passes([Pass("r", "m", tuple(data), "cross_entropy", {}, False)]))
         (metrics,) = backend.optim_step([OptimStep("o", "m", params)])
         assert isinstance(result, PassResult) and isinstance(metrics, dict)
         optimizer.zero_grad()

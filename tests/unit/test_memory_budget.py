@@ -18,6 +18,7 @@ from support import tiny_models
 from support.live import serving
 from support.local_sampling import assert_same, finish, make_prompt, make_sample
 from support.properties import examples
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.memory import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger, OverBudgetError
 from tinsmith.backends.torch.model import BaseModel
@@ -250,7 +251,7 @@ class Run:
                 sampler.submit(make_sample(f"{step}.{index}", prompt, params, version_id=f"v{step}"))
             self.sample(20)
             running = len(sampler._batcher.running)
-            (result,) = backend.run_passes([passes_of("m", step)], between=lambda: self.sample(1))
+            (result,) = run_to_end(backend.run_passes([passes_of("m", step)]), lambda: self.sample(1))
             self.waited += running - len(sampler._batcher.running)
             assert isinstance(result, PassResult), result
             self.logprobs += list(result.logprobs)
@@ -294,7 +295,7 @@ def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
         run.backend.sampler.submit(make_sample(str(index), make_prompt(90 + index), HOT))
     run.sample(20)
     before = len(run.backend.sampler._batcher.running)
-    run.backend.run_passes([passes_of("m", 0)])
+    run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     run.sample(20)
     assert before == len(run.backend.sampler._batcher.running) == 12
 
@@ -302,15 +303,15 @@ def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
 def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused_alone(shape: ModelShape) -> None:
     one = open_backend(shape, recompute="off")
     one.create_model("m", LoraSpec(8, seed=1))
-    one.run_passes([passes_of("m", 0, (210,))])
+    run_to_end(one.run_passes([passes_of("m", 0, (210,))]))
     needed = one._ledger.take_most_claimed()
     fixed = sum(one._ledger.use().values())
-    expected = [one.run_passes([passes_of("m", 0, (100, 100, 90))])[0]]
+    expected = [run_to_end(one.run_passes([passes_of("m", 0, (100, 100, 90))]))[0]]
 
     backend = open_backend(shape, recompute="off", memory_budget=fixed + needed)
     backend.create_model("m", LoraSpec(8, seed=1))
     room = backend.room_bytes
-    found, refused = backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))])
+    found, refused = run_to_end(backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))]))
     assert isinstance(found, PassResult) and isinstance(expected[0], PassResult)
     for ours, theirs in zip(found.logprobs, expected[0].logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
@@ -327,7 +328,7 @@ def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
     backend = open_backend(shape, recompute="off", memory_budget=fixed + 7 * 2**18)
     backend.create_model("m", LoraSpec(8))
     before = backend.room_bytes
-    (refused,) = backend.run_passes([passes_of("m", 0, (256,))])
+    (refused,) = run_to_end(backend.run_passes([passes_of("m", 0, (256,))]))
     assert isinstance(refused, UserError) and backend.room_bytes < before
 
 
@@ -342,10 +343,10 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
 
     free = running()
     spare = free.backend.sampler._room.spare()
-    free.backend.run_passes([passes_of("m", 0)])
+    run_to_end(free.backend.run_passes([passes_of("m", 0)]))
     kept = free.ledger.take_most_claimed()
     run = running(memory_budget=sum(free.ledger.use().values()) - spare + int(kept * 0.9))
-    run.backend.run_passes([passes_of("m", 0)])
+    run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     assert len(run.backend.sampler._batcher.running) == 12
     assert run.backend.base.recompute.active and run.ledger.take_most_claimed() < 0.9 * kept
     run.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
@@ -373,7 +374,7 @@ def test_a_budget_that_holds_neither_is_refused_at_start_with_the_numbers(shape:
 def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> None:
     backend = TorchBackend(shape, device="cuda", dtype="float32")
     backend.create_model("m", LoraSpec(8))
-    backend.run_passes([passes_of("m", 0)])
+    run_to_end(backend.run_passes([passes_of("m", 0)]))
     backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     trained, before = backend._models["m"], backend._ledger.use()[MODELS]
     moments = [moment.clone() for moment in trained.moments or ()]

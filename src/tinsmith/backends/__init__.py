@@ -9,14 +9,36 @@ when its backend is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from tinsmith.errors import UserError
 from tinsmith.samplers import Sampler
 from tinsmith.types import LoraSpec, OptimStep, Pass, PassResult
+
+T = TypeVar("T")
+
+MicroBatches = Generator[None, None, list[PassResult | UserError]]
+"""A packed step, which pauses between two micro-batches and returns the outcome of each pass. To `close` it is to give
+the step up.
+"""
+
+
+def run_to_end(parts: Generator[None, None, T], between: Callable[[], None] | None = None) -> T:
+    """Run all parts of some work and return its result. `between` is called at each pause; what it raises ends the
+    work.
+    """
+    with closing(parts):
+        while True:
+            try:
+                next(parts)
+            except StopIteration as end:
+                return end.value
+            if between:
+                between()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +84,11 @@ class Backend(Protocol):
         """
         ...
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         """Run all passes in one packed step; passes that are not forward_only add to their adapter's gradient.
 
-        `between` is called between micro-batches, so that decoding goes on during a long step. All or nothing:
-        when an exception comes out, no gradient has changed.
+        It pauses between micro-batches, so that samples are decoded during a long step; meanwhile no model may
+        change. All or nothing: when an exception comes out, or the step is closed, no gradient has changed.
         """
         ...
 

@@ -8,14 +8,14 @@ save and load, immutable versions) so that the engine can be tested against it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from tinsmith.backends import Capture
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.losses import cross_entropy_weights, elementwise_cross_entropy
 from tinsmith.samplers.fake import FakeSampler
@@ -66,9 +66,7 @@ class FakeBackend:
     def memory_use(self) -> dict[str, int]:
         return {"models": ADAPTER_BYTES * len(self._models)}
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         results: list[PassResult | UserError] = []
         gradients: dict[str, float] = {}
         for pass_ in passes:
@@ -83,8 +81,7 @@ class FakeBackend:
                 gradients[pass_.model_id] = gradients.get(pass_.model_id, 0.0) + loss
             metrics = {"loss:sum": loss, "tokens:sum": float(pass_.num_tokens)}
             results.append(PassResult(logprobs, metrics, elementwise))
-            if between:
-                between()
+            yield
         for model_id, gradient in gradients.items():
             adapter = self._models[model_id]
             self._models[model_id] = replace(adapter, gradient=adapter.gradient + gradient)

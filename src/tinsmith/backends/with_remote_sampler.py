@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from tinsmith.backends import Backend, Capture
+from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.remote.client import Engine, ExternalSampler
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
-from tinsmith.types import ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import ModelShape, OptimStep, Pass
 
 DIALECTS = {"vllm": VllmDialect, "sglang": SglangDialect}
 
@@ -34,12 +34,11 @@ class Sampled:
     def __getattr__(self, name: str) -> object:
         return getattr(self._backend, name)
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.sampler.rest()
-        # The sampler goes on by itself, or sleeps: there is nothing to do for it in between.
-        return self._backend.run_passes(passes)
+        # It does not pause: the external engine samples by itself, or sleeps.
+        yield from ()
+        return run_to_end(self._backend.run_passes(passes))
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         self.sampler.rest()

@@ -29,7 +29,7 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, run_to_end
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
@@ -41,7 +41,7 @@ from tinsmith.engine.queues import Arrivals, Gathering, Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
 from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
-from tinsmith.engine.snapshots import RETRY_S, Between, Moving, Recovery, Snapshots
+from tinsmith.engine.snapshots import RETRY_S, Moving, Recovery, Snapshots
 from tinsmith.engine.stores import Stores
 from tinsmith.engine.telemetry import EngineMeters, Recorder, Worklog
 from tinsmith.engine.versions import Versions
@@ -368,7 +368,7 @@ class Engine:
             if error is None and request.model_id not in usable:
                 try:
                     with self._suspects.running([request.request_id]):
-                        usable[request.model_id] = self._bring_back(request.model_id, self._between)
+                        usable[request.model_id] = self._bring_back(request.model_id, interleave=True)
                 except UnreachableError as unreachable:
                     self._try_later(request, unreachable)
                     later.add(request.model_id)
@@ -386,9 +386,9 @@ class Engine:
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
         return self._versions.prepare(sampler, self._bring_back)
 
-    def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
-        """Why a model cannot be had in memory; None if it is there. Raises UnreachableError and SQLAlchemyError, after
-        which another attempt may succeed.
+    def _bring_back(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
+        """Why a model cannot be had in memory; None if it is there. With `interleave`, samples are decoded meanwhile.
+        Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
         """
         if self._backend.has_model(model_id):
             return None
@@ -397,7 +397,8 @@ class Engine:
             return UserError(f"model_id {model_id!r} is unknown")
         try:
             model.require_usable()
-            self._recovery.restore(model, between)
+            self._part_began = time.monotonic()
+            run_to_end(self._recovery.restore(model), self._between if interleave else None)
         except TinsmithError as error:
             return error
         except (UnreachableError, SQLAlchemyError):
@@ -421,7 +422,7 @@ class Engine:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
-                outcomes = self._backend.run_passes(passes, between=self._between)
+                outcomes = run_to_end(self._backend.run_passes(passes), self._between)
         except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it

@@ -40,7 +40,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -404,9 +404,6 @@ def _fail(error: Exception, _directory: Path) -> None:
     raise error
 
 
-Between = Callable[[], None]
-
-
 class Recovery:
     def __init__(
         self,
@@ -426,10 +423,10 @@ class Recovery:
         self._snapshots = snapshots
         self._passes = passes
 
-    def restore(self, model: Model, between: Between | None = None) -> None:
-        """Bring a model to its acknowledged state. `between` is called now and then: others need not stand still.
+    def restore(self, model: Model) -> Generator[None, None, None]:
+        """Bring a model to its acknowledged state. It pauses now and then, so that samples can be decoded meanwhile.
 
-        Raises LostStateError if that is impossible, and leaves nothing of it in memory.
+        Raises LostStateError if that is impossible. Then, or if it is closed early, nothing of the model is in memory.
         """
         failures: list[str] = []
         for seq_id, directory in _beginnings(model):
@@ -442,7 +439,7 @@ class Recovery:
                 failures.append(f"its snapshot after seq_id {seq_id}: {error}")
                 continue
             try:
-                num_replayed = self._replay_after(model, seq_id, between)
+                num_replayed = yield from self._replay_after(model, seq_id)
             except BaseException as error:
                 self._backend.unload_model(model.model_id)
                 self._snapshots.left(model.model_id)
@@ -462,7 +459,7 @@ class Recovery:
         with self._directories.reading(directory) as path:
             self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
 
-    def _replay_after(self, model: Model, seq_id: int, between: Between | None) -> int:
+    def _replay_after(self, model: Model, seq_id: int) -> Generator[None, None, int]:
         replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
         # These are still to be covered: an engine that dies again and again must not replay ever more.
         changed_seq_id = model.applied_seq_id if replayed else seq_id
@@ -470,20 +467,19 @@ class Recovery:
         for request in replayed:
             body = self._futures.bodies([request.request_id]).get(request.request_id)
             if body is not None:
-                self._replay(model, request, body, between)
+                yield from self._replay(model, request, body)
                 steps = int(request.kind == "optim_step")
                 self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
             elif request.state == "done" and request.kind != "save_weights_for_sampler":
                 # What failed changed nothing (a refused optim_step did, and keeps its body), a named save neither.
                 raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
-            if between:
-                between()
+            yield
         return len(replayed)
 
-    def _replay(self, model: Model, request: Pending, body: bytes, between: Between | None) -> None:
+    def _replay(self, model: Model, request: Pending, body: bytes) -> Generator[None, None, None]:
         hit("model.replaying")
         if request.kind == "forward_backward":
-            self._replay_pass(request, body, between)
+            yield from self._replay_pass(request, body)
         elif request.kind == "optim_step":
             (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
             _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
@@ -496,9 +492,9 @@ class Recovery:
             except TinsmithError as error:
                 raise LostStateError(_cannot(model, [str(error)])) from error
 
-    def _replay_pass(self, request: Pending, body: bytes, between: Between | None) -> None:
+    def _replay_pass(self, request: Pending, body: bytes) -> Generator[None, None, None]:
         try:
-            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)], between=between)
+            (outcome,) = yield from self._backend.run_passes([self._passes.read(body, request, replayed=True)])
         except UserError as error:
             outcome = error
         _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)

@@ -33,7 +33,7 @@ def main() -> int:
     assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(meeting, str)
     structlog.contextvars.bind_contextvars(rank=number)
     meet(number, world, Path(meeting), device=device)
-    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads, serve=lambda: serve(rank, link))
+    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads)
     try:
         serve(rank, link)
     except EOFError:

@@ -17,13 +17,13 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from tinsmith.backends import Capture
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.processes import Company, encode
 from tinsmith.backends.distributed.rank import Rank
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler
-from tinsmith.backends.distributed.serving import ABANDON, RESUME, AbandonedError, Outcome, carry_out
+from tinsmith.backends.distributed.serving import Outcome, carry_out
 from tinsmith.errors import RanksLostError, SettingsError, UserError
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
@@ -59,20 +59,15 @@ class Group:
     def pids(self) -> Mapping[int, int]:
         return self._company.pids
 
-    def call(
-        self, name: str, *args: object, ranks: Sequence[int] | None = None, own_args: Sequence[object] | None = None
-    ) -> dict[int, object]:
-        """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise.
-
-        `own_args` are rank 0's, where these are no plain data.
-        """
+    def call(self, name: str, *args: object, ranks: Sequence[int] | None = None) -> dict[int, object]:
+        """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise."""
         chosen = range(self.world) if ranks is None else ranks
         try:
             others = [rank for rank in chosen if rank]
             self._company.send(others, encode([name, args]))
             outcomes: dict[int, Outcome] = {}
             if 0 in chosen:
-                outcomes[0] = carry_out(self.own, name, args if own_args is None else own_args)
+                outcomes[0] = carry_out(self.own, name, args)
             patience = None if name in UNHURRIED else self._timeout_s
             for rank in others:
                 outcomes[rank] = Outcome.read(self._company.receive(rank, patience))
@@ -80,10 +75,6 @@ class Group:
         except RanksLostError as error:
             self._on_lost(str(error))
             raise
-
-    def release(self, message: bytes) -> None:
-        """The other ranks go on with the command that they are in, or abandon it."""
-        self._company.send(range(1, self.world), message)
 
     def close(self) -> None:
         self._company.close()
@@ -128,12 +119,15 @@ class ShardedBackend:
         """Of the first rank."""
         return self.own.memory_use()
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        meanwhile = between and self._meanwhile(between)
-        answers = self._call("run_passes", list(passes), between is not None, own_args=(passes, meanwhile))
-        return cast("list[PassResult | UserError]", answers[0])
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self._call("begin_passes", list(passes))
+        try:
+            while (outcomes := self._call("run_micro_batch")[0]) is None:
+                yield
+        except GeneratorExit:
+            self._call("abandon_passes")
+            raise
+        return cast("list[PassResult | UserError]", outcomes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         answers = self._call("optim_step", list(steps))
@@ -169,23 +163,8 @@ class ShardedBackend:
     def drop_version(self, version_id: str) -> None:
         self._call("drop_version", version_id)
 
-    def _meanwhile(self, between: Callable[[], None]) -> Callable[[], None]:
-        """Between micro-batches the other ranks wait for commands, until they are told to go on."""
-
-        def run() -> None:
-            try:
-                between()
-            except BaseException:
-                self._group.release(ABANDON)
-                raise
-            self._group.release(RESUME)
-
-        return run
-
 
 def _judged(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
-    # Whoever abandoned a step did so because rank 0 did: what it raised is the answer.
-    outcomes = {rank: each for rank, each in outcomes.items() if each.kind != AbandonedError.__name__}
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
         told = "; ".join(f"rank {rank}: {outcome.told}" for rank, outcome in sorted(outcomes.items()))

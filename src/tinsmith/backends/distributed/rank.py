@@ -7,12 +7,13 @@ lists the commands; those that return something return plain values.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
 
+from tinsmith.backends import MicroBatches
 from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.model import PartedBase, load_base
 from tinsmith.backends.distributed.ranks import Ranks
@@ -28,8 +29,8 @@ from tinsmith.types import LoraSpec, ModelShape, OptimStep, Partial, Pass, PassR
 
 COMMANDS = frozenset(
     {
-        "join", "load", "assemble", "create_model", "unload_model", "load_model", "run_passes", "optim_step", "publish",
-        "load_version", "drop_version", "submit", "cancel", "step", "digest",
+        "join", "load", "assemble", "create_model", "unload_model", "load_model", "begin_passes", "run_micro_batch",
+        "abandon_passes", "optim_step", "publish", "load_version", "drop_version", "submit", "cancel", "step", "digest",
     }
 )  # fmt: skip
 """What a message may name."""
@@ -72,17 +73,13 @@ class RankBackend(TorchBackend):
 
 
 class Rank:
-    """`serve` takes commands until rank 0 says that its own step goes on; rank 0 has none to take."""
-
-    def __init__(
-        self, rank: int, *, device: str, timeout_s: float, threads: int, serve: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, rank: int, *, device: str, timeout_s: float, threads: int) -> None:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
-        self._serve = serve
         self._ranks: Ranks | None = None
         self._loaded: RankBackend | None = None
+        self._passes: MicroBatches | None = None
         if device == "cpu":
             # As many on every rank: sums that threads share are added in another order by more or fewer.
             torch.set_num_threads(threads)
@@ -118,10 +115,22 @@ class Rank:
         flat_P = self.backend.flat_of(model_id).cpu().numpy()
         return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
 
-    def run_passes(self, passes: Sequence[Pass], between: Callable[[], None] | bool) -> list[PassResult | UserError]:
-        """`between` is rank 0's own, for the others whether there is any: they then do what rank 0 wants meanwhile."""
-        meanwhile = between if callable(between) else self._serve if between else None
-        return self.backend.run_passes(passes, between=meanwhile)
+    def begin_passes(self, passes: Sequence[Pass]) -> None:
+        """Prepare a step, which runs micro-batch by micro-batch."""
+        self._passes = self.backend.run_passes(passes)
+
+    def run_micro_batch(self) -> list[PassResult | UserError] | None:
+        """Run as far as the next pause, or to the end: then the outcome of each pass."""
+        assert self._passes is not None
+        try:
+            next(self._passes)
+        except StopIteration as end:
+            return end.value
+        return None
+
+    def abandon_passes(self) -> None:
+        assert self._passes is not None
+        self._passes.close()
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         return self.backend.optim_step(steps)

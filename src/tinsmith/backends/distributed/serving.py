@@ -14,20 +14,13 @@ from tinsmith.errors import EngineFailedError, RanksLostError, TinsmithError
 
 log = structlog.get_logger()
 
-RESUME, ABANDON = encode(["resume", []]), encode(["abandon", []])
-"""Between micro-batches: the other ranks go on with their step, or drop it as rank 0 does."""
-
 COMPARED = frozenset({"optim_step", "digest"})
 """Commands after which all ranks must have come to the same: a norm that differs in its last bit tells of adapters that
 differ.
 """
 
-SILENT = frozenset({"run_passes"})
+SILENT = frozenset({"run_micro_batch"})
 """Commands whose results every rank has, and rank 0 needs from none: they are large."""
-
-
-class AbandonedError(Exception):
-    """Rank 0 has dropped the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +61,11 @@ def carry_out(rank: Rank, name: str, args: Sequence[object]) -> Outcome:
 
 
 def serve(rank: Rank, link: Link) -> None:
-    """Carry out commands until the next is to resume. Raises AbandonedError if it is to abandon."""
-    while (message := link.receive()) != RESUME:
-        if message == ABANDON:
-            raise AbandonedError
-        name, args = cast("tuple[str, list[object]]", decode(message))
+    """Carry out commands until the stream ends (EOFError)."""
+    while True:
+        name, args = cast("tuple[str, list[object]]", decode(link.receive()))
         outcome = carry_out(rank, name, args)
-        if not isinstance(outcome.error, TinsmithError | MemoryError | AbandonedError | None):
+        if not isinstance(outcome.error, TinsmithError | MemoryError | None):
             log.error("a rank failed", command=name, exc_info=outcome.error)
         if name in SILENT and outcome.error is None:
             outcome = Outcome("done")

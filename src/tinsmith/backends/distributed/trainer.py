@@ -8,7 +8,7 @@ numbers. What is not the same by itself is agreed upon: memory that ran out, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -56,8 +56,7 @@ class RankedTrainer(Trainer):
         batches: Sequence[tuple[MicroBatch, bool]],
         objectives: Sequence[Objective],
         jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
+    ) -> Generator[None, None, dict[int, Tensor]]:
         adapters = _trained(jobs)
         buffers = {
             key: torch.zeros(gradient_layout(adapter).numel, device=self._base.device)
@@ -68,8 +67,8 @@ class RankedTrainer(Trainer):
             for key, adapter in adapters.items():
                 adapter.gradients = gradient_layout(adapter).views(buffers[key])
             for number, (batch, train) in enumerate(batches):
-                if number and between is not None:
-                    between()
+                if number:
+                    yield
                 if shortage is None:
                     shortage = self._try(batch, objectives, jobs, train=train)
         finally:

@@ -8,13 +8,13 @@ the old one keeps it. Called from one thread. Knows no SQL and no HTTP.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.backends import Capture
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
@@ -37,7 +37,7 @@ from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler
@@ -225,10 +225,8 @@ class TorchBackend:
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        return self._trainer.run(passes, self._models, between)
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        return self._trainer.run(passes, self._models)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         results: list[dict[str, float] | UserError] = [UserError()] * len(steps)

@@ -9,7 +9,7 @@ is tried when the backend is made (`samplers.deterministic`) and by the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,13 +51,12 @@ class DeterministicTrainer(Trainer):
         batches: Sequence[tuple[MicroBatch, bool]],
         objectives: Sequence[Objective],
         jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
+    ) -> Generator[None, None, dict[int, Tensor]]:
         totals: dict[int, Tensor] = {}
         for number, (batch, train) in enumerate(batches):
-            if number and between is not None:
-                between()
-            own = super()._run_all([(batch, train)], objectives, jobs, None)
+            if number:
+                yield
+            own = yield from super()._run_all([(batch, train)], objectives, jobs)
             for key, gradient_P in own.items():
                 if key not in totals:
                     totals[key] = _accumulated(batch, jobs)

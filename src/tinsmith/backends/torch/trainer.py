@@ -16,7 +16,7 @@ is dropped, and what else wanted that adapter runs again without the failed pass
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tinsmith import losses
+from tinsmith.backends import MicroBatches
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
@@ -65,12 +66,7 @@ class Trainer:
         self._head = Head(base, chunk_rows)
         self.memory: StepMemory | None = None
 
-    def run(
-        self,
-        passes: Sequence[Pass],
-        models: Mapping[str, Trained],
-        between: Callable[[], None] | None = None,
-    ) -> list[PassResult | UserError]:
+    def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
         # Blocks of gradients last from step to step for nobody: who is not done with a row gets it to keep.
         for trained in models.values():
             trained.keep_own_gradient()
@@ -80,7 +76,8 @@ class Trainer:
             self._running = None
             try:
                 with memory_errors(self._base.device):
-                    results = dict(zip(left, self._run([passes[i] for i in left], models, between), strict=True))
+                    outcomes = yield from self._run([passes[index] for index in left], models)
+                    results = dict(zip(left, outcomes, strict=True))
             except MemoryError as error:
                 if self._running is None:
                     raise  # not for want of smaller micro-batches
@@ -112,12 +109,7 @@ class Trainer:
         if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
-    def _run(
-        self,
-        passes: Sequence[Pass],
-        models: Mapping[str, Trained],
-        between: Callable[[], None] | None,
-    ) -> list[PassResult | UserError]:
+    def _run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
         jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
         good = [job for job in jobs if isinstance(job, Job)]
         train, score = [], []
@@ -127,7 +119,7 @@ class Trainer:
         batches = [(batch, True) for batch in self._cut(train)]
         batches += [(batch, False) for batch in self._cut(score)]
         objectives = [job.objective if isinstance(job, Job) else Objective("", {}) for job in jobs]
-        buffers = self._run_all(batches, objectives, jobs, between)
+        buffers = yield from self._run_all(batches, objectives, jobs)
         results = [_result(job) if isinstance(job, Job) else job for job in jobs]
         spoiled = {
             id(job.trained.adapter)
@@ -143,7 +135,8 @@ class Trainer:
             and id(job.trained.adapter) in spoiled
         ]
         if again:
-            for index, result in zip(again, self.run([passes[i] for i in again], models, between), strict=True):
+            outcomes = yield from self.run([passes[index] for index in again], models)
+            for index, result in zip(again, outcomes, strict=True):
                 results[index] = result
         trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
         for key, buffer_P in buffers.items():
@@ -178,8 +171,7 @@ class Trainer:
         batches: Sequence[tuple[MicroBatch, bool]],
         objectives: Sequence[Objective],
         jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
+    ) -> Generator[None, None, dict[int, Tensor]]:
         """The gradients of this step by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
         # What is to blame if the budget has no room for it.
@@ -193,8 +185,8 @@ class Trainer:
                 for key, adapter in adapters.items():
                     adapter.gradients = gathered[key]
                 for number, (batch, train) in enumerate(batches):
-                    if number and between is not None:
-                        between()
+                    if number:
+                        yield
                     self._running = batch
                     self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
                 self._running = None
