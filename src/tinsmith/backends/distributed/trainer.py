@@ -20,7 +20,7 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import gradient_layout, whole_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trainer import Job, Trainer
@@ -54,7 +54,7 @@ class RankedTrainer(Trainer):
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
+        specs: Mapping[int, LossSpec],
         jobs: Sequence[Job | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         adapters = _trained(jobs)
@@ -70,7 +70,7 @@ class RankedTrainer(Trainer):
                 if number:
                     yield
                 if shortage is None:
-                    shortage = self._try(batch, objectives, jobs, train=train)
+                    shortage = self._try(batch, specs, jobs, train=train)
         finally:
             for adapter in adapters.values():
                 adapter.gradients = None
@@ -80,12 +80,12 @@ class RankedTrainer(Trainer):
         return {key: self._ranks.sum_all(whole_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
 
     def _try(
-        self, batch: MicroBatch, objectives: Sequence[Objective], jobs: Sequence[Job | UserError], *, train: bool
+        self, batch: MicroBatch, specs: Mapping[int, LossSpec], jobs: Sequence[Job | UserError], *, train: bool
     ) -> _Shortage | None:
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
-                    self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), jobs)
                 elif self._ranks.degrees.shard_base:
                     assert isinstance(self._base, PartedBase)
                     self._base.idle(train=train)
@@ -129,7 +129,7 @@ class RankedTrainer(Trainer):
 
     def _finish_custom(self, jobs: Sequence[Job | UserError]) -> None:
         """Whether a custom loss fails may hang on one rank's clock: the first that knows of a failure is believed."""
-        runs = [(job, job.objective.custom) for job in jobs if isinstance(job, Job) and job.objective.custom]
+        runs = [(job, job.spec.custom) for job in jobs if isinstance(job, Job) and job.spec.custom]
         if not runs:
             return
         failures = []
@@ -147,9 +147,9 @@ class _RankedHead(Head):
         super().__init__(base, chunk_rows)
         self._ranks = ranks
 
-    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]) -> F32:
-        weight_P = super()._weights(batch, hidden_TD, objectives)
-        if not any(objectives[example.pass_index].custom is not None for example in batch.examples):
+    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
+        weight_P = super()._weights(batch, hidden_TD, specs)
+        if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
         # Which rows are differentiated hangs on them.
         return self._ranks.first_of_tensor(self._device(weight_P)).cpu().numpy()

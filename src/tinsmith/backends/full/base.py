@@ -52,7 +52,7 @@ from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
 from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora_ops import Routing, Run, Segment, Stretch
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
@@ -333,10 +333,10 @@ class FullTrainer(Trainer):
     def _gradients(self, adapters: Sequence[Adapter]) -> list[FullGradients]:
         return [FullGradients(weights) for weights in adapters if isinstance(weights, FullWeights)]
 
-    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter
         assert isinstance(weights, FullWeights)
         self._base.bind(weights)
         gradients = weights.gradients if train else None
         with nullcontext() if gradients is None else self._base.training(dict(gradients)):  # pyright: ignore[reportArgumentType]
-            return super()._run_one(batch, objectives, train=train)
+            return super()._run_one(batch, specs, train=train)

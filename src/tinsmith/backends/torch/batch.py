@@ -95,6 +95,10 @@ class MicroBatch:
     def pass_P(self) -> I64:
         return np.array([example.pass_index for example in self.examples])[self.example_P]
 
+    def of_pairs(self, flags: Sequence[bool]) -> npt.NDArray[np.bool_]:
+        """[P] The flag of each pair's example."""
+        return np.array(flags, np.bool_)[self.example_P]
+
     def column_P(self, name: str) -> F32:
         return np.concatenate([example.columns[name] for example in self.examples])
 

@@ -9,13 +9,13 @@ is tried when the backend is made (`samplers.deterministic`) and by the tests.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.batch import Example, MicroBatch
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Job, Trainer
@@ -49,14 +49,14 @@ class DeterministicTrainer(Trainer):
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
+        specs: Mapping[int, LossSpec],
         jobs: Sequence[Job | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         totals: dict[int, Tensor] = {}
         for number, (batch, train) in enumerate(batches):
             if number:
                 yield
-            own = yield from super()._run_all([(batch, train)], objectives, jobs)
+            own = yield from super()._run_all([(batch, train)], specs, jobs)
             for key, gradient_P in own.items():
                 if key not in totals:
                     totals[key] = _accumulated(batch, jobs)
@@ -74,7 +74,7 @@ class _EvenHead(Head):
     """Scores all rows in chunks of their own, so that what is differentiated changes no log probability."""
 
     def differentiate(
-        self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]
+        self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]
     ) -> tuple[Tensor, Tensor]:
-        _, grad_TD = super().differentiate(batch, hidden_TD, objectives)
+        _, grad_TD = super().differentiate(batch, hidden_TD, specs)
         return self.score(batch, hidden_TD), grad_TD

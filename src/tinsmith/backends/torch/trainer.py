@@ -31,7 +31,7 @@ from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.loss import Head, Objective, measure
+from tinsmith.backends.torch.loss import Head, LossSpec, measure
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.step_memory import StepMemory
@@ -50,7 +50,7 @@ log = structlog.get_logger()
 class Job:
     """A checked pass. `logprobs` fills up as micro-batches finish."""
 
-    objective: Objective
+    spec: LossSpec
     examples: list[Example]
     logprobs: list[F32 | None]
     trained: Trained | None  # None for forward-only
@@ -118,8 +118,8 @@ class Trainer:
                 (train if job.trained is not None and example.has_weight else score).append(example)
         batches = [(batch, True) for batch in self._cut(train)]
         batches += [(batch, False) for batch in self._cut(score)]
-        objectives = [job.objective if isinstance(job, Job) else Objective("", {}) for job in jobs]
-        buffers = yield from self._run_all(batches, objectives, jobs)
+        specs = {index: job.spec for index, job in enumerate(jobs) if isinstance(job, Job)}
+        buffers = yield from self._run_all(batches, specs, jobs)
         results = [_result(job) if isinstance(job, Job) else job for job in jobs]
         spoiled = {
             id(job.trained.adapter)
@@ -160,7 +160,7 @@ class Trainer:
         except UserError as error:
             return error
         return Job(
-            Objective(pass_.loss_fn, losses.resolve_config(pass_), custom),
+            LossSpec(losses.LOSSES[pass_.loss_fn], losses.resolve_config(pass_), custom),
             examples_of(pass_, index, trained.adapter),
             [None] * len(pass_.data),
             None if pass_.forward_only else trained,
@@ -169,7 +169,7 @@ class Trainer:
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
+        specs: Mapping[int, LossSpec],
         jobs: Sequence[Job | UserError],
     ) -> Generator[None, None, dict[int, Tensor]]:
         """The gradients of this step by id(adapter)."""
@@ -188,7 +188,7 @@ class Trainer:
                     if number:
                         yield
                     self._running = batch
-                    self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), jobs)
                 self._running = None
             finally:
                 for adapter in adapters.values():
@@ -205,12 +205,12 @@ class Trainer:
             else self.memory.claimed(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
         )
 
-    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
         hidden_TD = self._hidden(batch, train=train)
         if not train:
             return self._head.score(batch, hidden_TD).cpu().numpy()
-        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), objectives)
+        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
         # Without a grad_fn no adapter below the unembedding takes part: there is nothing to go back through.
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
@@ -246,10 +246,10 @@ def _custom_run(pass_: Pass) -> CustomRun | None:
 
 def _result(job: Job) -> PassResult | UserError:
     logprobs = [array for array in job.logprobs if array is not None]
-    if job.objective.custom is None:
-        metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
+    if job.spec.custom is None:
+        metrics = measure(job.spec, job.examples, logprobs)
         return PassResult(tuple(logprobs), metrics, _elementwise(job, logprobs))
-    outcome = job.objective.custom.finish(logprobs)
+    outcome = job.spec.custom.finish(logprobs)
     if isinstance(outcome, UserError):
         return outcome
     num_tokens = float(sum(example.num_tokens for example in job.examples))
@@ -257,7 +257,7 @@ def _result(job: Job) -> PassResult | UserError:
 
 
 def _elementwise(job: Job, logprobs: Sequence[F32]) -> tuple[F32, ...]:
-    if job.objective.loss_fn != "cross_entropy":
+    if not job.spec.loss.elementwise:
         return ()
     return tuple(
         losses.elementwise_cross_entropy(example.columns["weight"].reshape(example.target_shape), array)
