@@ -10,7 +10,7 @@ import torch
 
 from support import tiny_models
 from tinsmith.backends import run_to_end
-from tinsmith.backends.torch import TorchBackend, dimuon
+from tinsmith.backends.torch import TorchBackend, optim
 from tinsmith.backends.torch.trainer import GROW_AFTER, Trainer
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -136,7 +136,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
         accumulate(backend, name)
     before = [state(backend, name) for name in "ad"]
     steps = [OptimStep("oa", "a", FAMILIES["adamw"]), OptimStep("od", "d", FAMILIES["dimuon"])]
-    orthogonalise, calls = dimuon.orthogonalise, []
+    orthogonalise, calls = optim.orthogonalise, []
 
     def fail(matrices: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -144,7 +144,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
             raise OUT_OF_MEMORY[0]
         return orthogonalise(matrices)
 
-    monkeypatch.setattr(dimuon, "orthogonalise", fail)
+    monkeypatch.setattr(optim, "orthogonalise", fail)
     with pytest.raises(MemoryError, match="GiB free"):
         backend.optim_step(steps)
     assert all(same(state(backend, name), old) for name, old in zip("ad", before, strict=True))

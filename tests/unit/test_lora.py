@@ -308,10 +308,10 @@ def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone() -> None:
     ("params", "message"),
     [
         (AdamParams(float("inf")), "learning_rate is inf"),
-        (AdamParams(-1.0), "learning_rate is -1.0; it must be finite and not negative"),
-        (AdamParams(beta1=1.0), "beta1 is 1.0; it must be at least 0 and less than 1"),
+        (AdamParams(-1.0), "learning_rate is -1.0; it must be finite and at least 0"),
+        (AdamParams(beta1=1.0), "beta1 is 1.0; it must be at least 0 and below 1"),
         (AdamParams(beta2=float("nan")), "beta2 is nan"),
-        (AdamParams(eps=0.0), "eps is 0.0; it must be finite and greater than 0"),
+        (AdamParams(eps=0.0), "eps is 0.0; it must be finite and above 0"),
         (AdamParams(weight_decay=-0.1), "weight_decay is -0.1"),
         (AdamParams(grad_clip_norm=float("nan")), "grad_clip_norm is nan"),
     ],

@@ -13,8 +13,7 @@ import numpy as np
 from tinsmith.errors import UserError
 from tinsmith.losses import check_csr
 from tinsmith.types import (
-    AdamParams,
-    DimuonParams,
+    OPTIMIZERS,
     LoraSpec,
     ModelShape,
     OptimParams,
@@ -161,35 +160,12 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
 def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
     """Raise UserError unless these are good parameters for a model of this optimizer family."""
     if params.family != optimizer_type:
-        wanted = "adam_params" if optimizer_type == "adamw" else f"optimizer_params of type {optimizer_type!r}"
         raise UserError(
             f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
-            f"{params.family!r}; send {wanted}"
+            f"{params.family!r}; send {OPTIMIZERS[optimizer_type].wire_field}"
         )
-    if isinstance(params, AdamParams):
-        _check_adam(params)
-    else:
-        _check_dimuon(params)
-
-
-def _check_dimuon(params: DimuonParams) -> None:
-    _check_number("optimizer_params.learning_rate", params.learning_rate, low=0.0)
-    if not math.isfinite(params.grad_clip_norm):
-        raise UserError(f"optimizer_params.grad_clip_norm is {params.grad_clip_norm}; it must be finite")
-    if not 0.0 <= params.beta1 < 1.0:
-        raise UserError(f"optimizer_params.beta1 is {params.beta1}; it must be at least 0 and below 1")
-
-
-def _check_adam(params: AdamParams) -> None:
-    _check_number("adam_params.learning_rate", params.learning_rate, low=0.0)
-    _check_number("adam_params.weight_decay", params.weight_decay, low=0.0)
-    _check_number("adam_params.grad_clip_norm", params.grad_clip_norm, low=0.0)
-    for name, beta in (("beta1", params.beta1), ("beta2", params.beta2)):
-        if not 0.0 <= beta < 1.0:
-            raise UserError(f"adam_params.{name} is {beta}; it must be at least 0 and below 1")
-    if not (math.isfinite(params.eps) and params.eps > 0.0):
-        # A zero gradient would otherwise be divided by zero.
-        raise UserError(f"adam_params.eps is {params.eps}; it must be finite and above 0")
+    if problem := params.problem():
+        raise UserError(problem)
 
 
 def check_lora(lora: LoraSpec) -> None:

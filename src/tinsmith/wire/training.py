@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, fields
 from typing import Annotated
 
 import numpy as np
@@ -20,11 +21,11 @@ from tinsmith.types import (
     F32,
     I32,
     I64,
+    OPTIMIZERS,
     AdamParams,
     Array,
     Datum,
     DatumSpans,
-    DimuonParams,
     OptimParams,
     OptimStep,
     Pass,
@@ -45,8 +46,6 @@ MAX_TENSORS = 64
 MAX_DIMENSIONS = 8
 MAX_CELLS = 2**48
 """Product of an empty array's other sizes; numpy must be able to count them in bytes."""
-ADAM_FIELDS = frozenset(("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"))
-DIMUON_FIELDS = frozenset(("learning_rate", "beta1", "grad_clip_norm"))
 
 _WIRE_DTYPES: dict[int, np.dtype[np.generic]] = {
     pb.DTYPE_FLOAT32: np.dtype("<f4"),
@@ -232,7 +231,7 @@ class AdamParamsBody(ClosedBody):
 class OptimParamsBody(ClosedBody):
     """The parameters of any family; what a family has no use for is refused with its name."""
 
-    type: Annotated[str, OneOf(("adamw", "dimuon"))]
+    type: Annotated[str, OneOf(tuple(OPTIMIZERS))]
     learning_rate: float | None = None
     beta1: float | None = None
     beta2: float | None = None
@@ -260,25 +259,20 @@ def _optim_params(request: OptimStepRequest) -> OptimParams:
     adam, other = request.adam_params, request.optimizer_params
     if adam is not None and other is not None:
         raise UserError("adam_params and optimizer_params are both there; send those of the model's optimizer")
-    if other is not None and other.type == "dimuon":
-        return _dimuon_params(other)
-    if adam is None and other is None:
+    if adam is not None:
+        return AdamParams(**{field.name: getattr(adam, field.name) for field in fields(AdamParams)})
+    if other is None:
         raise UserError("adam_params is missing (optimizer_params, if the model was created with another optimizer)")
-    given = adam or other
-    return AdamParams(**{name: value for name in ADAM_FIELDS if (value := getattr(given, name)) is not None})
-
-
-def _dimuon_params(given: OptimParamsBody) -> DimuonParams:
-    for name in sorted(ADAM_FIELDS - DIMUON_FIELDS):
-        if getattr(given, name):
+    kind = OPTIMIZERS[other.type]
+    known = {field.name for field in fields(kind)}
+    for name in sorted(OptimParamsBody.model_fields.keys() - known - {"type"}):
+        if getattr(other, name):
             raise UserError(
                 f"optimizer_params.{name} is not supported by this server; leave it out (known here: "
-                f"{', '.join(sorted(DIMUON_FIELDS | {'type'}))})"
+                f"{', '.join(sorted(known | {'type'}))})"
             )
-    if given.learning_rate is None:
-        raise UserError("optimizer_params.learning_rate is missing")
-    return DimuonParams(
-        learning_rate=given.learning_rate,
-        beta1=0.9 if given.beta1 is None else given.beta1,
-        grad_clip_norm=given.grad_clip_norm or 0.0,
-    )
+    given = {name: value for name in known if (value := getattr(other, name)) is not None}
+    for field in fields(kind):
+        if field.default is MISSING and field.name not in given:
+            raise UserError(f"optimizer_params.{field.name} is missing")
+    return kind(**given)

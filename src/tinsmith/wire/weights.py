@@ -6,14 +6,13 @@ request is admitted, and not where a stored one is read again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import LoraSpec
+from tinsmith.types import OPTIMIZERS, LoraSpec
 from tinsmith.wire.fields import (
     MAX_TEXT,
     ClosedBody,
@@ -39,9 +38,6 @@ GRANTED_BY = "granted_by"
 MIN_RANK, MAX_RANK = 1, 256
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
-OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
-"""The optimizer families, each with the one version of it that there is."""
-
 Ttl = Annotated[Integer, bounds(MIN_TTL_S, MAX_TTL_S)]
 """Seconds that a checkpoint is kept."""
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
@@ -53,7 +49,7 @@ class OptimizerConfigBody(ClosedBody):
 
     @model_validator(mode="after")
     def _check_version(self) -> OptimizerConfigBody:
-        only = OPTIMIZERS[self.type].get("version")
+        only = OPTIMIZERS[self.type].version
         if only is None and self.version:
             raise UserError("optimizer_config.version is not supported by this server; leave it out (known here: type)")
         if only is not None and self.version not in (None, only):
@@ -164,4 +160,5 @@ def read_load(body: bytes) -> LoadWeights:
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
     """As answers name it."""
-    return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}
+    version = OPTIMIZERS[optimizer_type].version
+    return {"type": optimizer_type, **({} if version is None else {"version": version})}

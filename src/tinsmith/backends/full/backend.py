@@ -13,9 +13,10 @@ from typing import cast
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
 from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.optim import check_family
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.types import LoraSpec, ModelShape
+from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape
 
 
 class FullBackend(TorchBackend):
@@ -84,5 +85,5 @@ class FullBackend(TorchBackend):
                 f"this is an adapter of rank {spec.rank}, and this server trains all weights (backend 'full'); "
                 "load it where adapters are trained"
             )
-        if optimizer_type != "adamw":
+        if OPTIMIZERS[check_family(optimizer_type)].for_lora_only:
             raise UserError(f"optimizer_config.type is {optimizer_type!r}; all weights are trained by 'adamw' only")

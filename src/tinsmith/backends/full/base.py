@@ -54,13 +54,12 @@ from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora_ops import Routing, Run, Segment, Stretch
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.samplers.local.request import Sequence as Running
-from tinsmith.types import F32, LoraSpec, ModelShape, SampleResult
+from tinsmith.types import F32, OPTIMIZERS, LoraSpec, ModelShape, SampleResult
 
 FULL = LoraSpec(rank=0)
 """What such a model is created with: no adapter has this rank."""
@@ -234,7 +233,7 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
 
 def save_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
     """The optimizer's state."""
-    names = MOMENTS[trained.optimizer_type]
+    names = OPTIMIZERS[trained.optimizer_type].state
     moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
     tensors = {"step": trained.step.cpu()}
     for moment, flat_P in zip(names, moments, strict=True):
@@ -256,7 +255,9 @@ def load_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
     tensors = read_tensors(path)
     if "step" not in tensors or tensors["step"].numel() != 1:
         raise UserError(f"{path.name} does not say at which step the optimizer is")
-    trained.moments = tuple(_flat(layout, tensors, kind, path, device) for kind in MOMENTS[trained.optimizer_type])
+    trained.moments = tuple(
+        _flat(layout, tensors, kind, path, device) for kind in OPTIMIZERS[trained.optimizer_type].state
+    )
     trained.step = tensors["step"].to(device)
     gradient = directory / GRADIENT_FILE
     if gradient.is_file():

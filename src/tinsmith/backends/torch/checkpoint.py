@@ -33,10 +33,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target
-from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
-from tinsmith.types import LORA_ALPHA
+from tinsmith.types import LORA_ALPHA, OPTIMIZERS
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 RANK_KEY = "experts.gate_up_proj"
@@ -240,7 +239,7 @@ def save_adapter(
 
 def save_optimizer(trained: Trained, directory: Path) -> None:
     layout = trained.adapter.layout
-    names = MOMENTS[trained.optimizer_type]
+    names = OPTIMIZERS[trained.optimizer_type].state
     moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
     tensors = {"step": trained.step.cpu()}
     for moment, flat_P in zip(names, moments, strict=True):
@@ -314,12 +313,12 @@ def load_optimizer(trained: Trained, directory: Path) -> None:
     held = {name.rpartition(".")[2] for name in tensors} - {"step"}
     if "step" not in tensors or tensors["step"].numel() != 1:
         raise UserError(f"{path.name} does not say at which step the optimizer is")
-    if held != set(MOMENTS[family]):
+    if held != set(OPTIMIZERS[family].state):
         raise UserError(
             f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
-            f"({', '.join(MOMENTS[family])}); load it without the optimizer"
+            f"({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
-    trained.moments = tuple(_flat(layout, tensors, moment, path, device) for moment in MOMENTS[family])
+    trained.moments = tuple(_flat(layout, tensors, moment, path, device) for moment in OPTIMIZERS[family].state)
     trained.step = tensors["step"].to(device)
 
 
