@@ -125,7 +125,7 @@ def test_what_a_model_takes_is_what_it_takes_once_it_is_trained(backend: TorchBa
     accumulate(backend, "m")
     step(backend, "m", FAMILIES["adamw"])
     assert backend.model_bytes("m") == before == 4 * backend._models["m"].adapter.flat_P.nbytes
-    assert backend.room_bytes > before
+    assert backend.model_budget_bytes > before
 
 
 def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,7 +310,7 @@ def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused
 
     backend = open_backend(shape, recompute="off", memory_budget=fixed + needed)
     backend.create_model("m", LoraSpec(8, seed=1))
-    room = backend.room_bytes
+    room = backend.model_budget_bytes
     found, refused = run_to_end(backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))]))
     assert isinstance(found, PassResult) and isinstance(expected[0], PassResult)
     for ours, theirs in zip(found.logprobs, expected[0].logprobs, strict=True):
@@ -318,7 +318,7 @@ def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused
     assert isinstance(refused, UserError)
     assert "a sequence of 256 tokens does not fit" in str(refused) and "of the memory budget of" in str(refused)
     assert backend._ledger.use()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
-    assert backend.room_bytes < room, "others should leave"
+    assert backend.model_budget_bytes < room, "others should leave"
 
 
 def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
@@ -327,9 +327,9 @@ def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
     fixed = sum(backend._ledger.use().values())
     backend = open_backend(shape, recompute="off", memory_budget=fixed + 7 * 2**18)
     backend.create_model("m", LoraSpec(8))
-    before = backend.room_bytes
+    before = backend.model_budget_bytes
     (refused,) = run_to_end(backend.run_passes([passes_of("m", 0, (256,))]))
-    assert isinstance(refused, UserError) and backend.room_bytes < before
+    assert isinstance(refused, UserError) and backend.model_budget_bytes < before
 
 
 def test_activations_are_computed_again_before_running_samples_lose_theirs(shape: ModelShape) -> None:

@@ -70,7 +70,7 @@ class Backend(Protocol):
     def has_model(self, model_id: str) -> bool: ...
 
     @property
-    def room_bytes(self) -> int:
+    def model_budget_bytes(self) -> int:
         """What models in training may take together, as far as the backend can tell, beside everything else."""
         ...
 

@@ -57,7 +57,7 @@ class FakeBackend:
         return model_id in self._models
 
     @property
-    def room_bytes(self) -> int:
+    def model_budget_bytes(self) -> int:
         return 2**40
 
     def model_bytes(self, model_id: str) -> int:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -59,13 +60,14 @@ from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.telemetry import Records
 from tinsmith.engine.transfer import Fetcher, Handing, Peering, Places
-from tinsmith.engine.versions import SHARE_OF_ROOM
+from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
+from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import open_directories
 from tinsmith.storage.directories import claim
@@ -77,6 +79,9 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import NoTracing, Tracing, open_tracing
 from tinsmith.types import ModelShape
+
+if TYPE_CHECKING:
+    from tinsmith.samplers.remote.client import Engine as InferenceServer
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """An engine for which less than this fits is of no use."""
@@ -137,28 +142,50 @@ def _device(settings: Settings, devices: int) -> tuple[int, bool]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
 
 
-def open_backend(
-    settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str], *, trains: bool = True
-) -> Backend:
+def open_backend(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> Backend:
     """`place` names this process among others of the data directory, `options` are the backend's.
 
-    Raises SettingsError if they cannot be had together.
+    Raises SettingsError if they do not go together.
     """
+    _check_full(settings)
+    if settings.sampler == "local":
+        return registry.load(settings.resolved_backend, shape, **options)
+    from tinsmith.backends.with_remote_sampler import with_remote_sampler
+
+    engine = _inference_server(settings, place)
+    backend = registry.load(settings.resolved_backend, shape, **options)
+    return with_remote_sampler(backend, settings.sampler, engine, shape, eos_token_ids(shape))
+
+
+def open_version_holder(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> VersionHolder:
+    """The same for a process that only samples. With an external engine it holds files, and loads no torch."""
+    _check_full(settings)
+    if settings.sampler == "local":
+        return open_backend(settings, shape, place, options)
+    from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
+
+    engine = _inference_server(settings, place)
+    files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{place}-versions")
+    return only_sampling(files, settings.sampler, engine, shape, eos_token_ids(shape))
+
+
+def _check_full(settings: Settings) -> None:
     if settings.backend == "full":
         for name, usual in (("sampler", "local"), ("data_parallel", 1), ("tensor_parallel", 1), ("shard_base", False)):
             if (value := getattr(settings, name)) != usual:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
-    if settings.sampler == "local":
-        return registry.load(settings.resolved_backend, shape, **options)
+
+
+def _inference_server(settings: Settings, place: str) -> InferenceServer:
+    from tinsmith.backends.with_remote_sampler import options_of
+    from tinsmith.samplers.remote.client import Engine
+
     if settings.sampler_url and len(settings.models) > 1:
         raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
-    from tinsmith.backends.with_remote_sampler import VersionFiles, options_of, sample_elsewhere
-    from tinsmith.samplers.remote.client import Engine as InferenceServer
-
     root = settings.resolved_data_dir
     logs = root / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    engine = InferenceServer(
+    return Engine(
         directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
         log_path=logs / f"sampler-{place}.log",
         url=settings.sampler_url.rstrip("/"),
@@ -167,12 +194,6 @@ def open_backend(
         shares_device=settings.sampler_shares_device,
         most_adapters=settings.sampler_loaded_adapters,
     )
-    held = (
-        registry.load(settings.resolved_backend, shape, **options)
-        if trains
-        else VersionFiles(root / "sampler" / f"{place}-versions")
-    )
-    return sample_elsewhere(held, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
 log = structlog.get_logger()
@@ -243,10 +264,15 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
         check_fit(settings, shape)
-        trains = seat.kind != SAMPLER
-        backend = open_backend(settings, shape, place.lease.engine_id, _options(settings), trains=trains)
+        arguments = settings, shape, place.lease.engine_id, _options(settings)
+        if seat.kind == SAMPLER:
+            holder = open_version_holder(*arguments)
+            start = partial(_sampler, place, holder)
+        else:
+            holder = backend = open_backend(*arguments)
+            start = partial(_engine, place, backend)
         # Building the sampler now keeps its cost out of the first request.
-        _ = backend.sampler
+        _ = holder.sampler
     except SettingsError as error:
         engines.release(seat, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
@@ -258,7 +284,7 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
     nouns = open_nouns(database, settings, ownership, tracing)
-    engine, close = (_engine if trains else _sampler)(place, backend, nouns, database, mailbox, settings)
+    engine, close = start(nouns, database, mailbox, settings)
     database.time_use(engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
@@ -290,15 +316,15 @@ def _engine(
 
 
 def _sampler(
-    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, holder: VersionHolder, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[SamplerEngine, Callable[[], None]]:
     """The same for a dedicated sampler."""
     executors = Executors(database)
     places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, place.peer_key)
     fetcher = Fetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
-    budget_bytes = settings.sampler_version_bytes or int(SHARE_OF_ROOM * backend.room_bytes)
+    budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
     seat = place.shape.name, place.lease.engine_id
-    sampler = SamplerEngine(seat, backend, nouns, executors, mailbox, fetcher, settings, budget_bytes)
+    sampler = SamplerEngine(seat, holder, nouns, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 
 

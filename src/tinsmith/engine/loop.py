@@ -114,8 +114,10 @@ class Engine:
         self._mailbox = mailbox
         self._settings = settings
         self._queues = Queues()
-        room_bytes = settings.resident_model_bytes or backend.room_bytes
-        self._versions = Versions(backend, nouns.samplers, nouns.checkpoints, nouns.versions, room_bytes, nouns.handing)
+        budget_bytes = settings.resident_model_bytes or backend.model_budget_bytes
+        self._versions = Versions(
+            backend, nouns.samplers, nouns.checkpoints, nouns.versions, budget_bytes, nouns.handing
+        )
         self._operations = Operations(backend, nouns.checkpoints, self._versions)
         self._passes = PassReader(nouns.custom_losses)
         self._snapshots = Snapshots(

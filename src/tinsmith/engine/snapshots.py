@@ -199,13 +199,13 @@ class Loaded:
 
 class Snapshots:
     def __init__(
-        self, backend: Backend, models: Models, directories: Directories, versions: Versions, room_bytes: int
+        self, backend: Backend, models: Models, directories: Directories, versions: Versions, budget_bytes: int
     ) -> None:
         self._backend = backend
         self._models = models
         self._directories = directories
         self._versions = versions
-        self._room_bytes = room_bytes
+        self._budget_bytes = budget_bytes
         self._writer = Writer()
         self._resident: dict[str, _Resident] = {}  # the least recently used first
         self._resident_bytes = 0
@@ -376,7 +376,7 @@ class Snapshots:
     def make_room(self, busy: Collection[str]) -> None:
         """Let models beyond the room for them leave memory, none of the `busy` ones."""
         # What a backend has room for may change with what it is asked to do.
-        excess = self._resident_bytes - (self._room_bytes or self._backend.room_bytes)
+        excess = self._resident_bytes - (self._budget_bytes or self._backend.model_budget_bytes)
         if excess <= 0:
             return
         for model_id, entry in list(self._resident.items())[:-1]:  # not the one that was just used

@@ -39,7 +39,7 @@ share of the room.
 
 log = structlog.get_logger()
 
-SHARE_OF_ROOM = 0.25
+VERSIONS_SHARE = 0.25
 """Ephemeral versions may take this share of what models in training may: one that is sampled takes twice as much again,
 for copies that multiply faster.
 """
@@ -61,11 +61,11 @@ class Versions:
         samplers: SamplingSessions,
         checkpoints: Checkpoints,
         directories: Directories,
-        room_bytes: int,
+        budget_bytes: int,
         handing: Handing | None = None,
     ) -> None:
         self._backend = backend
-        self._room_bytes = SHARE_OF_ROOM * room_bytes
+        self._budget_bytes = VERSIONS_SHARE * budget_bytes
         self._samplers = samplers
         self._checkpoints = checkpoints
         self._directories = directories
@@ -132,7 +132,7 @@ class Versions:
         elif version_id in self._in_memory:
             self._in_memory[version_id] = self._in_memory.pop(version_id)
         while len(self._loaded) > LOADED_VERSIONS or (
-            len(self._loaded) > 1 and sum(self._loaded.values()) > self._room_bytes
+            len(self._loaded) > 1 and sum(self._loaded.values()) > self._budget_bytes
         ):
             oldest = next(iter(self._loaded))
             del self._loaded[oldest]
@@ -221,7 +221,7 @@ class Versions:
     def _make_room(self, but: str) -> None:
         """Move what was not used for longest, until the others fit."""
         for version_id, (model_id, _) in list(self._in_memory.items()):
-            if self._bytes_in_memory <= self._room_bytes:
+            if self._bytes_in_memory <= self._budget_bytes:
                 return
             if version_id == but:
                 continue

@@ -109,8 +109,8 @@ class ShardedBackend:
         return self.own.has_model(model_id)
 
     @property
-    def room_bytes(self) -> int:
-        return self.own.room_bytes
+    def model_budget_bytes(self) -> int:
+        return self.own.model_budget_bytes
 
     def model_bytes(self, model_id: str) -> int:
         return self.own.model_bytes(model_id)

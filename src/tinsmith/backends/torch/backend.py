@@ -215,7 +215,7 @@ class TorchBackend:
         return model_id in self._models
 
     @property
-    def room_bytes(self) -> int:
+    def model_budget_bytes(self) -> int:
         if not self._ledger.is_limited or self._trainer.memory is None:
             return self._room_bytes
         # A step that did not fit has others leave; they come back with their next request.
