@@ -32,9 +32,8 @@ from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.loss import Head, LossSpec, measure
-from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 from tinsmith.losses.graphs import MAX_SECONDS
@@ -178,7 +177,7 @@ class Trainer:
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
         # Of several adapters, matrices may stand beside each other for as long as a micro-batch takes (`sites`).
         beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
-        with self._claimed(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+        with self._memory_of(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
             self._running = None  # smaller micro-batches make no room for gradients
             gathered = dict(zip(adapters, self._gradients([*adapters.values()]), strict=True))
             try:
@@ -198,12 +197,12 @@ class Trainer:
     def _gradients(self, adapters: Sequence[Adapter]) -> Sequence[Gradients]:
         return Gradients.of([adapter.layout for adapter in adapters], self._base.device)
 
-    def _claimed(self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self.memory is None
-            else self.memory.claimed(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
-        )
+    def _memory_of(
+        self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
+    ) -> AbstractContextManager[None]:
+        if self.memory is None:
+            return nullcontext()
+        return self.memory.reserved(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
 
     def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
