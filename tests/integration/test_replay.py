@@ -38,8 +38,8 @@ class TorchBench(Bench):
         self.backend = torch_backend  # type: ignore[assignment]
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
-        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
-        self.engine = Engine(self.shape, torch_backend, nouns, self.mailbox, self.settings)
+        stores = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
+        self.engine = Engine(self.shape, torch_backend, stores, self.mailbox, self.settings)
         self.engine.start()
 
     @property

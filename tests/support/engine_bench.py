@@ -99,7 +99,7 @@ class Bench:
     def restart(self) -> None:
         """What memory held is gone, as after a kill."""
         self.backend = FlakyBackend(SHAPE)
-        nouns = Stores(
+        stores = Stores(
             self.futures,
             self.models,
             self.samplers,
@@ -110,7 +110,7 @@ class Bench:
             Ownership(self.db, BASE, ENGINE),
             Records(self.db, kept_samples=3),
         )
-        self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
+        self.engine = Engine(SHAPE, self.backend, stores, self.mailbox, self.settings)
         self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken
         self.engine.start()
 

@@ -59,7 +59,7 @@ from tinsmith.db.wakeups import WakeUps, engine_mailbox
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.telemetry import Records
-from tinsmith.engine.transfer import Fetcher, Handing, Peering, Places
+from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, VersionTransfer
 from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
@@ -283,8 +283,8 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
-    nouns = open_nouns(database, settings, ownership, tracing)
-    engine, close = start(nouns, database, mailbox, settings)
+    stores = open_stores(database, settings, ownership, tracing)
+    engine, close = start(stores, database, mailbox, settings)
     database.time_use(engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
     # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
@@ -305,30 +305,30 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
 
 
 def _engine(
-    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, backend: Backend, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[Engine, Callable[[], None]]:
     """An engine, and how to close what it has open."""
     directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
     announce = partial(place.engines.set_state, place.seat, "ready", None)
     peering = Peering(place.peer_key, settings.peer_host, directory, announce)
-    handing = Handing(Executors(database), place.shape.name, peering)
-    return Engine(place.shape, backend, replace(nouns, handing=handing), mailbox, settings), handing.close
+    transfer = VersionTransfer(Executors(database), place.shape.name, peering)
+    return Engine(place.shape, backend, replace(stores, transfer=transfer), mailbox, settings), transfer.close
 
 
 def _sampler(
-    place: _Place, holder: VersionHolder, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, holder: VersionHolder, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[SamplerEngine, Callable[[], None]]:
     """The same for a dedicated sampler."""
     executors = Executors(database)
-    places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, place.peer_key)
-    fetcher = Fetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
+    places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, place.peer_key)
+    fetcher = VersionFetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
     budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
     seat = place.shape.name, place.lease.engine_id
-    sampler = SamplerEngine(seat, holder, nouns, executors, mailbox, fetcher, settings, budget_bytes)
+    sampler = SamplerEngine(seat, holder, stores, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 
 
-def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Stores:
+def open_stores(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Stores:
     return Stores(
         futures=Futures(database),
         models=Models(database),
@@ -374,7 +374,7 @@ def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     finishes what it has begun gets nothing more.
     """
     stopping.wait()
-    engine.pardon()
+    engine.clear_journal()
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             place.engines.set_state(place.seat, "stopping")

@@ -1,14 +1,13 @@
-"""How long one turn of an engine may take: the bound that keeps one tenant's flood from holding up the others.
+"""How long one turn of an engine may take: the bound that keeps one tenant's flood from delaying the others.
 
-An engine trains and decodes in turn, and what arrives meanwhile waits. While several tenants are there, or lately were,
-a step of passes and the decoding after it together take at most `step_seconds`, as far as the prices of the last steps
-tell: a step is cut by tokens, and passes beyond it wait for the next. Where samples wait as well, each of the two has
-half of the time. A tenant that is alone decodes for as long as a step took, and its steps are ALONE times as long: a
-second tenant may come at any moment, and what a step costs besides its tokens is by then less than a hundredth of it.
+An engine trains and decodes in turn, and new requests wait meanwhile. While several tenants have work, or had some
+lately, a step of passes and the decoding after it together take at most `step_seconds`, as far as the cost model
+predicts: a step is cut by tokens, and passes beyond it wait for the next. Where samples wait as well, training and
+decoding have half of the time each. A tenant that is alone decodes for as long as a step took, and its steps are ALONE
+times as long: a second tenant may come at any moment, and what a step costs besides its tokens is by then less than a
+hundredth of it. Before the first pass no cost is known, and a step is short (COLD_TOKENS).
 
-Before the first pass there is no price. Then a step is short (COLD_TOKENS).
-
-Moments are given: no clock here. Knows no request and no device.
+The caller passes moments: no clock here. Knows no request and no device.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LATELY_S = 60.0
-"""A tenant counts as there for this long after its last work: training loops pause between their steps."""
+"""A tenant counts as active for this long after its last work: training loops pause between their steps."""
 
 COLD_TOKENS = 1024
-"""Tokens of a step before anything is known of what a token costs."""
+"""Tokens of a step before the cost of a token is known."""
 
 ALONE = 5
 """The step of a tenant that is alone is predicted to take at most this many times as long as one among several."""
@@ -45,7 +44,7 @@ class Pace:
         return self._is_shared
 
     def step_tokens(self, token_budget: int, token_s: float | None, *, samples: bool) -> int:
-        """The most tokens of the next step, within `token_budget`. `token_s` is the price of one in seconds, None if it
+        """The most tokens of the next step, within `token_budget`. `token_s` is the cost of one in seconds, None if it
         is unknown; `samples` says whether there are samples to decode as well.
         """
         if not self._step_s or token_s == 0:

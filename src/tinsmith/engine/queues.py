@@ -31,9 +31,9 @@ import structlog
 
 from tinsmith.cluster.ownership import Arrival, Ownership, preferred
 from tinsmith.db.wakeups import EVERYTHING
-from tinsmith.engine.quarantine import Suspects
+from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.scheduler import PASS_KINDS, ModelQueue
-from tinsmith.engine.telemetry import Worklog
+from tinsmith.engine.telemetry import RequestTimings
 from tinsmith.errors import GoneError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import Futures
@@ -98,7 +98,7 @@ def _left(since: float, usual_s: float, moment: float) -> float | None:
     return left if left > 0.0 else None
 
 
-class Gathering:
+class BatchingWindow:
     """Of one engine's passes."""
 
     def __init__(self) -> None:
@@ -321,21 +321,21 @@ class Arrivals:
         futures: Futures,
         models: Models,
         queues: Queues,
-        suspects: Suspects,
-        worklog: Worklog,
+        quarantine: Quarantine,
+        timings: RequestTimings,
         fail: Fail,
     ) -> None:
         self._ownership = ownership
         self._futures = futures
         self._models = models
         self._queues = queues
-        self._suspects = suspects
-        self._worklog = worklog
+        self._quarantine = quarantine
+        self._timings = timings
         self._fail = fail
         self._last_arrival = 0
         self._others: list[str] = []
         self._left_to_others: set[str] = set()
-        self._is_to_heed = False
+        self._adopts = False
 
     def fetch(self, named: Collection[str] = ()) -> None:
         """What came after the last arrival, and what a wake-up names: on Postgres, rows are not committed in order."""
@@ -373,7 +373,7 @@ class Arrivals:
 
     def _take(self, found: Sequence[Arrival]) -> None:
         wanted = [one.request.request_id for one in found if one.free and self._is_to_claim(one)]
-        self._is_to_heed |= bool(wanted)  # also where the database does not say what was claimed
+        self._adopts |= bool(wanted)  # also where the database does not say what was claimed
         claimed = self._ownership.claim(wanted) if wanted else set[str]()
         if claimed:
             hit("engine.claimed")
@@ -385,9 +385,9 @@ class Arrivals:
             for one in self._missed():
                 if not one.free:
                     self._enqueue(one.request)
-        if self._is_to_heed:
-            self._suspects.heed(self._ownership.suspects(), self._queues.known)
-            self._is_to_heed = False
+        if self._adopts:
+            self._quarantine.adopt(self._ownership.suspects(), self._queues.known)
+            self._adopts = False
 
     def _is_to_claim(self, one: Arrival) -> bool:
         if not self._others or one.request.request_id in self._left_to_others:
@@ -404,7 +404,7 @@ class Arrivals:
             lane, refusal = self._lane_of(request, request.model_id)
         if request.state == "pending":
             self._queues.known.add(request.request_id)
-            self._worklog.arrived(request)
+            self._timings.arrived(request)
         if request.kind == "sample":
             if request.state == "pending":
                 self._queues.add_sample(request)

@@ -23,12 +23,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.db.statements import Effect
-from tinsmith.engine.quarantine import Suspects
+from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import Outbox, TurnFailedError
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, SampleKeeper, Worklog
+from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleKeeper
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -76,23 +76,23 @@ class Sampling:
     def __init__(
         self,
         backend: VersionHolder,
-        nouns: Stores,
+        stores: Stores,
         prepare_version: Callable[[SamplingSession, Pending], str | None],
-        suspects: Suspects,
+        quarantine: Quarantine,
         outbox: Outbox,
         tell: Callable[[Sequence[Partial]], None],
-        worklog: Worklog,
+        timings: RequestTimings,
         meters: EngineMeters,
     ) -> None:
         self._backend = backend
-        self._nouns = nouns
+        self._stores = stores
         self._prepare_version = prepare_version
-        self._suspects = suspects
+        self._quarantine = quarantine
         self._outbox = outbox
         self._tell = tell
-        self._worklog = worklog
+        self._timings = timings
         self._meters = meters
-        self._keeper = SampleKeeper(nouns.records)
+        self._keeper = SampleKeeper(stores.records)
         self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
         self._most_inside = MAX_IN_SAMPLER
@@ -130,7 +130,7 @@ class Sampling:
 
     def admit_at_hand(self, queues: Queues) -> None:
         """Admit samples whose weights are in memory, in the middle of a training step."""
-        if not self._suspects:
+        if not self._quarantine:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
@@ -152,7 +152,7 @@ class Sampling:
         few = self._tenants_with_few()
         started = time.monotonic()
         try:
-            with self._suspects.running(list(self._inside)):
+            with self._quarantine.running(list(self._inside)):
                 finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
         except MemoryError as error:
             self._shed(str(error))
@@ -209,7 +209,7 @@ class Sampling:
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
-        self._absent = self._nouns.samplers.silent_among(sorted(sessions), absent_after_s)
+        self._absent = self._stores.samplers.silent_among(sorted(sessions), absent_after_s)
         others = sessions - self._absent
         others_wait = any(request.session_id in others for request in waiting)
         if self._absent and others and (others_wait or self._backend.sampler.cache_use().waiting_sequences):
@@ -232,7 +232,7 @@ class Sampling:
 
     def _tenants_with_few(self) -> set[str]:
         """The tenants whose sequences alone are in the next decode step; empty if all are."""
-        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._suspects:
+        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._quarantine:
             return set()
         counts: Counter[str] = Counter()
         for inside in self._inside.values():
@@ -247,7 +247,7 @@ class Sampling:
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
             return
-        bodies = self._nouns.futures.bodies([cancel.request_id for cancel in queues.cancels])
+        bodies = self._stores.futures.bodies([cancel.request_id for cancel in queues.cancels])
         settlements: list[Settlement] = []
         try:
             while queues.cancels:
@@ -264,9 +264,9 @@ class Sampling:
         name = cancelled_name(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
         gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
-        if not gone and self._nouns.ownership.forward(cancel.request_id, name):
+        if not gone and self._stores.ownership.forward(cancel.request_id, name):
             queues.known.discard(cancel.request_id)  # its sample was given to another one in between
-            self._worklog.forget([cancel.request_id])
+            self._timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
@@ -286,7 +286,7 @@ class Sampling:
             taken = [request for request in taken if self._is_at_hand(request, seen)]
         if not taken:
             return
-        bodies = self._nouns.futures.bodies([request.request_id for request in taken])
+        bodies = self._stores.futures.bodies([request.request_id for request in taken])
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
@@ -302,17 +302,17 @@ class Sampling:
         """`seen` are the sampling sessions that were looked up for others of the same turn."""
         name = request.sampling_session_id or ""
         if name not in seen:
-            seen[name] = self._nouns.samplers.find(name)
+            seen[name] = self._stores.samplers.find(name)
         return seen[name]
 
     def _next(self, queues: Queues) -> list[Pending]:
-        if self._suspects:
-            if any(self._suspects.company(request_id) for request_id in self._inside):
+        if self._quarantine:
+            if any(self._quarantine.batch_size(request_id) for request_id in self._inside):
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
-            if suspects := [request for request in waiting if self._suspects.company(request.request_id)]:
+            if quarantined := [request for request in waiting if self._quarantine.batch_size(request.request_id)]:
                 # They come first, when the sampler is still empty: nobody else is to share their fate.
-                return self._suspects.groups(suspects)[0]
+                return self._quarantine.groups(quarantined)[0]
         inside = Counter(inside.request.tenant_id for inside in self._inside.values())
         waiting = self._present(queues.waiting_samples())
         taken, self._last_tenant = take_in_turns(waiting, self._most_inside, self._last_tenant, inside)
@@ -337,13 +337,13 @@ class Sampling:
         An error of the database changes nothing.
         """
         self._inside[request.request_id] = _Inside(request)
-        self._worklog.began([request])
+        self._timings.began([request])
         try:
-            if verdict := self._suspects.verdict(request.request_id):
+            if verdict := self._quarantine.verdict(request.request_id):
                 raise verdict
             if (sampler := self._session(request, seen)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
-            with self._suspects.running([request.request_id]):
+            with self._quarantine.running([request.request_id]):
                 version_id = self._prepare_version(sampler, request)
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None

@@ -18,7 +18,7 @@ from typing import TypeVar
 import structlog
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, SQLAlchemyError, TimeoutError
 
-from tinsmith.engine.telemetry import Worklog
+from tinsmith.engine.telemetry import RequestTimings
 from tinsmith.runtime.failpoints import hit
 from tinsmith.store.futures import Futures, Settlement
 
@@ -75,13 +75,13 @@ class Outbox:
     def __init__(
         self,
         futures: Futures,
-        worklog: Worklog,
+        timings: RequestTimings,
         patience: Patience,
         committed: Callable[[Sequence[Settlement]], None],
     ) -> None:
         """`committed` is told of settlements that are in the database, once of each."""
         self._futures = futures
-        self._worklog = worklog
+        self._timings = timings
         self._patience = patience
         self._committed = committed
         self._kept: list[Settlement] = []
@@ -94,13 +94,13 @@ class Outbox:
         Raises TurnFailedError if that is impossible, or if the engine is to stop first.
         """
         hit("engine.ran")
-        batch = [*self._kept, *self._worklog.timed(settlements)]
+        batch = [*self._kept, *self._timings.timed(settlements)]
         self._guarded(lambda: self._patience.insist(lambda: self._commit(batch, applied or {})))
 
     def leave(self, settlements: Sequence[Settlement]) -> None:
         """Commit these now if the database permits it at once, else keep them. Raises TurnFailedError."""
         hit("engine.ran")
-        self._kept += self._worklog.timed(settlements)
+        self._kept += self._timings.timed(settlements)
         if time.monotonic() >= self._retry_at:
             self._guarded(self._try_once)
 

@@ -396,7 +396,7 @@ class _Entry:
     step: int | None = None
 
 
-class Worklog:
+class RequestTimings:
     def __init__(self, meters: EngineMeters, tracing: Tracing) -> None:
         self._meters = meters
         self._tracing = tracing

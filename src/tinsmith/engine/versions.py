@@ -19,7 +19,7 @@ from pathlib import Path
 import structlog
 
 from tinsmith.backends import Backend, Capture
-from tinsmith.engine.transfer import Handing
+from tinsmith.engine.transfer import VersionTransfer
 from tinsmith.errors import LostStateError, TinsmithError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.storage.directories import Directories
@@ -62,14 +62,14 @@ class Versions:
         checkpoints: Checkpoints,
         directories: Directories,
         budget_bytes: int,
-        handing: Handing | None = None,
+        transfer: VersionTransfer | None = None,
     ) -> None:
         self._backend = backend
         self._budget_bytes = VERSIONS_SHARE * budget_bytes
         self._samplers = samplers
         self._checkpoints = checkpoints
         self._directories = directories
-        self._handing = handing
+        self._transfer = transfer
         # By model, oldest first; inflight versions are not among them.
         self._ephemeral: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._in_memory: dict[str, tuple[str, int]] = {}  # of these: model and bytes, least recently used first
@@ -86,8 +86,8 @@ class Versions:
     def publish(self, model_id: str, version_id: str) -> None:
         self._backend.publish(model_id, version_id)
         hit("model.published")
-        if self._handing:
-            self._handing.offer(version_id, self._backend.capture_version)
+        if self._transfer:
+            self._transfer.offer(version_id, self._backend.capture_version)
         self._loaded.pop(version_id, None)
         if version_id == inflight_version(model_id):
             self._newer_inflight.add(version_id)
@@ -254,14 +254,14 @@ class Versions:
 
     def look_for_samplers(self) -> bool:
         """Once a second: whether what is published is to be written at once, since dedicated samplers want it."""
-        if self._handing is None:
+        if self._transfer is None:
             return False
-        self._handing.look(list(self._in_memory), self._backend.capture_version)
-        return self._handing.is_wanted
+        self._transfer.look(list(self._in_memory), self._backend.capture_version)
+        return self._transfer.is_wanted
 
     def _drop(self, version_id: str) -> None:
-        if self._handing:
-            self._handing.withdraw(version_id)
+        if self._transfer:
+            self._transfer.withdraw(version_id)
         self._backend.drop_version(version_id)
         self._written.discard(version_id)
         self._newer_inflight.discard(version_id)

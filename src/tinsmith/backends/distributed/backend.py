@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.distributed.degrees import Degrees
-from tinsmith.backends.distributed.processes import Company, encode
+from tinsmith.backends.distributed.processes import RankProcesses, encode
 from tinsmith.backends.distributed.rank import Rank
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler
@@ -51,33 +51,33 @@ class Group:
         self._timeout_s = timeout_s
         device = _device(device, world)
         threads = max(1, torch.get_num_threads() // world)
-        self._company = Company.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
-        meet(0, world, self._company.meeting, device=device)
+        self._others = RankProcesses.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
+        meet(0, world, self._others.meeting, device=device)
         self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
 
     @property
     def pids(self) -> Mapping[int, int]:
-        return self._company.pids
+        return self._others.pids
 
     def call(self, name: str, *args: object, ranks: Sequence[int] | None = None) -> dict[int, object]:
         """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise."""
         chosen = range(self.world) if ranks is None else ranks
         try:
             others = [rank for rank in chosen if rank]
-            self._company.send(others, encode([name, args]))
+            self._others.send(others, encode([name, args]))
             outcomes: dict[int, Outcome] = {}
             if 0 in chosen:
                 outcomes[0] = carry_out(self.own, name, args)
             patience = None if name in UNHURRIED else self._timeout_s
             for rank in others:
-                outcomes[rank] = Outcome.read(self._company.receive(rank, patience))
+                outcomes[rank] = Outcome.read(self._others.receive(rank, patience))
             return _judged(name, outcomes)
         except RanksLostError as error:
             self._on_lost(str(error))
             raise
 
     def close(self) -> None:
-        self._company.close()
+        self._others.close()
         dist.destroy_process_group()
 
 
