@@ -32,7 +32,7 @@ from support.ranked import (
     weights,
 )
 from tinsmith.backends import run_to_end
-from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_degrees
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
@@ -315,7 +315,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
 )
 def test_degrees_that_cannot_be_are_refused(given: tuple[str, str, str], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
-        Degrees.read(*given)
+        read_degrees(*given)
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -1,9 +1,9 @@
 """`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine drives.
 
-What changes a rank's state is a command that every rank carries out in the same order; what only reads it (a capture,
-a checkpoint) is rank 0's own affair, since adapters and optimizer states are whole on every rank. Each command is
-answered, and answers are compared: ranks that disagree, one that has ended, or one that says nothing for
-`timeout_s`, end the engine (`on_lost`), and its successor goes on from the log. Called from one thread.
+What changes a rank's state is a command that every rank carries out in the same order; a capture or a checkpoint only
+reads, and rank 0 makes it alone, since adapters and optimizer states are whole on every rank. Each command is answered,
+and answers are compared. Ranks that disagree, a rank that has ended, or one that does not answer for `timeout_s` end
+the engine (`on_lost`), and its successor replays the log. Called from one thread.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ import torch
 import torch.distributed as dist
 
 from tinsmith.backends import Capture, MicroBatches
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.processes import RankProcesses, encode
-from tinsmith.backends.distributed.rank import Rank
+from tinsmith.backends.distributed.rank import Outcome, Rank, carry_out
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler
-from tinsmith.backends.distributed.serving import Outcome, carry_out
 from tinsmith.errors import RanksLostError, SettingsError, UserError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
-UNHURRIED = frozenset({"load"})
-"""Commands that take as long as they take: reading a model from a slow disk. A rank that ends is noticed all the same.
-"""
+WITHOUT_TIMEOUT = frozenset({"load"})
+"""Commands without a time limit: reading a model from a slow disk. The end of a rank is noticed all the same."""
 
 log = structlog.get_logger()
 
 
 def end_engine(reason: str) -> None:
-    """What is lost cannot be gone on with: the supervisor starts another engine, which replays."""
-    log.error("the ranks that hold the base model are no longer whole; this engine ends", reason=reason)
+    """End this process: the supervisor starts another engine, which replays."""
+    log.error("a rank of the base model is lost; this engine ends", reason=reason)
     os._exit(1)
 
 
 class Group:
-    """This process as rank 0, and the others. Lasts longer than a backend: another may follow on the same ranks."""
+    """This process as rank 0, and the other ranks. It outlives a backend: another may follow on the same ranks."""
 
     def __init__(
         self, world: int, *, device: str, timeout_s: float, on_lost: Callable[[str], None] = end_engine
@@ -60,7 +58,7 @@ class Group:
         return self._others.pids
 
     def call(self, name: str, *args: object, ranks: Sequence[int] | None = None) -> dict[int, object]:
-        """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise."""
+        """Have ranks (all by default) carry out a command; returns each one's answer. Raises what all of them raise."""
         chosen = range(self.world) if ranks is None else ranks
         try:
             others = [rank for rank in chosen if rank]
@@ -68,10 +66,10 @@ class Group:
             outcomes: dict[int, Outcome] = {}
             if 0 in chosen:
                 outcomes[0] = carry_out(self.own, name, args)
-            patience = None if name in UNHURRIED else self._timeout_s
+            patience = None if name in WITHOUT_TIMEOUT else self._timeout_s
             for rank in others:
                 outcomes[rank] = Outcome.read(self._others.receive(rank, patience))
-            return _judged(name, outcomes)
+            return _agreed(name, outcomes)
         except RanksLostError as error:
             self._on_lost(str(error))
             raise
@@ -85,11 +83,11 @@ class ShardedBackend:
     """Options are those of the torch backend; `group` has as many ranks as the degrees ask for. `own` is rank 0's."""
 
     def __init__(self, shape: ModelShape, degrees: Degrees, group: Group, **options: str) -> None:
-        assert group.world == degrees.world
+        assert group.world == degrees.devices
         self._group = group
         self._call = group.call
         self._call("join", degrees)
-        for rank in range(degrees.world):
+        for rank in range(degrees.devices):
             self._call("load", shape, options, ranks=[rank])
         self._call("assemble")
         self.own = group.own.backend
@@ -164,17 +162,17 @@ class ShardedBackend:
         self._call("drop_version", version_id)
 
 
-def _judged(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
+def _agreed(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
-        told = "; ".join(f"rank {rank}: {outcome.told}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks differ over {name}: {told}")
+        described = "; ".join(f"rank {rank}: {outcome.described}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks differ over {name}: {described}")
     first = outcomes[min(outcomes)]
     if first.error is not None:
         raise first.error
     if len({outcome.digest for outcome in outcomes.values()}) > 1:
-        told = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks have come to different results of {name}: {told}")
+        digests = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks have come to different results of {name}: {digests}")
     return {rank: outcome.value for rank, outcome in outcomes.items()}
 
 

@@ -29,8 +29,8 @@ import msgpack
 import numpy as np
 
 from tinsmith import errors, types
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.errors import RanksLostError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 
 TUPLE, ARRAY, VALUE, ERROR, ELLIPSIS, INTEGER = range(1, 7)

@@ -1,9 +1,9 @@
-"""A step that ranks share: each data rank runs its sequences, and all of them end with the same gradients.
+"""A packed step over ranks: each data rank runs its share of the sequences, and all ranks end with the same gradients.
 
-Every rank is given all passes and decides alike. Sequences go to data ranks by length, the longest first, so that all
-have about as many tokens; a rank that has fewer micro-batches than another, or none, still takes part in what is
-everyone's. Losses are sums, so gradients are summed, in float32, once per step; log probabilities of others come as
-numbers. What is not the same by itself is agreed upon: memory that ran out, and why a custom loss failed.
+Every rank is given all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
+so that all have about as many tokens; a rank that has fewer micro-batches than another still takes part in collectives.
+Losses are sums, so gradients are summed, in float32, once per step; log probabilities of other ranks are exchanged.
+What may differ between ranks is agreed upon: memory that ran out, and why a custom loss failed.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import cast
 
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, checkpoint
 from tinsmith.backends.torch.optim import check_family
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
@@ -60,7 +60,8 @@ class FullBackend(TorchBackend):
         weights = base.load_weights(self._base.layout, directory, self._base.device)
         trained = Trained(weights, optimizer_type=optimizer_type)
         if optimizer:
-            base.load_state(trained, self._base.layout, directory)
+            checkpoint.load_optimizer(trained, directory, base.flat)
+            checkpoint.load_gradient(trained, directory, base.flat)
         self._models[model_id] = trained
 
     def load_version(self, version_id: str, directory: Path) -> None:
@@ -69,14 +70,14 @@ class FullBackend(TorchBackend):
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
-            base.save_state(trained, self._base.layout, directory)
-        base.save_gradient(trained, self._base.layout, directory)
+            checkpoint.save_optimizer(trained, directory, base.named)
+        checkpoint.save_gradient(trained, directory, base.named)
 
     def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`stacked` is for our own eyes: nobody makes a model of it."""
+        """`stacked`: for this server alone, without the files that other software needs."""
         base.save_weights(adapter, directory)
         if not stacked:
-            base.save_company(self._base, directory)
+            base.save_config_and_tokenizer(self._base, directory)
 
     @staticmethod
     def _check(spec: LoraSpec, optimizer_type: str) -> None:

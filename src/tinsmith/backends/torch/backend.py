@@ -89,11 +89,11 @@ class TorchBackend:
             if value not in ("on", "off"):
                 raise SettingsError(f"backend option {option} is {value!r}; choose 'on' or 'off'")
         if logits_chunk != "auto":
-            logits_chunk = _positive("logits_chunk", logits_chunk)
+            logits_chunk = positive("logits_chunk", logits_chunk)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
-        max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
         self._graphs = cuda_graphs == "on"
@@ -106,7 +106,7 @@ class TorchBackend:
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
-        self._room_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
+        self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
         self._memory = self._open_memory(int(memory_budget), logits_chunk)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
@@ -217,7 +217,7 @@ class TorchBackend:
     @property
     def model_budget_bytes(self) -> int:
         if not self._memory.is_limited or self._trainer.memory is None:
-            return self._room_bytes
+            return self._model_budget_bytes
         # A step that did not fit has others leave; they come back with their next request.
         room = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
         return max(1, int(room) - self._trainer.memory.shortage_bytes)
@@ -359,7 +359,7 @@ def _seed_of(model_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(model_id.encode(), digest_size=8).digest(), "little")
 
 
-def _positive(name: str, value: int | str) -> int:
+def positive(name: str, value: int | str) -> int:
     try:
         number = int(value)
     except ValueError:
