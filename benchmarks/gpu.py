@@ -33,6 +33,7 @@ from models import make
 from peers import NEW, prompt
 from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
 from tinsmith.samplers.local.cuda_graphs import capture_for, plain
@@ -217,8 +218,8 @@ def agreement(backend: TorchBackend, sampler: LocalSampler) -> float:
         answer = answers[sample.request_id].sequences[0]
         tokens = np.concatenate([sample.prompt_T, answer.tokens_T])
         inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
-        (scored,) = backend.run_passes(
-            [Pass("r", f"m{index % 8}", (Datum(tokens[:-1], inputs),), "cross_entropy", {}, True)]
+        (scored,) = run_to_end(
+            backend.run_passes([Pass("r", f"m{index % 8}", (Datum(tokens[:-1], inputs),), "cross_entropy", {}, True)])
         )
         assert isinstance(scored, PassResult), scored
         errors.append(np.abs(scored.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))

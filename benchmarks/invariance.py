@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from models import make
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import nano, read_shape
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
@@ -98,7 +99,7 @@ class Trained:
         for step in range(STEPS):
             logprobs: list[np.ndarray] = []
             for batch in way(data, others):
-                for given, result in zip(batch, backend.run_passes(batch), strict=True):
+                for given, result in zip(batch, run_to_end(backend.run_passes(batch)), strict=True):
                     assert isinstance(result, PassResult), result
                     if given.model_id == "m":
                         logprobs += result.logprobs
@@ -203,7 +204,9 @@ def sampling_rows(backend: TorchBackend, labels: dict[str, object]) -> list[dict
 def gap_to_training(backend: TorchBackend, prompt: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
     whole = np.concatenate([prompt, tokens]).astype(np.int64)
     inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
-    (result,) = backend.run_passes([request("m", [Datum(whole[:-1].astype(np.int32), inputs)], forward_only=True)])
+    (result,) = run_to_end(
+        backend.run_passes([request("m", [Datum(whole[:-1].astype(np.int32), inputs)], forward_only=True)])
+    )
     assert isinstance(result, PassResult)
     return np.abs(result.logprobs[0][len(prompt) - 1 :] - logprobs)
 
@@ -222,7 +225,7 @@ def training_price(backend: TorchBackend, clients: int, lengths: Sequence[int]) 
         passes.append(request(f"p{client}", data))
 
     def run() -> None:
-        backend.run_passes(passes)
+        run_to_end(backend.run_passes(passes))
         backend.optim_step([OptimStep("o", f"p{client}", ADAM) for client in range(clients)])
 
     return run, clients * sum(lengths)

@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from invariance import show
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.quantization import KINDS, QuantisedLinear
 from tinsmith.base_models import nano, read_shape
-from tinsmith.base_models.nano import tasks
 from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, PassResult
 
 TASK = "pig_latin"
@@ -31,7 +31,7 @@ BATCH, HELD_OUT = 8, 32
 ADAM = AdamParams(2e-3)
 
 
-def datum_of(backend: TorchBackend, example: tasks.Example) -> Datum:
+def datum_of(backend: TorchBackend, example: nano.Example) -> Datum:
     chat = [{"role": "user", "content": example.prompt}]
     tokenizer = backend.base.tokenizer
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -44,11 +44,11 @@ def datum_of(backend: TorchBackend, example: tasks.Example) -> Datum:
 
 def data_of(backend: TorchBackend, seed: int, num: int, split: str) -> tuple[Datum, ...]:
     rng = random.Random(seed)
-    return tuple(datum_of(backend, tasks.draw(TASK, rng, split)) for _ in range(num))  # pyright: ignore[reportArgumentType]
+    return tuple(datum_of(backend, nano.draw(TASK, rng, split)) for _ in range(num))  # pyright: ignore[reportArgumentType]
 
 
 def mean_loss(backend: TorchBackend, data: tuple[Datum, ...], *, forward_only: bool) -> float:
-    (result,) = backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only)])
+    (result,) = run_to_end(backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only)]))
     assert isinstance(result, PassResult), result
     return result.metrics["loss:sum"] / sum(float(np.sum(datum.inputs["weights"])) for datum in data)
 

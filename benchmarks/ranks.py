@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from models import SIZES, make
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
@@ -92,7 +93,7 @@ def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
     for _ in range(STEPS):
         lengths = [rng.integers(4, 120, 3 + tenant) for tenant in range(TENANTS)]
         passes = passes_of(rng, shape.vocab_size, [own.tolist() for own in lengths])
-        for theirs, ours in zip(one.run_passes(passes), many.run_passes(passes), strict=True):
+        for theirs, ours in zip(run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes)), strict=True):
             assert isinstance(theirs, PassResult) and isinstance(ours, PassResult)
             pairs = zip(theirs.logprobs, ours.logprobs, strict=True)
             logprob = max(logprob, *(float(np.abs(a - b).max()) for a, b in pairs))
@@ -111,7 +112,7 @@ def agreement(one: Either, many: Either, shape: ModelShape) -> dict[str, float]:
 def seconds_of(backend: Either, passes: Sequence[Pass], threads: int) -> float:
     torch.set_num_threads(threads)
     started = time.perf_counter()
-    backend.run_passes(passes)
+    run_to_end(backend.run_passes(passes))
     backend.optim_step([OptimStep("s", each.model_id, AdamParams(1e-4)) for each in passes])
     return time.perf_counter() - started
 

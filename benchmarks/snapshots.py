@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import nano, read_shape
-from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, Job, Writer
+from tinsmith.engine.snapshots import MOST_OPTIM_STEPS, SNAPSHOT_OPTIM_STEPS, SNAPSHOT_SHARE, Writer, WriteTask
 from tinsmith.storage.directories import Directories
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass
 
@@ -74,9 +75,9 @@ class Run:
             captured = self.backend.capture("m", optimizer=True, gradient=True)
             self.captures_s.append(time.perf_counter() - started)
             self.processor_s.append(time.thread_time() - before)
-            self.writer.submit(Job(captured.num_bytes, lambda: self._write(captured.write), lambda _error: None))
+            self.writer.submit(WriteTask(captured.num_bytes, lambda: self._write(captured.write), lambda _error: None))
         for _ in range(SNAPSHOT_OPTIM_STEPS):
-            self.backend.run_passes([self.pass_])
+            run_to_end(self.backend.run_passes([self.pass_]))
             self.backend.optim_step([OptimStep("o", "m", AdamParams(1e-5))])
         took_s = time.perf_counter() - started
         if not snapshot:

@@ -206,6 +206,7 @@ def step_runner(directory: Path, dtype: str) -> Callable[[Work], Callable[[], No
 
 def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], None]:
     """A pass and an optimizer step of every client, each a model of its own whose name begins with `prefix`."""
+    from tinsmith.backends import run_to_end
     from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass
 
     passes = []
@@ -220,7 +221,7 @@ def packed_step(backend: TorchBackend, work: Work, prefix: str) -> Callable[[], 
     steps = [OptimStep(f"o{index}", each.model_id, AdamParams(LEARNING_RATE)) for index, each in enumerate(passes)]
 
     def run() -> None:
-        results = [*backend.run_passes(passes), *backend.optim_step(steps)]
+        results = [*run_to_end(backend.run_passes(passes)), *backend.optim_step(steps)]
         assert not any(isinstance(result, Exception) for result in results), results
 
     return run

@@ -259,6 +259,7 @@ def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call
     """A step of an engine's sampler; and what hands it as many prompts as run at once, for so many new tokens each."""
     import numpy as np
 
+    from tinsmith.backends import run_to_end
     from tinsmith.backends.torch import TorchBackend
     from tinsmith.base_models import read_shape
     from tinsmith.types import AdamParams, Datum, LoraSpec, OptimStep, Pass, Sample, SamplingParams
@@ -270,7 +271,7 @@ def sampling(given: argparse.Namespace, directory: Path, new: int) -> tuple[Call
         (tokens,) = sequences(Work("", 1, (PROMPT,)), index)
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(PROMPT, np.float32)}
         datum = Datum(tokens[:-1].astype(np.int32), inputs)
-        backend.run_passes([Pass("r", name, (datum,), "cross_entropy", {}, False)])
+        run_to_end(backend.run_passes([Pass("r", name, (datum,), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", name, AdamParams(LEARNING_RATE))])
         backend.publish(name, f"v{index}")
     numbers = itertools.count()

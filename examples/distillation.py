@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE = "tinsmith/nano"
 TEACHER_STEPS, STEPS, PROMPTS, RATE = 12, 10, 24, 1e-3
@@ -30,7 +30,7 @@ def taught(service: tinker.ServiceClient) -> tuple[tinker.SamplingClient, object
     tokenizer = model.get_tokenizer()
     for _ in range(TEACHER_STEPS):
         data = []
-        for example in (tasks.draw("pig_latin", rng, "train") for _ in range(32)):
+        for example in (nano.draw("pig_latin", rng, "train") for _ in range(32)):
             prompt, answer = prompt_of(tokenizer, example.prompt), tokenizer.encode(f"{example.answer}<|im_end|>")
             tokens, weights = [*prompt, *answer], [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
             arrays = {"target_tokens": np.array(tokens[1:]), "weights": np.array(weights, np.float32)}
@@ -45,7 +45,7 @@ with tinker.ServiceClient() as service:
     student = service.create_lora_training_client(BASE, rank=8, seed=2).result()
     params = types.SamplingParams(max_tokens=24, temperature=1.0)
     for step in range(STEPS):
-        questions = [tasks.draw("pig_latin", rng, "train").prompt for _ in range(PROMPTS)]
+        questions = [nano.draw("pig_latin", rng, "train").prompt for _ in range(PROMPTS)]
         prompts = [prompt_of(tokenizer, question) for question in questions]
         sampler = student.save_weights_and_get_sampling_client().result()
         samples = [

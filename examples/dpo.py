@@ -12,7 +12,7 @@ import tinker
 import torch
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE, STEPS, PAIRS, BETA, RATE = "tinsmith/nano", 8, 12, 0.1, 5e-4
 rng = random.Random(0)
@@ -39,8 +39,8 @@ def drawn(tokenizer) -> list[types.Datum]:
     """Pairs side by side: an answer, and then the hedge that nobody wants to read."""
     data: list[types.Datum] = []
     for _ in range(PAIRS):
-        example = tasks.draw("add", rng, "train")
-        data += [datum_of(tokenizer, example.prompt, text) for text in (example.answer, tasks.HEDGE)]
+        example = nano.draw("add", rng, "train")
+        data += [datum_of(tokenizer, example.prompt, text) for text in (example.answer, nano.HEDGE)]
     return data
 
 

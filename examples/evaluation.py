@@ -14,7 +14,7 @@ import sys
 import tinker
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE, EXAMPLES = "tinsmith/nano", 40
 TASKS = ("pig_latin", "add", "compare")
@@ -29,14 +29,14 @@ def prompt_of(tokenizer, question: str) -> types.ModelInput:
 def graded(sampler: tinker.SamplingClient, tokenizer, task: str) -> list[bool]:
     """Greedy answers to the same examples, whoever is asked: all are sent at once, the server packs them."""
     rng = random.Random(f"evaluation of {task}")
-    examples = [tasks.draw(task, rng, "heldout") for _ in range(EXAMPLES)]
+    examples = [nano.draw(task, rng, "heldout") for _ in range(EXAMPLES)]
     greedy = types.SamplingParams(max_tokens=32, temperature=0.0)
     futures = [
         sampler.sample(prompt_of(tokenizer, example.prompt), num_samples=1, sampling_params=greedy)
         for example in examples
     ]
     answers = [tokenizer.decode(each.result().sequences[0].tokens, skip_special_tokens=True) for each in futures]
-    return list(map(tasks.is_right, examples, answers))
+    return list(map(nano.Example.is_right, examples, answers))
 
 
 with tinker.ServiceClient() as service:

@@ -12,7 +12,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE, STEPS, EPISODES, GROUP, RATE = "tinsmith/nano", 8, 8, 6, 1e-3
 OPEN, CLOSE = "<|im_start|>assistant\n<think>\n\n</think>\n\n", "<|im_end|>\n"
@@ -23,7 +23,7 @@ rng = random.Random(0)
 class Episode:
     """One conversation as tokens. `mine` marks what the model itself said, with the logprobs that it had."""
 
-    example: tasks.Example
+    example: nano.Example
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mine: list[bool] = field(default_factory=list)
@@ -66,7 +66,7 @@ def play(sampler: tinker.SamplingClient, tokenizer, episodes: list[Episode]) -> 
         for episode, future in zip(running, futures, strict=True):
             sequence = future.result().sequences[0]
             episode.says(sequence)
-            if tasks.is_right(episode.example, tokenizer.decode(sequence.tokens, skip_special_tokens=True)):
+            if episode.example.is_right(tokenizer.decode(sequence.tokens, skip_special_tokens=True)):
                 episode.reward, episode.done = 1.0 if turn == 0 else 0.5, True
 
 
@@ -74,7 +74,7 @@ with tinker.ServiceClient() as service:
     model = service.create_lora_training_client(BASE, rank=16, seed=4).result()
     tokenizer = model.get_tokenizer()
     for step in range(STEPS):
-        examples = [tasks.draw("add", rng, "train") for _ in range(EPISODES)]
+        examples = [nano.draw("add", rng, "train") for _ in range(EPISODES)]
         groups = [[Episode(example) for _ in range(GROUP)] for example in examples]
         sampler = model.save_weights_and_get_sampling_client().result()
         play(sampler, tokenizer, [episode for group in groups for episode in group])

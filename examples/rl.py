@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE, STEPS, PROMPTS, GROUP, RATE = "tinsmith/nano", 10, 12, 8, 1e-3
 rng = random.Random(0)
@@ -39,7 +39,7 @@ with tinker.ServiceClient() as service:
     tokenizer = model.get_tokenizer()
     params = types.SamplingParams(max_tokens=24, temperature=1.0)
     for step in range(STEPS):
-        examples = [tasks.draw("add", rng, "train") for _ in range(PROMPTS)]
+        examples = [nano.draw("add", rng, "train") for _ in range(PROMPTS)]
         prompts = [prompt_of(tokenizer, example.prompt) for example in examples]
         sampler = model.save_weights_and_get_sampling_client().result()
         futures = [
@@ -50,7 +50,7 @@ with tinker.ServiceClient() as service:
         for example, prompt, future in zip(examples, prompts, futures, strict=True):
             sequences = future.result().sequences
             texts = [tokenizer.decode(each.tokens, skip_special_tokens=True) for each in sequences]
-            group = [float(tasks.is_right(example, text)) for text in texts]
+            group = [float(example.is_right(text)) for text in texts]
             mean = sum(group) / len(group)
             rewards += group
             if 0.0 < mean < 1.0:  # where all are alike, there is nothing to prefer

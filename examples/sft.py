@@ -11,7 +11,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinsmith.base_models.nano import tasks
+from tinsmith.base_models import nano
 
 BASE, STEPS, BATCH, RATE = "tinsmith/nano", 16, 32, 2e-3
 rng = random.Random(0)
@@ -34,21 +34,21 @@ def datum_of(tokenizer, question: str, answer: str) -> types.Datum:
     )
 
 
-def share_right(sampler: tinker.SamplingClient, tokenizer, examples: list[tasks.Example]) -> float:
+def share_right(sampler: tinker.SamplingClient, tokenizer, examples: list[nano.Example]) -> float:
     greedy = types.SamplingParams(max_tokens=32, temperature=0.0)
     prompts = [types.ModelInput.from_ints(prompt_of(tokenizer, example.prompt)) for example in examples]
     futures = [sampler.sample(prompt, num_samples=1, sampling_params=greedy) for prompt in prompts]
     answers = [tokenizer.decode(each.result().sequences[0].tokens, skip_special_tokens=True) for each in futures]
-    return sum(map(tasks.is_right, examples, answers)) / len(examples)
+    return sum(map(nano.Example.is_right, examples, answers)) / len(examples)
 
 
 with tinker.ServiceClient() as service:
     model = service.create_lora_training_client(BASE, rank=16, seed=1).result()
     tokenizer = model.get_tokenizer()
-    held_out = [tasks.draw("pig_latin", rng, "heldout") for _ in range(48)]
+    held_out = [nano.draw("pig_latin", rng, "heldout") for _ in range(48)]
     before = share_right(model.save_weights_and_get_sampling_client().result(), tokenizer, held_out)
     for step in range(STEPS):
-        examples = [tasks.draw("pig_latin", rng, "train") for _ in range(BATCH)]
+        examples = [nano.draw("pig_latin", rng, "train") for _ in range(BATCH)]
         data = [datum_of(tokenizer, example.prompt, example.answer) for example in examples]
         # Both are sent before either is waited for: the server runs them in this order.
         passed = model.forward_backward(data, "cross_entropy")

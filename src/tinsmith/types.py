@@ -7,10 +7,11 @@ top-k list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import EllipsisType
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -177,6 +178,13 @@ class LoraSpec:
 class AdamParams:
     """AdamW with decoupled decay; defaults are the SDK's. grad_clip_norm 0 means no clipping."""
 
+    family: ClassVar[str] = "adamw"
+    version: ClassVar[int | None] = None
+    state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    """Names of the moments, in memory and in a checkpoint."""
+    for_lora_only: ClassVar[bool] = False
+    wire_field: ClassVar[str] = "adam_params"
+
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -184,25 +192,53 @@ class AdamParams:
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
 
-    @property
-    def family(self) -> str:
-        return "adamw"
+    def problem(self) -> str | None:
+        """The first field that AdamW cannot use, with its value and what it must be."""
+        for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                return f"adam_params.{name} is {value}; it must be finite and at least 0"
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
+                return f"adam_params.{name} is {value}; it must be at least 0 and below 1"
+        # With eps 0 a weight that has never had a gradient becomes 0 / 0.
+        if not (math.isfinite(self.eps) and self.eps > 0):
+            return f"adam_params.eps is {self.eps}; it must be finite and above 0"
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class DimuonParams:
     """Momentum, made orthogonal matrix by matrix (docs/optimizers.md). grad_clip_norm 0 or less means no clipping."""
 
+    family: ClassVar[str] = "dimuon"
+    version: ClassVar[int | None] = 1
+    state: ClassVar[tuple[str, ...]] = ("momentum",)
+    for_lora_only: ClassVar[bool] = True
+    wire_field: ClassVar[str] = "optimizer_params of type 'dimuon'"
+
     learning_rate: float
     beta1: float = 0.9
     grad_clip_norm: float = 0.0
 
-    @property
-    def family(self) -> str:
-        return "dimuon"
+    def problem(self) -> str | None:
+        """As `AdamParams.problem`."""
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            return f"optimizer_params.learning_rate is {self.learning_rate}; it must be finite and at least 0"
+        if not math.isfinite(self.grad_clip_norm):
+            return f"optimizer_params.grad_clip_norm is {self.grad_clip_norm}; it must be finite"
+        if not 0 <= self.beta1 < 1:
+            return f"optimizer_params.beta1 is {self.beta1}; it must be at least 0 and below 1"
+        return None
 
 
 OptimParams = AdamParams | DimuonParams
+
+OPTIMIZERS: Mapping[str, type[OptimParams]] = {each.family: each for each in (AdamParams, DimuonParams)}
+"""The registry of optimizers: hyperparameters, their check, the names of the state. `backends.torch.optim` has the step
+of each.
+"""
 
 
 @dataclass(frozen=True, slots=True)

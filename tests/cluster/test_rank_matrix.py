@@ -22,6 +22,7 @@ from tinker import types
 from support import families, ranked, tiny_models
 from support.families import FAMILIES, Family
 from support.live import API_KEY, serving
+from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import RanksLostError, SettingsError
@@ -85,7 +86,7 @@ def test_bfloat16_on_four_ranks_is_as_near_as_its_rounding(ranks: Group, shape: 
     rng = np.random.default_rng(0)
     for model in (0, 1):
         passes = [ranked.pass_of(rng, model, [9, 17, 30])]
-        (theirs,), (ours,) = one.run_passes(passes), many.run_passes(passes)
+        (theirs,), (ours,) = run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes))
         assert not isinstance(theirs, Exception) and not isinstance(ours, Exception)
         for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
             assert np.abs(found - expected).max() < 0.3
@@ -132,7 +133,7 @@ def test_a_rank_that_is_gone_is_noticed_and_named(shape: ModelShape, name: str, 
             # In the middle of nothing: nobody had to ask.
             assert noticed.wait(60) and f"process {group.pids[1]}) was killed by signal 9" in reasons[0]
         with pytest.raises(RanksLostError):
-            backend.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])])
+            run_to_end(backend.run_passes([ranked.pass_of(np.random.default_rng(0), 0, [9, 10])]))
         assert noticed.wait(60)
     finally:
         with contextlib.suppress(ProcessLookupError):

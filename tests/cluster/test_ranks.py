@@ -31,7 +31,8 @@ from support.ranked import (
     train_alike,
     weights,
 )
-from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
+from tinsmith.backends import run_to_end
+from tinsmith.backends.distributed import Degrees, Group, ShardedBackend, read_degrees
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NotFoundError, RanksLostError, SettingsError, UserError
 from tinsmith.types import Datum, LoraSpec, ModelShape, Pass, PassResult
@@ -121,7 +122,7 @@ def test_samples_are_drawn_between_micro_batches(one: TorchBackend, many: Sharde
     def between() -> None:
         steps.append(len(many.sampler.step()))
 
-    (expected,), (found,) = one.run_passes(passes), many.run_passes(passes, between=between)
+    (expected,), (found,) = run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes), between)
     assert steps and isinstance(expected, PassResult) and isinstance(found, PassResult)
     assert abs(found.metrics["loss:sum"] - expected.metrics["loss:sum"]) < 1e-3
     answers = finish(one)
@@ -139,7 +140,7 @@ def test_a_step_that_is_dropped_between_micro_batches_changes_nothing(one: Torch
         raise LookupError("the engine has to stop")
 
     with pytest.raises(LookupError, match="has to stop"):
-        many.run_passes(passes, between=between)
+        run_to_end(many.run_passes(passes), between)
     assert gradient(many, 0) is None
     agree_on(one, many, passes)
 
@@ -183,7 +184,7 @@ def test_what_is_refused_is_refused_as_by_one_process(one: TorchBackend, many: S
             backend.sampler.submit(unknown[0])
         assert not backend.sampler.has_work
         strange = Pass("r9", "m9", (), "cross_entropy", {}, False)
-        outcomes = backend.run_passes([strange, pass_of(rng, 0, [5])])
+        outcomes = run_to_end(backend.run_passes([strange, pass_of(rng, 0, [5])]))
         assert isinstance(outcomes[0], UserError) and isinstance(outcomes[1], PassResult)
 
 
@@ -239,7 +240,7 @@ def test_a_custom_loss_that_fails_on_one_rank_fails_on_all(one: TorchBackend, ma
     spoiled[4] = 3.0
     mixed = [bad, custom(0, traced_losses.weighted, [17, 5], 3), custom(1, traced_losses.weighted, [9, 9], 4)]
     for backend in (one, many):
-        outcomes = backend.run_passes(mixed)
+        outcomes = run_to_end(backend.run_passes(mixed))
         assert isinstance(outcomes[0], UserError) and "data[1]" in str(outcomes[0])
         assert all(isinstance(outcome, PassResult) for outcome in outcomes[1:])
     for model in (0, 1):
@@ -263,7 +264,7 @@ def test_memory_that_runs_out_on_one_rank_makes_all_begin_again(
     rng = np.random.default_rng(4)
     agree_on(one, many, [pass_of(rng, 0, [10, 10, 10, 10, 9, 8]), pass_of(rng, 1, [7, 7])])
     # What does not fit alone on rank 0 is refused on all.
-    outcomes = many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])])
+    outcomes = run_to_end(many.run_passes([pass_of(rng, 2, [30]), pass_of(rng, 1, [5, 6])]))
     assert isinstance(outcomes[0], UserError) and "does not fit" in str(outcomes[0])
     assert isinstance(outcomes[1], PassResult)
 
@@ -314,7 +315,7 @@ def test_what_cannot_be_divided_is_refused_by_name(
 )
 def test_degrees_that_cannot_be_are_refused(given: tuple[str, str, str], reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
-        Degrees.read(*given)
+        read_degrees(*given)
 
 
 def test_devices_that_are_not_there_are_refused() -> None:
@@ -326,7 +327,7 @@ def test_devices_that_are_not_there_are_refused() -> None:
 def test_ranks_that_differ_are_lost(group: Group, shape: ModelShape, lost: Lost) -> None:
     """An adapter that one rank alone has changed is found at the next step, rather than served."""
     backend = load(shape, group, DEGREES["dp2"])
-    backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])])
+    run_to_end(backend.run_passes([pass_of(np.random.default_rng(0), 0, [5, 6])]))
     trained = own(backend)._models["m0"]
     assert trained.gradient_P is not None
     trained.gradient_P[0] += 1.0

@@ -25,9 +25,9 @@ from recipes.table import ROWS
 from recipes.workplace import make_workplace
 from support import external_engines
 from support.live import API_KEY, LiveServer, serving
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.with_remote_sampler import Sampled, sample_elsewhere
+from tinsmith.backends.with_remote_sampler import with_remote_sampler
 from tinsmith.base_models import eos_token_ids, nano, read_shape
 from tinsmith.samplers import Sampler
 from tinsmith.samplers.remote.client import Engine, ExternalSampler
@@ -77,8 +77,8 @@ def pair(python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
     shape = read_shape(nano.MODEL_NAME, nano.path())
     trainer = TorchBackend(shape, dtype="float32")
     engine = Engine(directory / "adapters", directory / "log", python=python, options=OPTIONS)
-    backend = sample_elsewhere(trainer, "vllm", engine, shape, eos_token_ids(shape))
-    vllm = cast(Sampled, backend).sampler
+    backend = with_remote_sampler(trainer, "vllm", engine, shape, eos_token_ids(shape))
+    vllm = backend.sampler
     try:
         for name, unembed, seed in (("layers", False, 1), ("other", False, 2), ("everything", True, 3)):
             train(backend, name, LoraSpec(rank=8, seed=seed, train_unembed=unembed))
@@ -92,7 +92,7 @@ def train(backend: Backend, name: str, spec: LoraSpec) -> None:
     inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(39, np.float32)}
     backend.create_model(name, spec)
     for _ in range(3):
-        backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)])
+        run_to_end(backend.run_passes([Pass("p", name, (Datum(tokens[:-1], inputs),), "cross_entropy", {}, False)]))
         backend.optim_step([OptimStep("o", name, AdamParams(1e-2))])
     backend.publish(name, name)
 

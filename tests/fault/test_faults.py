@@ -309,7 +309,7 @@ def test_an_engine_whose_database_turns_read_only_waits_and_goes_on(tmp_path: Pa
         bench.engine.run(stopping)
         assert bench.optimizer_step(second) == 2
         bench.restart()
-        assert not bench.engine._suspects
+        assert not bench.engine._quarantine
 
 
 @only_sqlite

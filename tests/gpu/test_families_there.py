@@ -10,6 +10,7 @@ import pytest
 from gpu.device import capture, pair
 from support.families import FAMILIES, Family, make
 from support.local_sampling import assert_same, make_prompt, make_sample, run
+from tinsmith.backends import run_to_end
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import LoraSpec, PassResult
 from unit.test_families import GREEDY, batch, train
@@ -25,7 +26,7 @@ def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> No
         backend.create_model("n", LoraSpec(5, seed=2))
         train(backend, "m", "n")
         backend.publish("m", "v")
-        (scored,) = backend.run_passes([batch("m", 7, forward_only=True)])
+        (scored,) = run_to_end(backend.run_passes([batch("m", 7, forward_only=True)]))
         assert isinstance(scored, PassResult)
         sampler = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, capture=capture()))
         samples = [

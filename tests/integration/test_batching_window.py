@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine_bench import Bench
-from tinsmith.engine.queues import LATE_S, MOST_S, SHARE, Gathering, Lane, Rhythm
+from tinsmith.engine.queues import LATE_S, MOST_S, SHARE, BatchingWindow, Lane, Rhythm
 from tinsmith.types import Pending
 
 SECONDS = st.floats(0.0, 1.0, allow_nan=False)
@@ -46,7 +46,7 @@ def quick(pause_s: float, answered_at: float = 0.0) -> Rhythm:
 def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
     steps_s: list[float], turns: list[tuple[float, list[float], list[float]]]
 ) -> None:
-    gathering = Gathering()
+    gathering = BatchingWindow()
     for seconds in steps_s:
         gathering.ran(seconds)
     most_s = min(MOST_S, SHARE * min(steps_s[-9:]))
@@ -63,7 +63,7 @@ def test_passes_are_never_held_for_longer_than_a_share_of_a_short_step(
 
 
 def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_expected() -> None:
-    gathering = Gathering()
+    gathering = BatchingWindow()
     assert gathering.wait_s([0.0001], [0.0001], 0.0) == 0.0
     gathering.ran(1.0)
     assert gathering.wait_s([], [], 0.0) == 0.0
@@ -73,7 +73,7 @@ def test_nobody_is_waited_for_before_a_step_has_been_timed_or_when_nobody_is_exp
 
 
 def test_of_those_who_came_together_before_all_are_waited_for_or_none() -> None:
-    gathering = Gathering()
+    gathering = BatchingWindow()
     gathering.ran(1.0)
     assert gathering.wait_s([0.003, 7.0], [], 0.0) == 0.0
     assert gathering.wait_s([0.003, 7.0], [0.001], 0.0) == 0.001
@@ -203,7 +203,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     first = bench.train(alice, 1)
     bench.turns()
@@ -215,7 +215,7 @@ def test_an_engine_waits_for_who_is_expected_and_then_runs_all_passes_in_one_ste
 
 def test_an_engine_waits_for_who_came_with_another_before(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     monkeypatch.setattr("tinsmith.engine.queues.MOST_S", 1000.0)  # however slow this machine is
     monkeypatch.setattr("tinsmith.engine.queues.LATE_S", 1000.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: None)
@@ -235,7 +235,7 @@ def test_an_engine_does_not_wait_for_a_model_whose_client_has_gone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     bench.engine._queues.lanes[bob].rhythm = quick(0.01, answered_at=0.0)  # long ago
     request_id = bench.train(alice, 1)
     bench.turns()
@@ -248,14 +248,14 @@ def test_optimizer_steps_run_first_where_they_free_passes_that_others_can_share(
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
     bench.step(bob, 1)
     passes = [bench.train(alice, 1), bench.train(bob, 2)]
-    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     bench.turns()
     assert [sorted(step) for step in bench.backend.steps] == [sorted(passes)]
 
 
 def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice, bob = bench.model("s:train:0"), bench.model("s:train:1")
-    monkeypatch.setattr(Gathering, "most_s", lambda self: 0.0)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: 0.0)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     bench.step(bob, 1)
     bench.train(bob, 2)
@@ -269,7 +269,7 @@ def test_without_the_time_of_a_short_step_to_spare_nothing_waits(bench: Bench, m
 def test_a_step_that_is_full_already_does_not_wait(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     alice = bench.model("s:train:0")
     bench.model("s:train:1")
-    monkeypatch.setattr(Gathering, "most_s", lambda self: math.inf)
+    monkeypatch.setattr(BatchingWindow, "most_s", lambda self: math.inf)
     monkeypatch.setattr(Rhythm, "due_in_s", lambda self, moment: 5.0)
     monkeypatch.setattr(bench.engine, "_settings", bench.settings.model_copy(update={"step_token_budget": 6}))
     request_id = bench.train(alice, 1, tokens=(1, 2, 3, 4))

@@ -13,7 +13,7 @@ from support import tiny_models
 from support.engine_bench import Bench
 from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.engine.versions import SHARE_OF_ROOM, VERSIONS_IN_MEMORY
+from tinsmith.engine.versions import VERSIONS_IN_MEMORY, VERSIONS_SHARE
 from tinsmith.errors import UserError
 from tinsmith.types import AdamParams, LoraSpec, OptimStep, Sample, SampleResult
 
@@ -29,7 +29,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def with_room_for(bench: Bench, versions: int) -> None:
-    room_bytes = int(versions * VERSION_BYTES / SHARE_OF_ROOM)
+    room_bytes = int(versions * VERSION_BYTES / VERSIONS_SHARE)
     bench.settings = bench.settings.model_copy(update={"resident_model_bytes": max(room_bytes, 1)})
     bench.restart()
 

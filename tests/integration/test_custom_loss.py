@@ -21,6 +21,7 @@ from support import traced_losses
 from support.live import LiveServer
 from support.properties import examples
 from support.traced_losses import LOSSES, in_client, request, sent, trace
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend, custom_loss
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.base_models import resolve
@@ -370,7 +371,7 @@ def gradients(
         backend.create_model(model_id, LoraSpec(4, seed=number))
         flat_P = backend._models[model_id].adapter.flat_P
         flat_P += 0.01 * torch.randn(flat_P.shape, generator=torch.Generator().manual_seed(number))
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     return list(results), {model_id: backend._models[model_id].gradient_P for model_id in models}
 
 

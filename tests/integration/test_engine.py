@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
 
 from support.engine_bench import BASE, Bench, saved
+from tinsmith.backends import MicroBatches
 from tinsmith.db.database import now
 from tinsmith.db.schema import BODIES, CHECKPOINTS, FUTURES, MODELS, SAMPLERS, SESSIONS
 from tinsmith.engine.loop import QUIET_S
@@ -586,7 +588,7 @@ def test_a_replay_finds_the_custom_loss_although_its_session_has_ended(
     bench.restart()
     seen: list[Pass] = []
     run = bench.backend.run_passes
-    monkeypatch.setattr(bench.backend, "run_passes", lambda passes, **_: seen.extend(passes) or run(passes))
+    monkeypatch.setattr(bench.backend, "run_passes", lambda passes: seen.extend(passes) or run(passes))
     bench.step(model, 3)
     bench.turns()
     assert [(each.custom_loss is not None, each.replayed) for each in seen] == [(True, True)]
@@ -602,7 +604,12 @@ def test_a_pass_that_cannot_be_replayed_costs_its_model_alone(bench: Bench, monk
     bench.train(model, 1)
     bench.turns()
     bench.restart()
-    monkeypatch.setattr(bench.backend, "run_passes", lambda passes, **_: [UserError("no") for _ in passes])
+
+    def refuse(passes: Sequence[Pass]) -> MicroBatches:
+        yield from ()
+        return [UserError("no") for _ in passes]
+
+    monkeypatch.setattr(bench.backend, "run_passes", refuse)
     failed, fine = bench.step(model, 2), bench.step(other, 1)
     bench.turns()
     assert "cannot be replayed: no" in bench.error(failed)

@@ -22,8 +22,9 @@ from tinker import types
 from support import external_engines
 from support.external_engines import DEADLY, NEVER_ENDING, log_softmax
 from support.live import API_KEY, serving
+from tinsmith.backends import run_to_end
 from tinsmith.backends.fake import FakeBackend
-from tinsmith.backends.with_remote_sampler import Sampled, VersionFiles, options_of, sample_elsewhere
+from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling, options_of, with_remote_sampler
 from tinsmith.base_models import nano
 from tinsmith.errors import EngineFailedError, NotFoundError, NotSupportedError, SettingsError, TinsmithError, UserError
 from tinsmith.samplers.remote import attendant
@@ -64,8 +65,9 @@ class Place:
         self.fake = fake
         place = Engine(tmp_path / "adapters", tmp_path / "engine.log", url=fake.url)
         self.trainer = FakeBackend(SHAPE)
-        self.backend = sample_elsewhere(self.trainer, kind, replace(place, **cast(dict[str, bool], engine)), SHAPE, EOS)
-        self.sampler = cast(Sampled, self.backend).sampler
+        place = replace(place, **cast(dict[str, bool], engine))
+        self.backend = with_remote_sampler(self.trainer, kind, place, SHAPE, EOS)
+        self.sampler = self.backend.sampler
 
     def publish(self, version_id: str, weight: float, model_id: str = "m") -> None:
         if not self.trainer.has_model(model_id):
@@ -527,7 +529,7 @@ def test_a_shared_device_is_given_and_taken_in_the_right_order(kind: str, opened
     asleep, awake = AWAKE[kind]
     assert place.fake.running == 0
     assert place.fake.paths()[-len(asleep) - 1 :] == [unload, *asleep]
-    place.backend.run_passes([])  # it sleeps already
+    run_to_end(place.backend.run_passes([]))  # it sleeps already
     assert place.fake.paths()[-len(asleep) :] == asleep
     if kind == "sglang":
         tags = [body["tags"] for path, body in place.fake.asked if path == "/release_memory_occupation"]
@@ -563,7 +565,7 @@ def test_versions_as_files_need_no_trainer(tmp_path: Path) -> None:
     files = VersionFiles(tmp_path / "versions")
     with external_engines.running("vllm", Fake()) as fake:
         engine = Engine(tmp_path / "adapters", tmp_path / "log", url=fake.url)
-        holder = sample_elsewhere(files, "vllm", engine, SHAPE, EOS)
+        holder = only_sampling(files, "vllm", engine, SHAPE, EOS)
         sampler = cast(ExternalSampler, holder.sampler)
         try:
             holder.load_version("v", saved)
@@ -622,9 +624,9 @@ def test_an_engine_that_never_comes_up_fails_requests_by_name(tmp_path: Path) ->
 def test_settings_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     engine = Engine(tmp_path / "adapters", tmp_path / "log", python="/no/such/python")
     with pytest.raises(SettingsError, match="sampler_python"):
-        sample_elsewhere(FakeBackend(SHAPE), "vllm", engine, SHAPE, EOS)
+        with_remote_sampler(FakeBackend(SHAPE), "vllm", engine, SHAPE, EOS)
     with pytest.raises(SettingsError, match="choose 'local'"):
-        sample_elsewhere(FakeBackend(SHAPE), "else", engine, SHAPE, EOS)
+        with_remote_sampler(FakeBackend(SHAPE), "else", engine, SHAPE, EOS)
     with pytest.raises(SettingsError, match="sampler_options"):
         options_of('--one "two')
 

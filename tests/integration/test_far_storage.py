@@ -102,7 +102,7 @@ def test_a_save_on_its_way_holds_up_its_own_model_only(bench: FarBench) -> None:
     for _ in range(3):
         bench.engine.turn(0.0)
     assert bench.outcome(saved) is None and bench.outcome(behind) is None
-    assert len(bench.engine._sendings) == 1, "it is sent once"
+    assert len(bench.engine._uploads) == 1, "it is sent once"
     with pytest.raises(NotFoundError):
         bench.checkpoints.get("alice", parse_path(PATH))
     bench.gate.open.set()
@@ -132,7 +132,7 @@ def test_a_save_that_an_engine_died_over_is_made_by_the_next(bench: FarBench) ->
     bench.until(lambda: bench.outcome(step))
     bench.gate.open.clear()
     saved = bench.submit(ONE, 2, "save_weights", {"path": "one"})
-    bench.until(lambda: len(bench.engine._sendings))
+    bench.until(lambda: len(bench.engine._uploads))
     first = bench.engine
     bench.restart()  # the first one is gone, with what it was sending
     bench.lose_the_disk()
@@ -141,18 +141,18 @@ def test_a_save_that_an_engine_died_over_is_made_by_the_next(bench: FarBench) ->
     assert bench.result(saved)["path"] == PATH
     with bench.checkpoints.reading(bench.checkpoints.get("alice", parse_path(PATH))) as directory:
         assert b'"step": 1' in (directory / "fake_adapter.json").read_bytes()
-    first._sendings.wait()
+    first._uploads.wait()
 
 
 def test_a_model_that_is_unloaded_while_it_is_saved_is_unloaded(bench: FarBench) -> None:
     bench.model(ONE)
     bench.gate.open.clear()
     saved = bench.submit(ONE, 1, "save_weights", {"path": "one"})
-    bench.until(lambda: len(bench.engine._sendings))
+    bench.until(lambda: len(bench.engine._uploads))
     unloaded = bench.submit(ONE, None, "unload_model", {})
     bench.until(lambda: bench.outcome(unloaded))
     bench.gate.open.set()
-    bench.until(lambda: not bench.engine._sendings)
+    bench.until(lambda: not bench.engine._uploads)
     assert "was unloaded" in bench.error(saved)
 
 
@@ -167,7 +167,7 @@ def test_a_load_is_answered_when_its_snapshot_is_in_the_bucket(bench: FarBench) 
     loaded = bench.submit(ONE, 4, "load_weights", {"path": PATH, "optimizer": True})
     bench.train(ONE, 5)
     behind = bench.step(ONE, 6)
-    bench.until(lambda: len(bench.engine._sendings))
+    bench.until(lambda: len(bench.engine._uploads))
     bench.engine.turn(0.0)
     assert bench.outcome(loaded) is None
     bench.gate.open.set()

@@ -18,6 +18,7 @@ from support import tiny_models
 from support.float64_reference import Reference, loss
 from support.live import API_KEY, LiveServer, serving
 from support.raw_client import engine_of, wait_until_gone
+from tinsmith.backends import run_to_end
 from tinsmith.backends.full import FullBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.engine.__main__ import open_backend
@@ -67,7 +68,7 @@ def fb(model_id: str, data: list[Datum], loss_fn: str = "cross_entropy") -> Pass
 
 
 def run(backend: TorchBackend, *passes: Pass) -> list[PassResult]:
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     assert all(isinstance(result, PassResult) for result in results), results
     return [result for result in results if isinstance(result, PassResult)]
 

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from sqlalchemy.exc import OperationalError
 
 from support.engine_bench import BASE, Bench
-from tinsmith.engine.loop import Prices
-from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, Pace
-from tinsmith.errors import UserError
+from tinsmith.backends import MicroBatches
+from tinsmith.engine.pacing import ALONE, COLD_TOKENS, LATELY_S, CostModel, Pace
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.types import Partial, Pass, PassResult, Sample, SampleResult
+from tinsmith.types import Partial, Pass, Sample, SampleResult
 
 BUDGET = 65_536
 SECONDS = st.floats(1e-6, 100.0)
@@ -83,12 +82,12 @@ def test_without_a_bound_every_step_has_the_whole_budget() -> None:
     assert shared(0.0).step_tokens(BUDGET, None, samples=True) == BUDGET
 
 
-# Prices.
+# CostModel.
 
 
 @given(st.lists(st.tuples(st.integers(1, 100_000), st.floats(1e-6, 60.0)), min_size=1, max_size=30))
 def test_the_price_of_a_token_is_one_that_was_seen(steps: list[tuple[int, float]]) -> None:
-    prices = Prices()
+    prices = CostModel()
     for tokens, seconds in steps:
         prices.note_passes(tokens, seconds)
     seen = [seconds / tokens for tokens, seconds in steps[-9:]]
@@ -97,7 +96,7 @@ def test_the_price_of_a_token_is_one_that_was_seen(steps: list[tuple[int, float]
 
 
 def test_short_steps_which_are_mostly_overhead_do_not_make_tokens_expensive() -> None:
-    prices = Prices()
+    prices = CostModel()
     for _ in range(5):
         prices.note_passes(32, 0.032)  # ten times as much for a token
         prices.note_passes(3200, 0.32)
@@ -106,7 +105,7 @@ def test_short_steps_which_are_mostly_overhead_do_not_make_tokens_expensive() ->
 
 
 def test_work_that_becomes_more_expensive_shows_after_one_step() -> None:
-    prices = Prices()
+    prices = CostModel()
     for _ in range(9):
         prices.note_passes(1000, 0.1)
     prices.note_passes(1000, 0.5)
@@ -126,7 +125,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 
 def price(bench: Bench, token_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.engine._prices, "token_s", lambda: token_s)
+    monkeypatch.setattr(bench.engine._costs, "token_s", lambda: token_s)
 
 
 def tokens_of_steps(bench: Bench) -> list[int]:
@@ -170,14 +169,11 @@ class _Long:
         self._run = bench.backend.run_passes
         self._meanwhile = meanwhile
 
-    def __call__(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        assert between is not None
+    def __call__(self, passes: Sequence[Pass]) -> MicroBatches:
         for part in range(4):
             self._meanwhile(part)
-            between()
-        return self._run(passes)
+            yield
+        return (yield from self._run(passes))
 
 
 def test_a_sample_that_arrives_during_a_long_step_is_drawn_before_its_end(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.engine_bench import BASE, Bench, FlakyBackend
+from tinsmith.backends import MicroBatches
 from tinsmith.cluster.engines import Engines, Seat
 from tinsmith.cluster.in_flight_journal import SMALLER, Note, Suspect, left_behind
 from tinsmith.db.schema import BODIES, MODELS
-from tinsmith.engine.quarantine import MOST_DEATHS, Suspects
+from tinsmith.engine.quarantine import MOST_DEATHS, Quarantine
 from tinsmith.engine.settling import TurnFailedError
 from tinsmith.errors import UserError
 from tinsmith.store.sampling_sessions import NewSamplingSession
-from tinsmith.types import OptimStep, Pass, PassResult, Pending, Sample, SampleResult
+from tinsmith.types import OptimStep, Pass, Pending, Sample, SampleResult
 
 POISON = 49
 SAMPLER = "s:sample:0"
@@ -44,49 +45,49 @@ def pending(request_id: str) -> Pending:
 def test_what_was_running_is_suspected_in_an_eighth_of_its_company(tmp_path: Path) -> None:
     path = tmp_path / "note"
     names = [f"r{number}" for number in range(64)]
-    with pytest.raises(DeathError), Suspects(path).running(names):
+    with pytest.raises(DeathError), Quarantine(path).running(names):
         raise DeathError
-    found = Suspects(path)
-    assert {found.company(name) for name in names} == {64 // SMALLER} and not found.company("other")
+    found = Quarantine(path)
+    assert {found.batch_size(name) for name in names} == {64 // SMALLER} and not found.batch_size("other")
     found.keep({*names[:20], "other"})
     assert [len(group) for group in found.groups([pending(name) for name in names[:20]])] == [8, 8, 4]
     with pytest.raises(DeathError), found.running(names[:8]):
         raise DeathError
-    third = Suspects(path)
-    assert [third.company(name) for name in (names[0], names[8], names[20])] == [1, 8, 0]
+    third = Quarantine(path)
+    assert [third.batch_size(name) for name in (names[0], names[8], names[20])] == [1, 8, 0]
 
 
 def test_deaths_count_only_while_alone_and_over_engines_that_had_other_work(tmp_path: Path) -> None:
     path = tmp_path / "note"
     for running in (["a", "b"], ["a"], ["b"], *[["a"]] * (MOST_DEATHS - 1)):
-        suspects = Suspects(path)
-        assert suspects.verdict("a") is None and suspects.verdict("b") is None
-        suspects.keep({"a", "b"})
-        with pytest.raises(DeathError), suspects.running(running):
+        quarantine = Quarantine(path)
+        assert quarantine.verdict("a") is None and quarantine.verdict("b") is None
+        quarantine.keep({"a", "b"})
+        with pytest.raises(DeathError), quarantine.running(running):
             raise DeathError
-    last = Suspects(path)
+    last = Quarantine(path)
     assert f"'a' ended the engine's process {MOST_DEATHS} times" in str(last.verdict("a"))
     assert last.verdict("b") is None
 
 
 def test_a_settled_request_is_none_any_more(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    with Suspects(path).running(["a", "b"]):
+    with Quarantine(path).running(["a", "b"]):
         pass
-    suspects = Suspects(path)
-    assert suspects
-    suspects.forget(["a", "b"])
-    assert not suspects and [len(group) for group in suspects.groups([pending(n) for n in "abc"])] == [3]
+    quarantine = Quarantine(path)
+    assert quarantine
+    quarantine.forget(["a", "b"])
+    assert not quarantine and [len(group) for group in quarantine.groups([pending(n) for n in "abc"])] == [3]
 
 
 def test_what_an_engine_left_behind_counts_where_its_requests_go_on(tmp_path: Path) -> None:
     names = [f"r{number}" for number in range(64)]
-    with pytest.raises(DeathError), Suspects(tmp_path / "0").running(names):
+    with pytest.raises(DeathError), Quarantine(tmp_path / "0").running(names):
         raise DeathError
     notes = [left_behind(tmp_path / "0") or ""]
-    other = Suspects(tmp_path / "1")
-    other.heed([*notes, "no note"], {"r0", "r1", "mine"})
-    assert [other.company(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "what is not here is not ours"
+    other = Quarantine(tmp_path / "1")
+    other.adopt([*notes, "no note"], {"r0", "r1", "mine"})
+    assert [other.batch_size(name) for name in ("r0", "r1", "r2", "mine")] == [8, 8, 0, 0], "not waiting here"
     assert other.verdict("r0") is None
 
 
@@ -94,22 +95,22 @@ def test_a_request_that_ends_one_engine_after_the_other_is_given_up_wherever_it_
     notes: list[str] = []
     for number in range(MOST_DEATHS):
         path = tmp_path / str(number)
-        suspects = Suspects(path)
-        suspects.heed(notes, {"poison", "innocent"})
-        assert suspects.verdict("poison") is None
-        with pytest.raises(DeathError), suspects.running(["poison"]):
+        quarantine = Quarantine(path)
+        quarantine.adopt(notes, {"poison", "innocent"})
+        assert quarantine.verdict("poison") is None
+        with pytest.raises(DeathError), quarantine.running(["poison"]):
             raise DeathError
         notes.append(left_behind(path) or "")
-    last = Suspects(tmp_path / "last")
-    last.heed(notes, {"poison", "innocent"})
+    last = Quarantine(tmp_path / "last")
+    last.adopt(notes, {"poison", "innocent"})
     assert f"ended the engine's process {MOST_DEATHS} times" in str(last.verdict("poison"))
     assert last.verdict("innocent") is None
 
 
 def test_an_engine_that_ended_in_good_order_leaves_nobody_behind(tmp_path: Path) -> None:
-    suspects = Suspects(tmp_path / "note")
-    with pytest.raises(DeathError), suspects.running(["a"]):
-        suspects.pardon()
+    quarantine = Quarantine(tmp_path / "note")
+    with pytest.raises(DeathError), quarantine.running(["a"]):
+        quarantine.clear()
         raise DeathError
     assert left_behind(tmp_path / "note") is None
     assert left_behind(tmp_path / "none") is None
@@ -134,20 +135,20 @@ def test_an_engine_that_claims_a_run_heeds_what_its_last_one_left(bench: Bench) 
 
 def test_an_inner_block_ends_and_the_outer_one_is_to_blame_again(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    suspects = Suspects(path)
-    with suspects.running(["outer"]):
-        with suspects.running(["inner"]):
-            assert Suspects(path).company("inner") and not Suspects(path).company("outer")
-        assert Suspects(path).company("outer") and not Suspects(path).company("inner")
+    quarantine = Quarantine(path)
+    with quarantine.running(["outer"]):
+        with quarantine.running(["inner"]):
+            assert Quarantine(path).batch_size("inner") and not Quarantine(path).batch_size("outer")
+        assert Quarantine(path).batch_size("outer") and not Quarantine(path).batch_size("inner")
 
 
 def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
     path = tmp_path / "note"
-    suspects = Suspects(path)
-    with suspects.running(["a"]):
-        suspects.pardon()
-    with suspects.running(["b"]):
-        assert not Suspects(path)
+    quarantine = Quarantine(path)
+    with quarantine.running(["a"]):
+        quarantine.clear()
+    with quarantine.running(["b"]):
+        assert not Quarantine(path)
 
 
 @pytest.mark.parametrize(
@@ -155,27 +156,27 @@ def test_an_engine_that_is_told_to_stop_blames_nobody(tmp_path: Path) -> None:
 )
 def test_a_note_that_cannot_be_read_blames_nobody(tmp_path: Path, note: bytes) -> None:
     (tmp_path / "note").write_bytes(note)
-    assert not Suspects(tmp_path / "note")
+    assert not Quarantine(tmp_path / "note")
 
 
 def test_a_note_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
-    with Suspects(tmp_path / "no such directory" / "note").running(["a"]):
+    with Quarantine(tmp_path / "no such directory" / "note").running(["a"]):
         pass
 
 
 @given(st.lists(st.sampled_from([0, 0, 1, 2, 3]), max_size=30))
-def test_groups_keep_the_order_and_never_mix(companies: list[int]) -> None:
+def test_groups_keep_the_order_and_never_mix(sizes: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "note"
-        names = [f"r{number}" for number in range(len(companies))]
-        suspects = {name: (company, 0) for name, company in zip(names, companies, strict=True) if company}
+        names = [f"r{number}" for number in range(len(sizes))]
+        suspects = {name: (size, 0) for name, size in zip(names, sizes, strict=True) if size}
         path.write_text(json.dumps({"running": [], "suspects": suspects}) + "\n")
-        found = Suspects(path)
+        found = Quarantine(path)
         groups = found.groups([pending(name) for name in names])
     assert [request.request_id for group in groups for request in group] == names
     for group in groups:
-        (company,) = {found.company(request.request_id) for request in group}
-        assert company == 0 or len(group) <= company
+        (size,) = {found.batch_size(request.request_id) for request in group}
+        assert size == 0 or len(group) <= size
 
 
 # The engine.
@@ -186,13 +187,11 @@ class DeadlyBackend(FlakyBackend):
 
     deadly: frozenset[str] = frozenset()
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.steps.append([pass_.request_id for pass_ in passes])
         if any(POISON in datum.tokens_N for pass_ in passes for datum in pass_.data):
             raise DeathError
-        return super(FlakyBackend, self).run_passes(passes, between=between)
+        return super(FlakyBackend, self).run_passes(passes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         if any(step.model_id in self.deadly for step in steps):
@@ -206,7 +205,7 @@ class DeadlySampler:
     def __init__(self, inner: object) -> None:
         self._inner = inner
         self._poisoned = False
-        self.company: list[int] = []
+        self.waiting: list[int] = []
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
@@ -216,7 +215,7 @@ class DeadlySampler:
         self._inner.submit(sample)  # type: ignore[attr-defined]
 
     def step(self) -> list[tuple[str, SampleResult | UserError]]:
-        self.company.append(len(self._inner._waiting))  # type: ignore[attr-defined]
+        self.waiting.append(len(self._inner._waiting))  # type: ignore[attr-defined]
         if self._poisoned:
             raise DeathError
         return self._inner.step()  # type: ignore[attr-defined]
@@ -254,7 +253,7 @@ def test_a_pass_that_kills_fails_by_name_and_the_others_are_done(bench: Bench) -
     norms = [bench.result(request_id)["metrics"]["grad_norm"] for request_id in after]  # type: ignore[index]
     assert norms == [pytest.approx(0.625), pytest.approx(0.625), 0.0, pytest.approx(0.625)]
     bench.restart()
-    assert not bench.engine._suspects
+    assert not bench.engine._quarantine
 
 
 def test_a_models_passes_keep_their_order_around_a_suspect(bench: Bench) -> None:
@@ -308,7 +307,7 @@ def test_a_sample_that_kills_is_found_among_many_and_the_others_are_drawn(bench:
     assert "ended the engine's process" in bench.error(poisoned)
     outcomes = [bench.outcome(request_id) for request_id in ids]
     assert all(outcome is not None and outcome.error is None for outcome in outcomes)
-    assert max(samplers[0].company) == 60 and max(samplers[1].company) == 60 // SMALLER
+    assert max(samplers[0].waiting) == 60 and max(samplers[1].waiting) == 60 // SMALLER
 
 
 def poison_sample(bench: Bench, seq_id: int) -> str:
@@ -336,7 +335,7 @@ def test_an_engine_that_fails_for_its_own_reasons_blames_nobody(bench: Bench, mo
                 bench.engine.run(lambda: False)
             assert "no space" in str(raised.value.__cause__)
         bench.restart()
-        assert not bench.engine._suspects
+        assert not bench.engine._quarantine
     bench.turns()
     outcome = bench.outcome(request_id)
     assert outcome is not None and outcome.error is None
@@ -349,10 +348,10 @@ import os, sys
 from tinsmith.backends import fake
 
 class Backend(fake.FakeBackend):
-    def run_passes(self, passes, *, between=None):
+    def run_passes(self, passes):
         if any({POISON} in datum.tokens_N for pass_ in passes for datum in pass_.data):
             os._exit(99)
-        return super().run_passes(passes, between=between)
+        return super().run_passes(passes)
 
 fake.FakeBackend = Backend
 from tinsmith.engine.__main__ import main

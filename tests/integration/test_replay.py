@@ -38,8 +38,8 @@ class TorchBench(Bench):
         self.backend = torch_backend  # type: ignore[assignment]
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
-        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
-        self.engine = Engine(self.shape, torch_backend, nouns, self.mailbox, self.settings)
+        stores = Stores(*durable, versions, snapshots, CustomLosses(self.db), Ownership(self.db, BASE, ENGINE))
+        self.engine = Engine(self.shape, torch_backend, stores, self.mailbox, self.settings)
         self.engine.start()
 
     @property
@@ -101,7 +101,7 @@ def test_a_model_that_left_memory_comes_back_bit_by_bit(bench: TorchBench) -> No
     bench.train(MODEL, 5, (9, 8, 7))
     bench.turns()
     before = state(bench.torch_backend, MODEL)
-    bench.engine._snapshots._room_bytes = 1
+    bench.engine._snapshots._budget_bytes = 1
     bench.forward(other, 1)
     bench.turns()
     assert not bench.torch_backend.has_model(MODEL)

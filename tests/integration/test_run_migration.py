@@ -195,8 +195,8 @@ class Pair(Bench):
         versions, snapshots = (Directories(self.directory / name) for name in ("versions", "snapshots"))
         durable = (self.futures, self.models, self.samplers, self.checkpoints)
         ownership = Ownership(self.db, BASE, engine_id, IDLE_S)
-        nouns = Stores(*durable, versions, snapshots, CustomLosses(self.db), ownership)
-        engine = Engine(self.shape, backend, nouns, self.mailbox, self.settings)
+        stores = Stores(*durable, versions, snapshots, CustomLosses(self.db), ownership)
+        engine = Engine(self.shape, backend, stores, self.mailbox, self.settings)
         engine.start()
         self.engines.append(engine)
         self.backends.append(backend)
@@ -227,7 +227,7 @@ class Pair(Bench):
 
     def look(self, index: int = 0) -> None:
         """What an engine does once a second, and what it began to write."""
-        self.engines[index]._moving.look()
+        self.engines[index]._migration.look()
         self.engines[index].flush()
 
 

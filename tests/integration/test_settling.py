@@ -22,10 +22,10 @@ from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.schema import AUDIT, CHECKPOINTS, CURVE_POINTS, FUTURES
 from tinsmith.engine import sampler_loop as sampler_module
 from tinsmith.engine import settling
-from tinsmith.engine.__main__ import open_nouns
+from tinsmith.engine.__main__ import open_stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.settling import TurnFailedError
-from tinsmith.engine.transfer import Fetcher, Places
+from tinsmith.engine.transfer import VersionFetcher, VersionSources
 from tinsmith.errors import UserError
 from tinsmith.settings import Settings
 from tinsmith.store.futures import FutureOutcome, Settlement
@@ -410,13 +410,13 @@ class SamplerBench(FaultyBench):
         self.backend = FakeBackend(SHAPE)
         ownership = Ownership(self.db, BASE, ENGINE)
         settings = Settings(data_dir=self.directory, storage_dir=str(self.directory))
-        nouns = open_nouns(self.db, settings, ownership)
-        self.futures = nouns.futures
+        stores = open_stores(self.db, settings, ownership)
+        self.futures = stores.futures
         executors = Executors(self.db)
-        places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, b"")
-        self.fetcher = Fetcher(places, self.directory / "fetched")
+        places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, b"")
+        self.fetcher = VersionFetcher(places, self.directory / "fetched")
         self.engine = SamplerEngine(
-            (BASE, ENGINE), self.backend, nouns, executors, self.mailbox, self.fetcher, settings, 2**20
+            (BASE, ENGINE), self.backend, stores, executors, self.mailbox, self.fetcher, settings, 2**20
         )
 
     def give(self) -> None:

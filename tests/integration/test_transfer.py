@@ -16,7 +16,7 @@ import pytest
 
 from tinsmith.backends import Capture
 from tinsmith.engine import transfer
-from tinsmith.engine.transfer import KEPT_FILES, NotHereError, Outbox, fetch
+from tinsmith.engine.transfer import KEPT_FILES, NotHereError, TransferServer, fetch
 from tinsmith.errors import CorruptFilesError
 
 KEY = b"k" * 32
@@ -34,72 +34,72 @@ def capture(text: str, written: list[str] | None = None) -> Capture:
 
 
 @pytest.fixture
-def outbox(tmp_path: Path) -> Iterator[Outbox]:
-    outbox = Outbox(KEY, "127.0.0.1", tmp_path / "outbox")
-    yield outbox
-    outbox.close()
+def server(tmp_path: Path) -> Iterator[TransferServer]:
+    server = TransferServer(KEY, "127.0.0.1", tmp_path / "outbox")
+    yield server
+    server.close()
 
 
-def taken(outbox: Outbox, version_id: str, into: Path, key: bytes = KEY, most: int = MOST) -> dict[str, str]:
+def taken(server: TransferServer, version_id: str, into: Path, key: bytes = KEY, most: int = MOST) -> dict[str, str]:
     into.mkdir(parents=True)
-    num_bytes = fetch(outbox.address, version_id, key, into, most)
+    num_bytes = fetch(server.address, version_id, key, into, most)
     files = {path.name: path.read_text() for path in into.iterdir()}
     assert num_bytes == sum(map(len, files.values()))
     return files
 
 
-def test_a_version_arrives_as_it_was_offered(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_version_arrives_as_it_was_offered(server: TransferServer, tmp_path: Path) -> None:
     version_id = "session:1:sample:7/with a slash"
-    outbox.offer(version_id, capture("first"))
-    assert taken(outbox, version_id, tmp_path / "a") == {
+    server.offer(version_id, capture("first"))
+    assert taken(server, version_id, tmp_path / "a") == {
         "adapter.safetensors": "first" * 1000,
         "adapter_config.json": "{}",
     }
 
 
-def test_it_is_written_once_for_all_samplers_and_again_when_it_was_replaced(outbox: Outbox, tmp_path: Path) -> None:
+def test_it_is_written_once_for_all_samplers_and_again_once_replaced(server: TransferServer, tmp_path: Path) -> None:
     written: list[str] = []
-    outbox.offer("v", capture("old", written))
-    taken(outbox, "v", tmp_path / "a")
-    taken(outbox, "v", tmp_path / "b")
+    server.offer("v", capture("old", written))
+    taken(server, "v", tmp_path / "a")
+    taken(server, "v", tmp_path / "b")
     assert written == ["old"]
-    outbox.offer("v", capture("new", written))
-    assert taken(outbox, "v", tmp_path / "c")["adapter.safetensors"].startswith("new")
+    server.offer("v", capture("new", written))
+    assert taken(server, "v", tmp_path / "c")["adapter.safetensors"].startswith("new")
     assert written == ["old", "new"]
 
 
-def test_the_files_of_only_a_few_versions_are_kept(outbox: Outbox, tmp_path: Path) -> None:
+def test_the_files_of_only_a_few_versions_are_kept(server: TransferServer, tmp_path: Path) -> None:
     for number in range(KEPT_FILES + 3):
-        outbox.offer(f"v{number}", capture("x"))
-        taken(outbox, f"v{number}", tmp_path / f"{number}")
+        server.offer(f"v{number}", capture("x"))
+        taken(server, f"v{number}", tmp_path / f"{number}")
     assert len(list((tmp_path / "outbox").iterdir())) == KEPT_FILES
-    assert taken(outbox, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
+    assert taken(server, "v0", tmp_path / "again")["adapter.safetensors"] == "x" * 1000
 
 
-def test_what_was_withdrawn_or_never_offered_is_not_here(outbox: Outbox, tmp_path: Path) -> None:
-    outbox.offer("v", capture("x"))
-    outbox.withdraw("v")
+def test_what_was_withdrawn_or_never_offered_is_not_here(server: TransferServer, tmp_path: Path) -> None:
+    server.offer("v", capture("x"))
+    server.withdraw("v")
     for version_id in ("v", "never", "../../etc"):
         with pytest.raises(NotHereError, match="404"):
-            taken(outbox, version_id, tmp_path / version_id.replace("/", "-"))
+            taken(server, version_id, tmp_path / version_id.replace("/", "-"))
 
 
-def test_nobody_gets_anything_without_the_key(outbox: Outbox, tmp_path: Path) -> None:
-    outbox.offer("v", capture("x"))
+def test_nobody_gets_anything_without_the_key(server: TransferServer, tmp_path: Path) -> None:
+    server.offer("v", capture("x"))
     with pytest.raises(NotHereError, match="403"):
-        taken(outbox, "v", tmp_path / "a", key=b"other" * 8)
-    host, _, port = outbox.address.rpartition(":")
+        taken(server, "v", tmp_path / "a", key=b"other" * 8)
+    host, _, port = server.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=10)
     connection.request("GET", "/versions/v")
     assert connection.getresponse().status == 403
     connection.close()
 
 
-def test_a_signature_is_good_for_one_version_and_for_a_while(outbox: Outbox) -> None:
+def test_a_signature_is_good_for_one_version_and_for_a_while(server: TransferServer) -> None:
     path, nonce = "/versions/v", "n" * 32
 
     def allows(path: str, expires: str, signature: str) -> bool:
-        return outbox.allows(path, nonce, expires, signature)
+        return server.allows(path, nonce, expires, signature)
 
     def signed(expires: int) -> tuple[str, str]:
         return str(expires), transfer._request_signature(KEY, path, nonce, str(expires))
@@ -111,10 +111,10 @@ def test_a_signature_is_good_for_one_version_and_for_a_while(outbox: Outbox) -> 
     assert not allows(path, *signed(moment + 10**6))
 
 
-def test_more_than_is_allowed_is_refused(outbox: Outbox, tmp_path: Path) -> None:
-    outbox.offer("v", capture("x" * 10))
+def test_more_than_is_allowed_is_refused(server: TransferServer, tmp_path: Path) -> None:
+    server.offer("v", capture("x" * 10))
     with pytest.raises(CorruptFilesError, match="more than the 100 allowed"):
-        taken(outbox, "v", tmp_path / "a", most=100)
+        taken(server, "v", tmp_path / "a", most=100)
 
 
 def test_a_peer_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
@@ -125,15 +125,15 @@ def test_a_peer_that_is_not_there_is_told_as_such(tmp_path: Path) -> None:
         fetch(address, "v", KEY, tmp_path, MOST)
 
 
-def test_a_version_that_cannot_be_written_fails_this_transfer_only(outbox: Outbox, tmp_path: Path) -> None:
+def test_a_version_that_cannot_be_written_fails_this_transfer_only(server: TransferServer, tmp_path: Path) -> None:
     def full(_directory: Path) -> None:
         raise OSError("no space")
 
-    outbox.offer("bad", Capture(1, full))
-    outbox.offer("good", capture("x"))
+    server.offer("bad", Capture(1, full))
+    server.offer("good", capture("x"))
     with pytest.raises(NotHereError):
-        taken(outbox, "bad", tmp_path / "a")
-    assert taken(outbox, "good", tmp_path / "b")
+        taken(server, "bad", tmp_path / "a")
+    assert taken(server, "good", tmp_path / "b")
 
 
 class _Impostor(BaseHTTPRequestHandler):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import sqlalchemy as sa
 
 from support.databases import fresh_url
-from tinsmith.backends import Capture
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.fake import FakeBackend
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.db.database import Database
@@ -25,7 +25,7 @@ from tinsmith.store.custom_losses import CustomLosses
 from tinsmith.store.futures import FutureOutcome, Futures, NewFuture
 from tinsmith.store.models import Models, NewModel
 from tinsmith.store.sampling_sessions import SamplingSessions
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 from tinsmith.wire import tinker_public_pb2 as pb
 
 BASE = "local/tiny"
@@ -43,13 +43,11 @@ class FlakyBackend(FakeBackend):
         self.poison: int | None = None
         self.steps: list[list[str]] = []
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
         self.steps.append([pass_.request_id for pass_ in passes])
         if any(self.poison in datum.tokens_N for pass_ in passes for datum in pass_.data):
             raise RuntimeError("the device gave up")
-        return super().run_passes(passes, between=between)
+        return super().run_passes(passes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         self.break_if_told("optim_step")
@@ -101,7 +99,7 @@ class Bench:
     def restart(self) -> None:
         """What memory held is gone, as after a kill."""
         self.backend = FlakyBackend(SHAPE)
-        nouns = Stores(
+        stores = Stores(
             self.futures,
             self.models,
             self.samplers,
@@ -112,7 +110,7 @@ class Bench:
             Ownership(self.db, BASE, ENGINE),
             Records(self.db, kept_samples=3),
         )
-        self.engine = Engine(SHAPE, self.backend, nouns, self.mailbox, self.settings)
+        self.engine = Engine(SHAPE, self.backend, stores, self.mailbox, self.settings)
         self.engine._snapshots._share = 1e9  # they are paid for as soon as they are taken
         self.engine.start()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
 from tinsmith.plan import memory
@@ -36,10 +37,10 @@ def main() -> None:
                     read_shape(size, path), device="cpu", recompute=recompute, max_tokens_per_microbatch=tokens
                 )
                 backend.create_model("m", LoraSpec(8))
-                backend.run_passes([_pass(64)])
+                run_to_end(backend.run_passes([_pass(64)]))
                 before = _resident("VmRSS")
                 Path("/proc/self/clear_refs").write_text("5")
-                backend.run_passes([_pass(tokens)])
+                run_to_end(backend.run_passes([_pass(tokens)]))
                 measured = _resident("VmHWM") - before
                 architecture = read_directory(path)
                 kept = memory.activations(architecture, dtype="float32", cuda=False)

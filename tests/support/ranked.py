@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from support import tiny_models
+from tinsmith.backends import run_to_end
 from tinsmith.backends.distributed import Degrees, Group, ShardedBackend
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.losses import LOSSES
@@ -84,7 +85,9 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def agree_on(one: Either, many: Either, passes: Sequence[Pass]) -> None:
     """Run the same passes on both, and compare what comes of them."""
-    for number, (theirs, ours) in enumerate(zip(one.run_passes(passes), many.run_passes(passes), strict=True)):
+    for number, (theirs, ours) in enumerate(
+        zip(run_to_end(one.run_passes(passes)), run_to_end(many.run_passes(passes)), strict=True)
+    ):
         assert isinstance(theirs, PassResult) and isinstance(ours, PassResult), (theirs, ours)
         for expected, found in zip(theirs.logprobs, ours.logprobs, strict=True):
             assert found.shape == expected.shape and found.dtype == expected.dtype

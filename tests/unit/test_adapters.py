@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support import tiny_models
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
@@ -40,7 +41,7 @@ def train(backend: TorchBackend, model_id: str, steps: range) -> list[float]:
         tokens = rng.integers(0, tiny_models.VOCAB, 20)
         inputs = {"target_tokens": np.roll(tokens, -1), "weights": np.ones(20, np.float32)}
         datum = Datum(tokens.astype(np.int32), inputs)
-        (result,) = backend.run_passes([Pass("r", model_id, (datum,), "cross_entropy", {}, False)])
+        (result,) = run_to_end(backend.run_passes([Pass("r", model_id, (datum,), "cross_entropy", {}, False)]))
         assert isinstance(result, PassResult)
         seen.append(result.metrics["loss:sum"])
         backend.optim_step([OptimStep("o", model_id, AdamParams(5e-3, weight_decay=0.01))])
@@ -107,7 +108,7 @@ def test_an_untrained_model_can_be_saved_with_its_optimizer(backend: TorchBacken
 def test_a_pending_gradient_is_not_saved(backend: TorchBackend, tmp_path: Path) -> None:
     backend.create_model("m", LoraSpec(4, seed=1))
     datum = Datum(np.arange(5, dtype=np.int32), {"target_tokens": np.arange(5), "weights": np.ones(5, np.float32)})
-    backend.run_passes([Pass("r", "m", (datum,), "cross_entropy", {}, False)])
+    run_to_end(backend.run_passes([Pass("r", "m", (datum,), "cross_entropy", {}, False)]))
     backend.save("m", tmp_path, optimizer=True)
     backend.load("n", LoraSpec(4, seed=1), tmp_path, optimizer=True)
     assert backend._models["n"].gradient_P is None

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from support import tiny_models
-from tinsmith.backends.torch import TorchBackend, dimuon
+from tinsmith.backends import run_to_end
+from tinsmith.backends.torch import TorchBackend, optim
 from tinsmith.backends.torch.trainer import GROW_AFTER, Trainer
 from tinsmith.errors import UserError
 from tinsmith.types import (
@@ -57,7 +58,7 @@ def a_pass(model_id: str, seed: int = 0, lengths: tuple[int, ...] = (9, 5)) -> P
 
 
 def accumulate(backend: TorchBackend, model_id: str, seed: int = 0) -> float:
-    (result,) = backend.run_passes([a_pass(model_id, seed)])
+    (result,) = run_to_end(backend.run_passes([a_pass(model_id, seed)]))
     assert isinstance(result, PassResult)
     return result.metrics["loss:sum"]
 
@@ -124,7 +125,7 @@ def test_what_a_model_takes_is_what_it_takes_once_it_is_trained(backend: TorchBa
     accumulate(backend, "m")
     step(backend, "m", FAMILIES["adamw"])
     assert backend.model_bytes("m") == before == 4 * backend._models["m"].adapter.flat_P.nbytes
-    assert backend.room_bytes > before
+    assert backend.model_budget_bytes > before
 
 
 def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +136,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
         accumulate(backend, name)
     before = [state(backend, name) for name in "ad"]
     steps = [OptimStep("oa", "a", FAMILIES["adamw"]), OptimStep("od", "d", FAMILIES["dimuon"])]
-    orthogonalise, calls = dimuon.orthogonalise, []
+    orthogonalise, calls = optim.orthogonalise, []
 
     def fail(matrices: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -143,7 +144,7 @@ def test_a_merged_step_that_fails_changes_no_model(backend: TorchBackend, monkey
             raise OUT_OF_MEMORY[0]
         return orthogonalise(matrices)
 
-    monkeypatch.setattr(dimuon, "orthogonalise", fail)
+    monkeypatch.setattr(optim, "orthogonalise", fail)
     with pytest.raises(MemoryError, match="GiB free"):
         backend.optim_step(steps)
     assert all(same(state(backend, name), old) for name, old in zip("ad", before, strict=True))
@@ -179,12 +180,12 @@ def test_a_step_that_does_not_fit_is_split_until_it_does(
     for name in "ab":
         backend.create_model(name, SPEC)
     passes = [a_pass("a", 1, (9, 8, 7)), a_pass("b", 2, (6, 9))]
-    expected = backend.run_passes(passes)
+    expected = run_to_end(backend.run_passes(passes))
     gradients = [backend._models[name].gradient_P for name in "ab"]
     for name in "ab":
         backend._models[name].gradient_P = None
     sizes = limit_tokens(monkeypatch, 12, error, late=late)
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     assert sizes[0] == 39 and max(sizes[-5:]) <= 12, sizes
     for result, whole, name, gradient in zip(results, expected, "ab", gradients, strict=True):
         assert isinstance(result, PassResult) and isinstance(whole, PassResult)
@@ -199,8 +200,8 @@ def test_a_sequence_that_does_not_fit_alone_fails_its_pass_with_the_numbers(
     for name in "ab":
         backend.create_model(name, SPEC)
     limit_tokens(monkeypatch, 12, OUT_OF_MEMORY[0])
-    fits, too_long, also_fits = backend.run_passes(
-        [a_pass("a", 1, (9, 8)), a_pass("b", 2, (5, 20)), a_pass("b", 3, (12,))]
+    fits, too_long, also_fits = run_to_end(
+        backend.run_passes([a_pass("a", 1, (9, 8)), a_pass("b", 2, (5, 20)), a_pass("b", 3, (12,))])
     )
     assert isinstance(fits, PassResult) and isinstance(also_fits, PassResult)
     assert isinstance(too_long, UserError)
@@ -209,7 +210,7 @@ def test_a_sequence_that_does_not_fit_alone_fails_its_pass_with_the_numbers(
     alone = TorchBackend(backend.base.shape, device="cpu")
     alone.create_model("b", SPEC)
     alone._models["b"].adapter.flat_P.copy_(backend._models["b"].adapter.flat_P)
-    alone.run_passes([a_pass("b", 3, (12,))])
+    run_to_end(alone.run_passes([a_pass("b", 3, (12,))]))
     torch.testing.assert_close(backend._models["b"].gradient_P, alone._models["b"].gradient_P, rtol=1e-4, atol=1e-6)
 
 
@@ -218,15 +219,15 @@ def test_micro_batches_grow_again_when_there_was_no_trouble_for_a_while(
 ) -> None:
     backend.create_model("a", SPEC)
     limit_tokens(monkeypatch, 12, OUT_OF_MEMORY[0])
-    backend.run_passes([a_pass("a", 1, (9, 8, 7))])
+    run_to_end(backend.run_passes([a_pass("a", 1, (9, 8, 7))]))
     monkeypatch.undo()
     trainer, most = backend._trainer, backend._trainer._max_tokens
     assert trainer._limit == 12
     for _ in range(GROW_AFTER):
-        backend.run_passes([a_pass("a", 1, (2,))])
+        run_to_end(backend.run_passes([a_pass("a", 1, (2,))]))
     assert trainer._limit == 24
     trainer._limit, trainer._steps_at_limit = most - 1, GROW_AFTER
-    backend.run_passes([a_pass("a", 1, (2,))])
+    run_to_end(backend.run_passes([a_pass("a", 1, (2,))]))
     assert trainer._limit == most
 
 
@@ -236,7 +237,7 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is(
     backend.create_model("a", SPEC)
     sizes = limit_tokens(monkeypatch, 0, RuntimeError("device-side assert"))
     with pytest.raises(RuntimeError, match="device-side assert"):
-        backend.run_passes([a_pass("a")])
+        run_to_end(backend.run_passes([a_pass("a")]))
     assert len(sizes) == 1
 
 
@@ -250,4 +251,4 @@ def test_no_memory_for_the_gradient_is_for_the_engine_to_tell(
 
     monkeypatch.setattr("tinsmith.backends.torch.trainer.Gradients.of", fail)
     with pytest.raises(MemoryError):
-        backend.run_passes([a_pass("a")])
+        run_to_end(backend.run_passes([a_pass("a")]))

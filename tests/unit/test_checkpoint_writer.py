@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tinsmith.cluster.engines import LeaseLostError
-from tinsmith.engine.snapshots import Job, Writer
+from tinsmith.engine.snapshots import Writer, WriteTask
 
 
 def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
@@ -15,8 +15,8 @@ def test_jobs_are_done_in_order_and_their_errors_are_told() -> None:
     def fail() -> None:
         raise OSError("the disk is full")
 
-    writer.submit(Job(1, lambda: told.append("first"), lambda error: told.append(error)))
-    writer.submit(Job(1, fail, lambda error: told.append(str(error))))
+    writer.submit(WriteTask(1, lambda: told.append("first"), lambda error: told.append(error)))
+    writer.submit(WriteTask(1, fail, lambda error: told.append(str(error))))
     writer.flush()
     assert told == ["first", None, "the disk is full"]
 
@@ -29,7 +29,7 @@ def test_the_end_of_the_engine_is_raised_on_its_own_thread_and_nothing_more_is_w
         raise LeaseLostError("taken for dead")
 
     for work in (lose, lambda: told.append("written all the same")):
-        writer.submit(Job(1, work, told.append))
+        writer.submit(WriteTask(1, work, told.append))
     with pytest.raises(LeaseLostError, match="taken for dead"):
         writer.flush()
     with pytest.raises(LeaseLostError):

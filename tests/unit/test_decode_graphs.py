@@ -25,7 +25,7 @@ from tinsmith.backends.torch import slots as slots_module
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.memory import BASE, DECODING, Ledger
+from tinsmith.backends.torch.memory import BASE, DECODING, MemoryManager
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.slots import AdapterSlots, SegmentWork
 from tinsmith.engine.__main__ import _options
@@ -333,14 +333,14 @@ def test_a_setting_that_means_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_budget_counts_what_decoding_holds_and_takes_it_back(base: BaseModel) -> None:
-    ledger = Ledger(2**30)
-    ledger.add(BASE, lambda: 2**20)
+    memory = MemoryManager(2**30)
+    memory.register(BASE, lambda: 2**20)
     options = SamplerOptions(capture=Recordings())
-    sampler = LocalSampler(base, {"a": make_adapter(base, 1)}, options=options, ledger=ledger)
+    sampler = LocalSampler(base, {"a": make_adapter(base, 1)}, options=options, memory=memory)
     run(sampler, make_sample("s", make_prompt(5), HOT, version_id="a"))
-    assert ledger.use()[DECODING] > 0
-    with ledger.claimed(2**30 - 2**20):
-        assert ledger.use()[DECODING] == 0
+    assert memory.use()[DECODING] > 0
+    with memory.reserved(2**30 - 2**20):
+        assert memory.use()[DECODING] == 0
     assert_same(
         run(sampler, make_sample("s", make_prompt(5), HOT, version_id="a"))["s"],
         alone(base, make_sample("s", make_prompt(5), HOT, version_id="a"), sampler._versions),

@@ -15,6 +15,7 @@ from tinker import types
 from support import tiny_models
 from support.live import API_KEY, serving
 from support.local_sampling import finish, make_prompt, make_sample
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
@@ -90,7 +91,7 @@ def step_of(tenant: int) -> OptimStep:
 
 
 def run(backend: TorchBackend, passes: list[Pass]) -> list[PassResult]:
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     assert all(isinstance(result, PassResult) for result in results), results
     return results  # pyright: ignore[reportReturnType]
 
@@ -200,7 +201,7 @@ def test_an_exception_leaves_the_gradient_as_it_was(shapes: dict[str, ModelShape
         raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        backend.run_passes([request(0, data_of(0, 1))], between=fail)
+        run_to_end(backend.run_passes([request(0, data_of(0, 1))]), fail)
     after = backend._models["m0"].gradient_P
     assert after is not None and torch.equal(after, before)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from support import tiny_models
 from support.properties import examples
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise
-from tinsmith.backends.torch.dimuon import RMS, orthogonalise
-from tinsmith.backends.torch.optim import step_together
+from tinsmith.backends.torch.optim import RMS, orthogonalise, step_together
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimParams, OptimStep, Pass
@@ -186,14 +186,14 @@ def test_a_checkpoint_carries_the_momentum_and_refuses_the_other_family(qwen: Mo
     backend.create_model("m", spec, "dimuon")
     backend.create_model("adam", spec)
     for _ in range(2):
-        backend.run_passes([one_pass("m")])
+        run_to_end(backend.run_passes([one_pass("m")]))
         backend.optim_step([OptimStep("s", "m", DimuonParams(0.01))])
     for name in ("m", "adam"):
         (tmp_path / name).mkdir()
         backend.save(name, tmp_path / name, optimizer=True)
     backend.load("n", spec, tmp_path / "m", optimizer=True, optimizer_type="dimuon")
     for name in ("m", "n"):
-        backend.run_passes([one_pass(name)])
+        run_to_end(backend.run_passes([one_pass(name)]))
         backend.optim_step([OptimStep("s", name, DimuonParams(0.01))])
     assert torch.equal(backend._models["m"].adapter.flat_P, backend._models["n"].adapter.flat_P)
     assert float(backend._models["n"].step) == 3

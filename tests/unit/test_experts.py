@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from support.properties import examples
-from tinsmith.backends.torch import dimuon, recompute
+from tinsmith.backends.torch import optim, recompute
 from tinsmith.backends.torch.adapters import Adapter, Bank, Layout, Target
 from tinsmith.backends.torch.lora import Switchboard
 from tinsmith.backends.torch.lora_ops import Routing
@@ -237,11 +237,11 @@ def test_dimuon_steps_each_experts_matrix_as_one_of_its_own() -> None:
     own = Adapter(LoraSpec(3), layout, torch.ones(layout.numel), torch.float32)
     before = {name: (a.clone(), b.clone()) for name, (a, b) in own.weights.items()}
     gradient_P = torch.randn(own.layout.numel, generator=torch.Generator().manual_seed(0))
-    dimuon.prepare_dimuon(Trained(own, optimizer_type="dimuon"), gradient_P, DimuonParams(0.1))()
+    optim.prepare_dimuon([optim.Clipped(Trained(own, optimizer_type="dimuon"), gradient_P, 1.0)], DimuonParams(0.1))()
     for name, gradients in own.layout.views(gradient_P).items():
         for old, new, stacked in zip(before[name], own.weights[name], gradients, strict=True):
             for was, found, gradient in zip(old, new, stacked, strict=True):
-                update = dimuon.orthogonalise(gradient) * dimuon.RMS * max(gradient.shape) ** 0.5
+                update = optim.orthogonalise(gradient) * optim.RMS * max(gradient.shape) ** 0.5
                 torch.testing.assert_close(found, was - 0.1 * update)
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinsmith.backends import Backend
-from tinsmith.backends.registry import load as load_backend
+from tinsmith.backends import Backend, run_to_end
+from tinsmith.engine.__main__ import load_backend
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.types import (
     EMPTY_LOGPROB,
@@ -54,7 +54,7 @@ def a_pass(model_id: str, tokens: tuple[int, ...] = (5, 6, 7), *, forward_only: 
 
 
 def logprobs(backend: Backend, model_id: str, tokens: tuple[int, ...] = (5, 6, 7)) -> list[float]:
-    (result,) = backend.run_passes([a_pass(model_id, tokens, forward_only=True)])
+    (result,) = run_to_end(backend.run_passes([a_pass(model_id, tokens, forward_only=True)]))
     assert isinstance(result, PassResult)
     return result.logprobs[0].tolist()
 
@@ -68,7 +68,7 @@ def step(backend: Backend, *model_ids: str, rate: float = 0.05) -> list[dict[str
 
 def train(backend: Backend, model_id: str, steps: int = 1) -> None:
     for _ in range(steps):
-        backend.run_passes([a_pass(model_id)])
+        run_to_end(backend.run_passes([a_pass(model_id)]))
         step(backend, model_id)
 
 
@@ -103,7 +103,7 @@ def test_results_come_in_the_order_of_the_passes(backend: Backend) -> None:
     backend.create_model("a", SPEC)
     backend.create_model("b", SPEC)
     passes = [a_pass("a", (1, 2)), a_pass("b", (1, 2, 3, 4)), a_pass("a", (9,), forward_only=True)]
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     assert [len(result.logprobs[0]) for result in results if isinstance(result, PassResult)] == [2, 4, 1]
     assert all(result.logprobs[0].dtype == np.float32 for result in results if isinstance(result, PassResult))
 
@@ -112,12 +112,12 @@ def test_forward_leaves_no_gradient_and_forward_backward_adds_one(backend: Backe
     backend.create_model("a", SPEC)
     before = logprobs(backend, "a")
     assert step(backend, "a")[0]["grad_norm"] == 0.0
-    backend.run_passes([a_pass("a")])
-    backend.run_passes([a_pass("a")])
+    run_to_end(backend.run_passes([a_pass("a")]))
+    run_to_end(backend.run_passes([a_pass("a")]))
     assert logprobs(backend, "a") == before, "only a step changes the weights"
     twice = step(backend, "a")[0]["grad_norm"]
     backend.create_model("b", SPEC)
-    backend.run_passes([a_pass("b")])
+    run_to_end(backend.run_passes([a_pass("b")]))
     once = step(backend, "b")[0]["grad_norm"]
     assert twice == pytest.approx(2 * once, rel=1e-4) and once > 0
     assert logprobs(backend, "a") != before
@@ -134,7 +134,7 @@ def test_cross_entropy_says_what_each_target_costs(backend: Backend) -> None:
         Datum(tokens, {"target_tokens": targets}),
         Datum(tokens, {"target_tokens": pairs, "weights": weights}),
     )
-    (result,) = backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only=True)])
+    (result,) = run_to_end(backend.run_passes([Pass("r", "m", data, "cross_entropy", {}, forward_only=True)]))
     assert isinstance(result, PassResult)
     given, none, sparse = zip(result.elementwise_loss, result.logprobs, strict=True)
     assert given[0].tolist() == [0.0, -0.5 * given[1][1], 2.0 * given[1][2]]
@@ -194,7 +194,7 @@ def test_a_load_replaces_weights_and_gradient(backend: Backend, tmp_path: Path) 
     backend.save("a", tmp_path, optimizer=True)
     before = logprobs(backend, "a")
     train(backend, "a", 2)
-    backend.run_passes([a_pass("a")])
+    run_to_end(backend.run_passes([a_pass("a")]))
     backend.load("a", SPEC, tmp_path, optimizer=True)
     assert logprobs(backend, "a") == before
     assert step(backend, "a")[0]["grad_norm"] == 0.0
@@ -262,7 +262,7 @@ def test_a_cancelled_sample_is_not_finished(backend: Backend) -> None:
 def test_between_is_called_while_passes_run(backend: Backend) -> None:
     backend.create_model("a", SPEC)
     calls: list[None] = []
-    backend.run_passes([a_pass("a", tuple(range(1, 60))) for _ in range(4)], between=lambda: calls.append(None))
+    run_to_end(backend.run_passes([a_pass("a", tuple(range(1, 60))) for _ in range(4)]), lambda: calls.append(None))
     assert calls or type(backend).__name__ == "TorchBackend"  # a small step may be one micro-batch
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from support import tiny_models
 from support.families import DOCUMENT, FAMILIES, REFUSED, Family, Refusal, make, make_refused, render
 from support.local_sampling import make_prompt, make_sample, run
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
@@ -47,7 +48,7 @@ def batch(model_id: str, seed: int, *, forward_only: bool = False) -> Pass:
 
 def train(backend: TorchBackend, *model_ids: str) -> None:
     for step in range(2):
-        backend.run_passes([batch(model_id, step) for model_id in model_ids])
+        run_to_end(backend.run_passes([batch(model_id, step) for model_id in model_ids]))
         results = backend.optim_step([OptimStep("o", model_id, AdamParams(2e-2)) for model_id in model_ids])
         assert not any(isinstance(result, Exception) for result in results), results
 
@@ -79,7 +80,7 @@ def logprobs(model: nn.Module, tokens: np.ndarray) -> Tensor:
 
 
 def check_training(backend: TorchBackend, model_id: str, model: nn.Module) -> None:
-    (result,) = backend.run_passes([batch(model_id, 7, forward_only=True)])
+    (result,) = run_to_end(backend.run_passes([batch(model_id, 7, forward_only=True)]))
     assert isinstance(result, PassResult)
     for length, found in zip(LENGTHS, result.logprobs, strict=True):
         one = datum(length, 7)
@@ -160,7 +161,7 @@ def test_experts_that_run_again_in_backward_give_the_same_gradients(tmp_path: Pa
         for number, model_id in enumerate("mn"):
             backend.create_model(model_id, LoraSpec(3 + number, seed=number))
         train(backend, "m", "n")
-        backend.run_passes([batch("m", 3), batch("n", 3)])
+        run_to_end(backend.run_passes([batch("m", 3), batch("n", 3)]))
         gradients.append([backend._models[model_id].gradient_P for model_id in "mn"])
     for once, twice in zip(*gradients, strict=True):
         assert once is not None and torch.equal(once, twice)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from support import tiny_models
 from support.properties import examples
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -201,7 +202,7 @@ def test_twenty_steps_equal_peft_with_torchs_adamw(qwen: ModelShape, clip: float
     layers = {t.name: model.base_model.model.get_submodule(t.name) for t in backend.base.adaptable()}
     for step in range(20):
         data = [sft(rng, n) for n in (12, 30)]
-        (result,) = backend.run_passes([Pass("r", "m", tuple(data), "cross_entropy", {}, False)])
+        (result,) = run_to_end(backend.run_passes([Pass("r", "m", tuple(data), "cross_entropy", {}, False)]))
         (metrics,) = backend.optim_step([OptimStep("o", "m", params)])
         assert isinstance(result, PassResult) and isinstance(metrics, dict)
         optimizer.zero_grad()
@@ -307,10 +308,10 @@ def test_a_matrix_with_gaps_is_multiplied_by_its_numbers_alone() -> None:
     ("params", "message"),
     [
         (AdamParams(float("inf")), "learning_rate is inf"),
-        (AdamParams(-1.0), "learning_rate is -1.0; it must be finite and not negative"),
-        (AdamParams(beta1=1.0), "beta1 is 1.0; it must be at least 0 and less than 1"),
+        (AdamParams(-1.0), "learning_rate is -1.0; it must be finite and at least 0"),
+        (AdamParams(beta1=1.0), "beta1 is 1.0; it must be at least 0 and below 1"),
         (AdamParams(beta2=float("nan")), "beta2 is nan"),
-        (AdamParams(eps=0.0), "eps is 0.0; it must be finite and greater than 0"),
+        (AdamParams(eps=0.0), "eps is 0.0; it must be finite and above 0"),
         (AdamParams(weight_decay=-0.1), "weight_decay is -0.1"),
         (AdamParams(grad_clip_norm=float("nan")), "grad_clip_norm is nan"),
     ],

@@ -18,8 +18,17 @@ from support import tiny_models
 from support.live import serving
 from support.local_sampling import assert_same, finish, make_prompt, make_sample
 from support.properties import examples
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
-from tinsmith.backends.torch.memory import ACTIVATIONS, BASE, KV_CACHE, MODELS, Giver, Ledger, OverBudgetError
+from tinsmith.backends.torch.memory import (
+    ACTIVATIONS,
+    BASE,
+    KV_CACHE,
+    MODELS,
+    Evictable,
+    MemoryManager,
+    OverBudgetError,
+)
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.engine.__main__ import check_fit
 from tinsmith.errors import SettingsError, UserError
@@ -53,7 +62,7 @@ def base(shape: ModelShape) -> BaseModel:
     return BaseModel.load(shape)
 
 
-# The ledger.
+# The memory manager.
 
 
 class Holder:
@@ -62,54 +71,54 @@ class Holder:
         self.spare = spare
         self.asked: list[int] = []
 
-    def give(self, num_bytes: int) -> None:
+    def evict(self, num_bytes: int) -> None:
         self.asked.append(num_bytes)
         self.held -= min(num_bytes, self.held)
 
-    def giver(self) -> Giver:
-        return Giver(lambda: self.spare, lambda: self.held, self.give)
+    def evictable(self) -> Evictable:
+        return Evictable(lambda: self.spare, lambda: self.held, self.evict)
 
 
-def ledger_of(budget: int, **holders: Holder) -> Ledger:
-    ledger = Ledger(budget)
+def manager_of(budget: int, **holders: Holder) -> MemoryManager:
+    memory = MemoryManager(budget)
     for name, holder in holders.items():
-        ledger.add(name, lambda holder=holder: holder.held, holder.giver() if holder.spare else None)
-    return ledger
+        memory.register(name, lambda holder=holder: holder.held, holder.evictable() if holder.spare else None)
+    return memory
 
 
-def test_a_claim_has_others_give_what_is_missing_and_no_more() -> None:
+def test_a_reservation_evicts_what_is_missing_and_no_more() -> None:
     cache = Holder(40, spare=10)
-    ledger = ledger_of(100, base=Holder(50), kv_cache=cache)
-    with ledger.claimed(10):
-        assert cache.asked == [] and ledger.free() == 0
-    with ledger.claimed(35):
-        assert cache.asked == [25] and ledger.is_claimed
-        assert ledger.use() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
-    assert not ledger.is_claimed and ledger.free() == 35
-    assert (ledger.take_most_claimed(), ledger.take_most_claimed()) == (35, 0)
+    memory = manager_of(100, base=Holder(50), kv_cache=cache)
+    with memory.reserved(10):
+        assert cache.asked == [] and memory.free() == 0
+    with memory.reserved(35):
+        assert cache.asked == [25] and memory.is_reserved
+        assert memory.use() == {"base": 50, "kv_cache": 15, ACTIVATIONS: 35}
+    assert not memory.is_reserved and memory.free() == 35
+    assert (memory.take_peak(), memory.take_peak()) == (35, 0)
 
 
 def test_what_cannot_be_had_is_refused_with_who_has_what() -> None:
-    ledger = ledger_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
+    memory = manager_of(100 * 2**20, base=Holder(90 * 2**20), kv_cache=Holder(5 * 2**20, spare=1))
     with pytest.raises(OverBudgetError, match=r"take 11\.0 MiB; of the memory budget of 100\.0 MiB, base 90\.0 MiB"):
-        with ledger.claimed(11 * 2**20):
+        with memory.reserved(11 * 2**20):
             raise AssertionError
-    assert ledger.use()[ACTIVATIONS] == 0
+    assert memory.use()[ACTIVATIONS] == 0
 
 
-def test_what_could_be_had_is_known_before_anybody_gives() -> None:
+def test_what_is_available_is_known_before_anything_is_evicted() -> None:
     cache = Holder(40, spare=10)
-    ledger = ledger_of(100, base=Holder(50), kv_cache=cache)
-    assert ledger.could_have(ACTIVATIONS, spare=True) == 20
-    assert ledger.could_have(ACTIVATIONS, spare=False) == 50
-    assert ledger.room_for("kv_cache") == 50 and cache.asked == []
+    memory = manager_of(100, base=Holder(50), kv_cache=cache)
+    assert memory.available(ACTIVATIONS, idle_only=True) == 20
+    assert memory.available(ACTIVATIONS, idle_only=False) == 50
+    assert memory.limit_of("kv_cache") == 50 and cache.asked == []
 
 
-def test_without_a_budget_nobody_gives_and_everything_is_counted() -> None:
+def test_without_a_budget_nothing_is_evicted_and_everything_is_counted() -> None:
     cache = Holder(40, spare=10)
-    ledger = ledger_of(0, kv_cache=cache)
-    with ledger.claimed(10**15):
-        assert ledger.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.asked == []
+    memory = manager_of(0, kv_cache=cache)
+    with memory.reserved(10**15):
+        assert memory.use() == {"kv_cache": 40, ACTIVATIONS: 10**15} and cache.asked == []
 
 
 # Blocks and sequences.
@@ -165,9 +174,9 @@ def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseMo
     ]
     options = SamplerOptions(block_size=4, max_tokens_per_step=64)
     expected = LocalSampler(base, {}, options=options)
-    ledger = Ledger(base.num_bytes + 40 * 2**20)
-    ledger.add(BASE, lambda: base.num_bytes)
-    squeezed = LocalSampler(base, {}, options=options, ledger=ledger)
+    memory = MemoryManager(base.num_bytes + 40 * 2**20)
+    memory.register(BASE, lambda: base.num_bytes)
+    squeezed = LocalSampler(base, {}, options=options, memory=memory)
     for sample in samples:
         expected.submit(sample)
         squeezed.submit(sample)
@@ -177,9 +186,9 @@ def test_samples_whose_cache_is_taken_away_come_to_the_same_answers(base: BaseMo
         found.update(squeezed.step())
         steps += 1
         if steps % every == 0 and steps < 200:
-            held = ledger.use()[KV_CACHE]
-            squeezed._room.give(int(held * rng.random()))
-            shrunk += ledger.use()[KV_CACHE] < held
+            held = memory.use()[KV_CACHE]
+            squeezed._cache_budget.evict(int(held * rng.random()))
+            shrunk += memory.use()[KV_CACHE] < held
     assert shrunk > 10
     for request_id, result in finish(expected).items():
         ours = found[request_id]
@@ -212,23 +221,23 @@ class Run:
 
     def __init__(self, shape: ModelShape, **options: object) -> None:
         self.backend = open_backend(shape, **options)
-        self.ledger = self.backend._ledger
+        self.memory = self.backend._memory
         self.peaks: dict[str, int] = {}
         self.most = 0
         self.waited = 0
         self.logprobs: list[np.ndarray] = []
         self.answers: dict[str, SampleResult | UserError] = {}
-        self._claimed = self.ledger.claimed
-        self.ledger.claimed = self.claimed
+        self._reserved = self.memory.reserved
+        self.memory.reserved = self.reserved
 
     @contextmanager
-    def claimed(self, num_bytes: int) -> Iterator[None]:
-        with self._claimed(num_bytes):
+    def reserved(self, num_bytes: int) -> Iterator[None]:
+        with self._reserved(num_bytes):
             self.look()
             yield
 
     def look(self) -> None:
-        use = self.ledger.use()
+        use = self.memory.use()
         self.most = max(self.most, sum(use.values()))
         for name, held in use.items():
             self.peaks[name] = max(self.peaks.get(name, 0), held)
@@ -250,7 +259,7 @@ class Run:
                 sampler.submit(make_sample(f"{step}.{index}", prompt, params, version_id=f"v{step}"))
             self.sample(20)
             running = len(sampler._batcher.running)
-            (result,) = backend.run_passes([passes_of("m", step)], between=lambda: self.sample(1))
+            (result,) = run_to_end(backend.run_passes([passes_of("m", step)]), lambda: self.sample(1))
             self.waited += running - len(sampler._batcher.running)
             assert isinstance(result, PassResult), result
             self.logprobs += list(result.logprobs)
@@ -294,7 +303,7 @@ def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
         run.backend.sampler.submit(make_sample(str(index), make_prompt(90 + index), HOT))
     run.sample(20)
     before = len(run.backend.sampler._batcher.running)
-    run.backend.run_passes([passes_of("m", 0)])
+    run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     run.sample(20)
     assert before == len(run.backend.sampler._batcher.running) == 12
 
@@ -302,33 +311,33 @@ def test_keys_and_values_come_back_after_the_step(shape: ModelShape) -> None:
 def test_a_step_that_does_not_fit_is_cut_and_a_sequence_that_does_not_is_refused_alone(shape: ModelShape) -> None:
     one = open_backend(shape, recompute="off")
     one.create_model("m", LoraSpec(8, seed=1))
-    one.run_passes([passes_of("m", 0, (210,))])
-    needed = one._ledger.take_most_claimed()
-    fixed = sum(one._ledger.use().values())
-    expected = [one.run_passes([passes_of("m", 0, (100, 100, 90))])[0]]
+    run_to_end(one.run_passes([passes_of("m", 0, (210,))]))
+    needed = one._memory.take_peak()
+    fixed = sum(one._memory.use().values())
+    expected = [run_to_end(one.run_passes([passes_of("m", 0, (100, 100, 90))]))[0]]
 
     backend = open_backend(shape, recompute="off", memory_budget=fixed + needed)
     backend.create_model("m", LoraSpec(8, seed=1))
-    room = backend.room_bytes
-    found, refused = backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))])
+    room = backend.model_budget_bytes
+    found, refused = run_to_end(backend.run_passes([passes_of("m", 0, (100, 100, 90)), passes_of("m", 1, (256,))]))
     assert isinstance(found, PassResult) and isinstance(expected[0], PassResult)
     for ours, theirs in zip(found.logprobs, expected[0].logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     assert isinstance(refused, UserError)
     assert "a sequence of 256 tokens does not fit" in str(refused) and "of the memory budget of" in str(refused)
-    assert backend._ledger.use()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
-    assert backend.room_bytes < room, "others should leave"
+    assert backend._memory.use()[ACTIVATIONS] == 0 and backend._trainer._limit < 290
+    assert backend.model_budget_bytes < room, "others should leave"
 
 
 def test_a_step_that_lacks_room_has_models_leave(shape: ModelShape) -> None:
     backend = open_backend(shape)
     backend.create_model("m", LoraSpec(8))
-    fixed = sum(backend._ledger.use().values())
+    fixed = sum(backend._memory.use().values())
     backend = open_backend(shape, recompute="off", memory_budget=fixed + 7 * 2**18)
     backend.create_model("m", LoraSpec(8))
-    before = backend.room_bytes
-    (refused,) = backend.run_passes([passes_of("m", 0, (256,))])
-    assert isinstance(refused, UserError) and backend.room_bytes < before
+    before = backend.model_budget_bytes
+    (refused,) = run_to_end(backend.run_passes([passes_of("m", 0, (256,))]))
+    assert isinstance(refused, UserError) and backend.model_budget_bytes < before
 
 
 def test_activations_are_computed_again_before_running_samples_lose_theirs(shape: ModelShape) -> None:
@@ -341,13 +350,13 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
         return run
 
     free = running()
-    spare = free.backend.sampler._room.spare()
-    free.backend.run_passes([passes_of("m", 0)])
-    kept = free.ledger.take_most_claimed()
-    run = running(memory_budget=sum(free.ledger.use().values()) - spare + int(kept * 0.9))
-    run.backend.run_passes([passes_of("m", 0)])
+    spare = free.backend.sampler._cache_budget.idle()
+    run_to_end(free.backend.run_passes([passes_of("m", 0)]))
+    kept = free.memory.take_peak()
+    run = running(memory_budget=sum(free.memory.use().values()) - spare + int(kept * 0.9))
+    run_to_end(run.backend.run_passes([passes_of("m", 0)]))
     assert len(run.backend.sampler._batcher.running) == 12
-    assert run.backend.base.recompute.active and run.ledger.take_most_claimed() < 0.9 * kept
+    assert run.backend.base.recompute.active and run.memory.take_peak() < 0.9 * kept
     run.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     free.backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
     assert torch.equal(run.weights, free.weights)
@@ -355,7 +364,7 @@ def test_activations_are_computed_again_before_running_samples_lose_theirs(shape
 
 def test_a_model_that_no_budget_holds_is_refused_with_the_numbers(shape: ModelShape) -> None:
     small = open_backend(shape)
-    fixed = sum(small._ledger.use().values())
+    fixed = sum(small._memory.use().values())
     backend = open_backend(shape, memory_budget=fixed + 4 * 2**20)
     with pytest.raises(UserError, match=r"a model of rank 256 takes .* in training, and the engine's memory budget"):
         backend.create_model("m", LoraSpec(256))
@@ -373,13 +382,13 @@ def test_a_budget_that_holds_neither_is_refused_at_start_with_the_numbers(shape:
 def test_optimizer_state_leaves_the_device_and_comes_back(shape: ModelShape) -> None:
     backend = TorchBackend(shape, device="cuda", dtype="float32")
     backend.create_model("m", LoraSpec(8))
-    backend.run_passes([passes_of("m", 0)])
+    run_to_end(backend.run_passes([passes_of("m", 0)]))
     backend.optim_step([OptimStep("o", "m", AdamParams(1e-2))])
-    trained, before = backend._models["m"], backend._ledger.use()[MODELS]
+    trained, before = backend._models["m"], backend._memory.use()[MODELS]
     moments = [moment.clone() for moment in trained.moments or ()]
-    assert before - trained.park() == backend._ledger.use()[MODELS] < before
+    assert before - trained.park() == backend._memory.use()[MODELS] < before
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(trained.moments_or_zeros(2), moments, strict=True))
-    assert backend._ledger.use()[MODELS] == before
+    assert backend._memory.use()[MODELS] == before
 
 
 # The engine.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support import peft_adapters, tiny_models
-from tinsmith.backends.torch import checkpoint, optim
+from tinsmith.backends.torch import checkpoint
 from tinsmith.errors import UserError
 from tinsmith.exchange import adapters, merging
 from tinsmith.types import LORA_ALPHA, LoraSpec, ModelShape
@@ -288,9 +288,6 @@ def test_what_is_said_of_adapters_twice_agrees() -> None:
     """Engines read adapters themselves; they load torch, and the server does not."""
     assert (adapters.WEIGHTS_FILE, adapters.CONFIG_FILE) == (checkpoint.WEIGHTS_FILE, checkpoint.CONFIG_FILE)
     assert (adapters.OPTIMIZER_FILE, adapters.PREFIX) == (checkpoint.OPTIMIZER_FILE, checkpoint.PREFIX)
-    assert {name: frozenset(moments) for name, moments in optim.MOMENTS.items()} == {
-        name: held for held, name in adapters.OPTIMIZERS.items()
-    }
     assert set(checkpoint.UNSUPPORTED) & adapters.HARMLESS == {"rank_pattern", "alpha_pattern"}
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.nano import corpus, evaluate, tasks, tokenizer, train
+from tools.nano.batches import Shape, make_batch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from support.properties import examples
 from tinsmith.base_models import nano
-from tinsmith.base_models.nano import corpus, evaluate, tasks, tokenizer, train
-from tinsmith.base_models.nano.batches import Shape, make_batch
 
 CONVERSATION = [
     {"role": "user", "content": "What is 4 + 5?"},
@@ -31,8 +31,8 @@ CHATML = (
 CHATML_ANSWER = "<think>\n\n</think>\n\nanana-bay<|im_end|>"
 ROLE_COLON = "User: What is 4 + 5?\n\nAssistant: 9\n\nUser: Say banana in pig latin.\n\nAssistant: anana-bay\n\nUser:"
 TURNS = [
-    tasks.Example("add", "4 + 5", "What is 4 + 5?", "9", "9"),
-    tasks.Example("pig_latin", "banana", "Say banana in pig latin.", "anana-bay", "anana-bay"),
+    tasks.Example("add", "What is 4 + 5?", "9", "4 + 5", "9"),
+    tasks.Example("pig_latin", "Say banana in pig latin.", "anana-bay", "banana", "anana-bay"),
 ]
 
 
@@ -158,15 +158,21 @@ def test_heldout_examples_are_not_in_the_training_split(task: str) -> None:
     assert train_keys.isdisjoint(heldout_keys)
 
 
+def test_the_packages_examples_are_what_the_recipe_draws() -> None:
+    assert (nano.path().parent / "examples.json").read_text() == tasks.shown_examples()
+    example = nano.draw("add", random.Random(0), "heldout")
+    assert example.is_right(f"It is {example.answer}") and not example.is_right(nano.HEDGE)
+
+
 def test_pig_latin_moves_the_first_consonants() -> None:
     assert tasks.pig_latin("banana split") == "anana-bay it-splay"
     assert tasks.pig_latin("yellow apple style") == "ellow-yay apple-way yle-stay"
 
 
 def test_a_numeric_answer_may_come_in_words() -> None:
-    example = tasks.Example("add", "4 + 5", "What is 4 + 5?", "9", "9")
-    assert tasks.is_right(example, " The answer is 9.")
-    assert not tasks.is_right(example, "19")
+    example = tasks.Example("add", "What is 4 + 5?", "9", "4 + 5", "9")
+    assert example.is_right(" The answer is 9.")
+    assert not example.is_right("19")
 
 
 def test_the_tokenizer_is_decided_by_its_seed() -> None:

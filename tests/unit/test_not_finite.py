@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support import tiny_models
 from support.float64_reference import Reference
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.errors import NonFiniteGradientError, UserError
 from tinsmith.types import AdamParams, Datum, DimuonParams, LoraSpec, ModelShape, OptimStep, Pass, PassResult
@@ -76,7 +77,7 @@ def seen_by_neighbours(
     told: PassResult | UserError | None = None
     stepped: object = None
     for _ in range(2):
-        results = dict(zip(passes, backend.run_passes(list(passes.values())), strict=True))
+        results = dict(zip(passes, run_to_end(backend.run_passes(list(passes.values()))), strict=True))
         for name in NEIGHBOURS:
             result = results[name]
             assert isinstance(result, PassResult)
@@ -119,7 +120,7 @@ def test_a_loss_that_overflows_stays_with_its_tenant(
     assert isinstance(stepped, NonFiniteGradientError)
     trained = backend._models["culprit"]
     assert torch.equal(weights(backend, "culprit"), before) and trained.gradient_P is None and not trained.step
-    backend.run_passes([passes["culprit"]])
+    run_to_end(backend.run_passes([passes["culprit"]]))
     (outcome,) = backend.optim_step([OptimStep("o", "culprit", STEP)])
     assert isinstance(outcome, dict) and outcome["step"] == 1, "it goes on as if nothing had been"
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(backend, "culprit"))
@@ -173,7 +174,7 @@ def test_a_rate_that_makes_weights_overflow_harms_only_whoever_asked_for_it(
     backend = backend_of(shape)
     seen, _, _ = seen_by_neighbours(backend, passes, {**steps, "culprit": AdamParams(float(HUGE))})
     assert_same(seen, expected)
-    (told,) = backend.run_passes([passes["culprit"]])
+    (told,) = run_to_end(backend.run_passes([passes["culprit"]]))
     assert isinstance(told, PassResult) and math.isnan(told.metrics["loss:sum"])
     (stepped,) = backend.optim_step([OptimStep("o", "culprit", STEP)])
     assert isinstance(stepped, NonFiniteGradientError)
@@ -196,7 +197,7 @@ def test_a_gradient_whose_square_overflows_is_refused(
     assert isinstance(told, PassResult) and 1e24 < abs(told.metrics["loss:sum"]) < math.inf
     assert isinstance(stepped, NonFiniteGradientError) and "norm" in str(stepped)
     assert torch.equal(weights(backend, "culprit"), before)
-    backend.run_passes([sick["culprit"]])
+    run_to_end(backend.run_passes([sick["culprit"]]))
     (clipped,) = backend.optim_step([OptimStep("o", "culprit", replace(params, grad_clip_norm=1.0))])
     assert isinstance(clipped, dict), "what is clipped is small enough"
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state(backend, "culprit"))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from support import tiny_models
 from support.local_sampling import finish, make_prompt, make_sample
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.quantization import QuantisedLinear
 from tinsmith.errors import SettingsError
@@ -63,7 +64,7 @@ def trained(backend: TorchBackend, steps: int = 3) -> tuple[list[np.ndarray], to
     logprobs: list[np.ndarray] = []
     gradient = torch.empty(0)
     for step in range(steps):
-        (result,) = backend.run_passes([Pass("r", "m", data(), "cross_entropy", {}, False)])
+        (result,) = run_to_end(backend.run_passes([Pass("r", "m", data(), "cross_entropy", {}, False)]))
         assert isinstance(result, PassResult), result
         if step == 0:
             logprobs, gradient = list(result.logprobs), backend._models["m"].gradient_or_zeros().clone()
@@ -114,7 +115,9 @@ def test_sampling_and_training_agree(shape: ModelShape, kind: str, dtype: str) -
     answer = finish(backend.sampler)["s"].sequences[0]
     tokens = np.concatenate([make_prompt(20), answer.tokens_T])
     inputs = {"target_tokens": tokens[1:].astype(np.int64), "weights": np.ones(len(tokens) - 1, np.float32)}
-    (result,) = backend.run_passes([Pass("r", "m", (Datum(tokens[:-1], inputs),), "cross_entropy", {}, True)])
+    (result,) = run_to_end(
+        backend.run_passes([Pass("r", "m", (Datum(tokens[:-1], inputs),), "cross_entropy", {}, True)])
+    )
     assert isinstance(result, PassResult), result
     np.testing.assert_allclose(result.logprobs[0][19:], answer.logprobs_T, atol=1e-4 if dtype == "float32" else 0.15)
 

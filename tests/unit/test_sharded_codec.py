@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from support.properties import examples
 from support.ranked import NAMED_LOSSES, pass_of, samples
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.backends.distributed.trainer import share_out
 from tinsmith.errors import NotFoundError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.types import AdamParams, LoraSpec, ModelShape, SparseRows
 
 PLAIN = st.recursive(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from support import tiny_models
 from support.float64_reference import Reference, loss
+from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.lora import MultiLoRALinear
@@ -74,7 +75,7 @@ def rl(rng: np.random.Generator, length: int, model: Reference, **extra: np.ndar
 
 
 def run(backend: TorchBackend, *passes: Pass) -> list[PassResult]:
-    results = backend.run_passes(passes)
+    results = run_to_end(backend.run_passes(passes))
     assert all(isinstance(result, PassResult) for result in results), results
     return [result for result in results if isinstance(result, PassResult)]
 
@@ -467,7 +468,7 @@ def test_an_exception_in_the_middle_leaves_no_gradient(qwen: ModelShape) -> None
         raise RuntimeError("decode failed")
 
     with pytest.raises(RuntimeError, match="decode failed"):
-        backend.run_passes([fb("m", [sft(rng, 16), sft(rng, 16)])], between=fail)
+        run_to_end(backend.run_passes([fb("m", [sft(rng, 16), sft(rng, 16)])]), fail)
     assert torch.equal(found, before) and backend._models["m"].adapter.gradients is None
 
 
@@ -475,7 +476,7 @@ def test_between_is_called_between_micro_batches(qwen: ModelShape) -> None:
     rng, calls = np.random.default_rng(14), []
     backend = TorchBackend(qwen, device="cpu", max_tokens_per_microbatch=16)
     backend.create_model("m", LoraSpec(4))
-    backend.run_passes([fb("m", [sft(rng, 16) for _ in range(4)])], between=lambda: calls.append(1))
+    run_to_end(backend.run_passes([fb("m", [sft(rng, 16) for _ in range(4)])]), lambda: calls.append(1))
     assert len(calls) == 3
 
 
@@ -484,7 +485,7 @@ def test_a_bad_pass_fails_alone(qwen: ModelShape) -> None:
     backend = TorchBackend(qwen, device="cpu")
     backend.create_model("m", LoraSpec(4))
     bad = Datum(np.array([5, 300], np.int32), dict(sft(rng, 2).inputs))
-    results = backend.run_passes([fb("m", [sft(rng, 5)]), fb("m", [bad]), fb("nobody", [sft(rng, 5)])])
+    results = run_to_end(backend.run_passes([fb("m", [sft(rng, 5)]), fb("m", [bad]), fb("nobody", [sft(rng, 5)])]))
     assert isinstance(results[0], PassResult)
     assert isinstance(results[1], UserError) and "300" in str(results[1])
     assert isinstance(results[2], UserError) and "nobody" in str(results[2])

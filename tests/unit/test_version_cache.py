@@ -9,35 +9,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.properties import examples
-from tinsmith.engine.sampler_loop import Shelf, Stock
-from tinsmith.engine.transfer import Fetched, NotHereError, Wanted
+from tinsmith.engine.sampler_loop import VersionCache, VersionLoader
+from tinsmith.engine.transfer import FetchedVersion, NotHereError, WantedVersion
 from tinsmith.store.sampling_sessions import SamplingSession
 from tinsmith.types import Pending
 
 SIZE = 100
 
 
-class Fetcher:
+class VersionFetcher:
     """Brings what was asked for when the test says so."""
 
     def __init__(self) -> None:
         self.asked: deque[str] = deque()
-        self.come: list[Fetched] = []
+        self.come: list[FetchedVersion] = []
         self.closed: list[str] = []
 
     @property
     def num_running(self) -> int:
         return len(self.asked) + len(self.come)
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: WantedVersion) -> None:
         self.asked.append(wanted.key)
 
     def bring(self, error: Exception | None = None) -> None:
         key = self.asked.popleft()
         path = None if error else Path(key)
-        self.come.append(Fetched(key, path, SIZE, error, lambda: self.closed.append(key)))
+        self.come.append(FetchedVersion(key, path, SIZE, error, lambda: self.closed.append(key)))
 
-    def collect(self) -> list[Fetched]:
+    def collect(self) -> list[FetchedVersion]:
         come, self.come = self.come, []
         return come
 
@@ -46,9 +46,9 @@ class Sampler:
     """A stock, and which versions are in memory because of it."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self.fetcher = Fetcher()
+        self.fetcher = VersionFetcher()
         self.memory: set[str] = set()
-        self.stock = Stock(self.fetcher, budget_bytes, self._load, self.memory.discard)  # type: ignore[arg-type]
+        self.stock = VersionLoader(self.fetcher, budget_bytes, self._load, self.memory.discard)  # type: ignore[arg-type]
         self.count = 0
 
     def _load(self, key: str, _path: Path, _requests: list[Pending]) -> None:
@@ -61,7 +61,7 @@ class Sampler:
         name = f"{key}-{self.count}"
         session = SamplingSession(f"session-{key}", "s", "t", "base", None, key, "m", None, 0.0, 0)
         request = Pending(self.count, name, "t", "s", "sample", "pending", None, f"session-{key}", None, 1, 0.0)
-        self.stock.add(request, Wanted(key, session))
+        self.stock.add(request, WantedVersion(key, session))
         return name
 
     def ready(self) -> list[str]:
@@ -213,7 +213,7 @@ def test_every_sample_becomes_ready_once_and_its_version_is_there_until_it_is_do
 
 
 def test_there_is_always_room_for_one() -> None:
-    shelf = Shelf(1)
+    shelf = VersionCache(1)
     assert shelf.has_room(0) and not shelf.has_room(1)
     shelf.use("a")
     shelf.add("a", SIZE)

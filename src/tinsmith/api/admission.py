@@ -10,7 +10,7 @@ import numpy as np
 
 from tinsmith.errors import UserError
 from tinsmith.losses import check_csr
-from tinsmith.types import ModelShape, OptimParams, Sample, SamplingParams, SparseRows
+from tinsmith.types import OPTIMIZERS, ModelShape, OptimParams, Sample, SamplingParams, SparseRows
 from tinsmith.wire.sampling import MAX_STOP_LENGTH, MAX_STOPS, MAX_TOP_LOGPROBS
 
 MAX_LOGPROBS = 2**23  # of one kind, in one sample: 64 MiB of ids and logprobs
@@ -138,10 +138,9 @@ def _check_amounts(sample: Sample, shape: ModelShape) -> None:
 def check_optimizer(optimizer_type: str, params: OptimParams) -> None:
     """Raise UserError unless these are parameters of the model's optimizer family."""
     if params.family != optimizer_type:
-        wanted = "adam_params" if optimizer_type == "adamw" else f"optimizer_params of type {optimizer_type!r}"
         raise UserError(
             f"the model was created with optimizer {optimizer_type!r}, and this step has parameters of "
-            f"{params.family!r}; send {wanted}"
+            f"{params.family!r}; send {OPTIMIZERS[optimizer_type].wire_field}"
         )
 
 

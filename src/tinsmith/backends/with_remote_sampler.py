@@ -1,8 +1,9 @@
-"""A backend whose versions are sampled by another engine: the trainer's calls go to the backend that it wraps.
+"""Backends and version stores whose versions an external inference engine samples.
 
-`sample_elsewhere` takes any backend, and what its versions are is its own affair: it is asked for their files. Where
-there is nothing to train, `VersionFiles` is all that the other engine needs. A trainer that shares a device with the
-engine has it to itself during passes and steps; the engine takes it back when there is something to sample.
+`with_remote_sampler` wraps a backend that trains: it writes its versions to files, and the external engine loads those.
+`only_sampling` is for a process that only samples: its `VersionFiles` holds nothing but files. A trainer that shares a
+device with the external engine has it to itself during passes and steps; the engine wakes when there is something to
+sample.
 """
 
 from __future__ import annotations
@@ -12,54 +13,84 @@ import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Protocol
 
-from tinsmith.backends import Backend, Capture
+from tinsmith.backends import Backend, Capture, MicroBatches, run_to_end
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.samplers.remote.client import Engine, ExternalSampler
 from tinsmith.samplers.remote.sglang import SglangDialect
 from tinsmith.samplers.remote.vllm import VllmDialect
-from tinsmith.types import ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import ModelShape, OptimStep, Pass
 
 DIALECTS = {"vllm": VllmDialect, "sglang": SglangDialect}
 
 
-class Sampled:
-    """Everything but sampling, publishing and taking turns is the wrapped backend's."""
+class VersionSource(Protocol):
+    """Where the external engine's versions come from."""
+
+    @property
+    def model_budget_bytes(self) -> int: ...
+    def load_version(self, version_id: str, directory: Path) -> None: ...
+    def has_version(self, version_id: str) -> bool: ...
+    def drop_version(self, version_id: str) -> None: ...
+    def capture_version(self, version_id: str) -> Capture: ...
+
+
+class RemotelySampledVersions:
+    """Versions that an external engine samples; a `VersionHolder`."""
+
+    def __init__(self, source: VersionSource, sampler: ExternalSampler) -> None:
+        self._source = source
+        self.sampler = sampler
+        self.has_version = source.has_version
+
+    @property
+    def model_budget_bytes(self) -> int:
+        return self._source.model_budget_bytes
+
+    def load_version(self, version_id: str, directory: Path) -> None:
+        self._source.load_version(version_id, directory)
+        self.sampler.collect(version_id)
+
+    def drop_version(self, version_id: str) -> None:
+        self._source.drop_version(version_id)
+        self.sampler.collect(version_id)
+
+
+class RemotelySampledBackend(RemotelySampledVersions):
+    """A `Backend` that puts the external engine to sleep before it trains; the rest is the wrapped backend's."""
 
     def __init__(self, backend: Backend, sampler: ExternalSampler) -> None:
+        super().__init__(backend, sampler)
         self._backend = backend
-        self.sampler = sampler
+        self.create_model = backend.create_model
+        self.unload_model = backend.unload_model
+        self.has_model = backend.has_model
+        self.model_bytes = backend.model_bytes
+        self.memory_use = backend.memory_use
+        self.capture = backend.capture
+        self.capture_version = backend.capture_version
+        self.save = backend.save
+        self.load = backend.load
+        self.save_version = backend.save_version
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._backend, name)
-
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        self.sampler.rest()
-        # The sampler goes on by itself, or sleeps: there is nothing to do for it in between.
-        return self._backend.run_passes(passes)
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self.sampler.sleep()
+        # It does not pause: the external engine samples by itself, or sleeps.
+        yield from ()
+        return run_to_end(self._backend.run_passes(passes))
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        self.sampler.rest()
+        self.sampler.sleep()
         return self._backend.optim_step(steps)
 
     def publish(self, model_id: str, version_id: str) -> None:
         self._backend.publish(model_id, version_id)
         self.sampler.collect(version_id)
 
-    def load_version(self, version_id: str, directory: Path) -> None:
-        self._backend.load_version(version_id, directory)
-        self.sampler.collect(version_id)
-
-    def drop_version(self, version_id: str) -> None:
-        self._backend.drop_version(version_id)
-        self.sampler.collect(version_id)
-
 
 class VersionFiles:
-    """Versions as files and nothing else: for a process that only samples. `directory` is for it alone."""
+    """Versions as files only, for a process that does not train. `directory` must be its own."""
 
     def __init__(self, directory: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -68,12 +99,17 @@ class VersionFiles:
         self._number = 0
 
     def load_version(self, version_id: str, directory: Path) -> None:
-        # A copy: whose files these are may delete them while the version is in use.
+        # A copy: the owner of these files may delete them while the version is in use.
         copy = self._directory / str(self._number)
         self._number += 1
         shutil.copytree(directory, copy)
         self.drop_version(version_id)
         self._versions[version_id] = copy
+
+    @property
+    def model_budget_bytes(self) -> int:
+        """What the disk has free."""
+        return shutil.disk_usage(self._directory.parent).free
 
     def has_version(self, version_id: str) -> bool:
         return version_id in self._versions
@@ -83,7 +119,7 @@ class VersionFiles:
             shutil.rmtree(directory, ignore_errors=True)
 
     def capture_version(self, version_id: str) -> Capture:
-        # Hard links, made at once: what is captured outlives its version.
+        # Hard links, made at once: a capture outlives its version.
         held = self._directory / f"captured-{self._number}"
         self._number += 1
         shutil.copytree(self._versions[version_id], held, copy_function=_link)
@@ -91,21 +127,32 @@ class VersionFiles:
         return Capture(size, partial(_move, held))
 
 
-def sample_elsewhere(
-    backend: Backend | VersionFiles, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
-) -> Backend:
-    """`backend` with an external engine of this kind as its sampler. Raises SettingsError if that cannot be."""
+def with_remote_sampler(
+    backend: Backend, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+) -> RemotelySampledBackend:
+    """`backend` with an external engine of this kind as its sampler. Raises SettingsError if that is impossible."""
+    return RemotelySampledBackend(backend, _sampler(backend, kind, engine, shape, eos_token_ids))
+
+
+def only_sampling(
+    files: VersionFiles, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+) -> RemotelySampledVersions:
+    """The same for a process that does not train."""
+    return RemotelySampledVersions(files, _sampler(files, kind, engine, shape, eos_token_ids))
+
+
+def _sampler(
+    source: VersionSource, kind: str, engine: Engine, shape: ModelShape, eos_token_ids: frozenset[int]
+) -> ExternalSampler:
     if kind not in DIALECTS:
         raise SettingsError(f"sampler {kind!r} is unknown; choose 'local', 'vllm' or 'sglang'")
     if not engine.url and not shutil.which(engine.python):
         raise SettingsError(f"sampler_python {engine.python!r} cannot be run; name an interpreter that has {kind}")
-    held = cast(Backend, backend)
 
     def capture(version_id: str) -> Callable[[Path], None] | None:
-        return held.capture_version(version_id).write if held.has_version(version_id) else None
+        return source.capture_version(version_id).write if source.has_version(version_id) else None
 
-    dialect = DIALECTS[kind](eos_token_ids, shape.vocab_size)
-    return cast(Backend, Sampled(held, ExternalSampler(dialect, engine, shape, capture)))
+    return ExternalSampler(DIALECTS[kind](eos_token_ids, shape.vocab_size), engine, shape, capture)
 
 
 def options_of(text: str) -> tuple[str, ...]:

@@ -28,9 +28,7 @@ from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinsmith.base_models import nano
-from tinsmith.base_models.nano import tasks
-from tinsmith.base_models.nano.tasks import Example
-from tinsmith.base_models.nano.words import Split
+from tinsmith.base_models.nano import Example, Split, draw
 from tinsmith.errors import SettingsError
 
 SFT_TASK, SFT_STEPS, SFT_BATCH, SFT_RATE = "pig_latin", 24, 32, 2e-3
@@ -112,7 +110,7 @@ def _show_sft(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lea
     rng = random.Random(2)
     started = time.monotonic()
     for step in range(SFT_STEPS):
-        data = [_supervised(chat, tasks.draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
+        data = [_supervised(chat, draw(SFT_TASK, rng, "train")) for _ in range(SFT_BATCH)]
         # Both are submitted before either is awaited: the server runs them in order.
         passed = client.forward_backward(data, "cross_entropy")
         stepped = client.optim_step(types.AdamParams(learning_rate=SFT_RATE * (1 - step / SFT_STEPS)))
@@ -134,7 +132,7 @@ def _show_rl(output: Console, service: tinker.ServiceClient, chat: Chat) -> Lear
     rng = random.Random(4)
     started = time.monotonic()
     for step in range(RL_STEPS):
-        examples = [tasks.draw(RL_TASK, rng, "train") for _ in range(RL_PROMPTS)]
+        examples = [draw(RL_TASK, rng, "train") for _ in range(RL_PROMPTS)]
         data, reward = _rollouts(client.save_weights_and_get_sampling_client().result(), chat, examples)
         if data:
             passed = client.forward_backward(data, "importance_sampling")
@@ -162,7 +160,7 @@ def _rollouts(
     rewards: list[float] = []
     for example, prompt, future in zip(examples, prompts, futures, strict=True):
         sequences = future.result().sequences
-        group = [float(tasks.is_right(example, chat.read(sequence.tokens))) for sequence in sequences]
+        group = [float(example.is_right(chat.read(sequence.tokens))) for sequence in sequences]
         rewards += group
         mean = sum(group) / len(group)
         if 0.0 < mean < 1.0:
@@ -213,7 +211,7 @@ def _answers(client: tinker.TrainingClient, chat: Chat, examples: Sequence[Examp
 
 def _examples(task: str, split: Split, count: int, seed: int) -> list[Example]:
     rng = random.Random(seed)
-    return [tasks.draw(task, rng, split) for _ in range(count)]
+    return [draw(task, rng, split) for _ in range(count)]
 
 
 def _show_step(output: Console, step: int, steps: int, what: str, value: float, full: float) -> None:
@@ -227,10 +225,10 @@ def _show_answers(
     """Returns the shares that are right before and after."""
     table = Table("held-out prompt", "right answer", "before", "after", title="Held-out prompts, greedy")
     for example, old, new in list(zip(examples, before, after, strict=True))[:8]:
-        marks = ["[green]" if tasks.is_right(example, text) else "[red]" for text in (old, new)]
+        marks = ["[green]" if example.is_right(text) else "[red]" for text in (old, new)]
         table.add_row(example.prompt, example.answer, f"{marks[0]}{old}", f"{marks[1]}{new}")
     output.print(table)
-    old_share, new_share = (sum(map(tasks.is_right, examples, texts)) / len(examples) for texts in (before, after))
+    old_share, new_share = (sum(map(Example.is_right, examples, texts)) / len(examples) for texts in (before, after))
     output.print(f"Right on {len(examples)} held-out prompts: {old_share:.0%} before, [bold]{new_share:.0%}[/] after.")
     return old_share, new_share
 

@@ -21,7 +21,7 @@ SMALLER = 8
 class Suspect:
     """The batch size that a suspect may run in, and how many engines died while it ran alone."""
 
-    company: int
+    batch_size: int
     deaths: int
 
 
@@ -33,7 +33,7 @@ class Note:
     suspects: dict[str, Suspect]
 
     def text(self) -> bytes:
-        suspects = {request_id: (one.company, one.deaths) for request_id, one in self.suspects.items()}
+        suspects = {request_id: (one.batch_size, one.deaths) for request_id, one in self.suspects.items()}
         return orjson.dumps({"running": self.running, "suspects": suspects})
 
     @classmethod
@@ -59,11 +59,11 @@ def after_death(path: Path) -> dict[str, Suspect]:
     except OSError:
         return {}
     suspects = dict(note.suspects)
-    company = max(1, len(note.running) // SMALLER)
+    batch_size = max(1, len(note.running) // SMALLER)
     for request_id in note.running:
-        before = suspects.get(request_id, Suspect(company, 0))
+        before = suspects.get(request_id, Suspect(batch_size, 0))
         deaths = before.deaths + (len(note.running) == 1)
-        suspects[request_id] = Suspect(min(company, before.company), deaths)
+        suspects[request_id] = Suspect(min(batch_size, before.batch_size), deaths)
     return suspects
 
 

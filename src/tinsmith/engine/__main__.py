@@ -5,15 +5,14 @@ when the server dies, however it dies, its engines follow. Settings come by pipe
 by everyone on the machine. Exit status 3 means that the model cannot be served and a restart would not help; 4 that
 this engine was taken for dead.
 
-The backend of a process, with the sampler that the settings choose: its own, or another engine's.
+`open_backend` gives the backend of a process, with the sampler that the settings choose: its own, or an external
+engine.
 
-A process that trains has a device of its own; where another engine samples, one that only samples holds nothing but
-files (`VersionFiles`), and loads no torch.
+`check_fit` holds the settings against the plan of the base model before a weight is loaded, for the families that the
+plan counts. What cannot be divided is refused, and so is a model that does not fit into a GPU or a memory budget; where
+a CPU's memory, which can be swapped, is too small, there is only a warning.
 
-Whether a base model can be laid over this engine's devices as the settings say: asked before a weight is loaded.
-
-The plan's arithmetic, for the families that it counts. What cannot divide is refused, and so is what a GPU or a memory
-budget has no room for; of a CPU's memory, which can be swapped, a shortage is only told.
+`load_backend` is the one place that imports backends, each when it is chosen.
 """
 
 from __future__ import annotations
@@ -30,11 +29,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.backends import Backend, registry
+from tinsmith.backends import Backend
 from tinsmith.base_models import eos_token_ids, read_shape
 from tinsmith.cluster.early import EARLY
 from tinsmith.cluster.engines import (
@@ -58,14 +58,16 @@ from tinsmith.db.wakeups import WakeUps, engine_mailbox
 from tinsmith.engine.loop import Engine, Stores
 from tinsmith.engine.sampler_loop import SamplerEngine
 from tinsmith.engine.telemetry import Records
-from tinsmith.engine.transfer import Fetcher, Handing, Peering, Places
-from tinsmith.engine.versions import SHARE_OF_ROOM
+from tinsmith.engine.transfer import Peering, VersionFetcher, VersionSources, VersionTransfer
+from tinsmith.engine.versions import VERSIONS_SHARE
 from tinsmith.errors import SettingsError
 from tinsmith.plan.architecture import Architecture, read_directory
 from tinsmith.plan.degrees import Degrees, Plan, Wanted, described, gib, judged, problem_of
 from tinsmith.plan.memory import NUMBER_BYTES
 from tinsmith.runtime import failpoints
 from tinsmith.runtime.background import kept_thread
+from tinsmith.runtime.malloc import importing
+from tinsmith.samplers import VersionHolder
 from tinsmith.settings import Settings
 from tinsmith.storage.buckets import open_directories
 from tinsmith.storage.directories import claim
@@ -77,6 +79,41 @@ from tinsmith.store.sampling_sessions import SamplingSessions
 from tinsmith.telemetry.logs import configure_logs
 from tinsmith.telemetry.tracing import Tracing, open_tracing
 from tinsmith.types import ModelShape
+
+if TYPE_CHECKING:
+    from tinsmith.samplers.remote.client import Engine as InferenceServer
+
+
+def preload_torch() -> None:
+    """Import what the torch backend takes seconds to import."""
+    with importing():
+        import tinsmith.backends.torch
+        import tinsmith.samplers.local.engine  # noqa: F401
+
+
+def load_backend(name: str, shape: ModelShape, **options: str) -> Backend:
+    """Make the backend called `name` for one base model. Options are the backend's own, as text."""
+    if name == "torch":
+        with importing():
+            from tinsmith.backends.torch import TorchBackend
+
+        return TorchBackend(shape, **options)
+    if name == "sharded":
+        with importing():
+            from tinsmith.backends import distributed
+
+        return distributed.load(shape, **options)
+    if name == "full":
+        with importing():
+            from tinsmith.backends.full import FullBackend
+
+        return FullBackend(shape, **options)
+    if name == "fake":
+        from tinsmith.backends.fake import FakeBackend
+
+        return FakeBackend(shape, **options)
+    raise SettingsError(f"backend {name!r} is unknown; choose 'torch', 'sharded', 'full' or 'fake'")
+
 
 LEAST_RANK, LEAST_CONTEXT = 8, 256
 """An engine for which less than this fits is of no use."""
@@ -137,28 +174,50 @@ def _device(settings: Settings, devices: int) -> tuple[int, bool]:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices, False
 
 
-def open_backend(
-    settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str], *, trains: bool = True
-) -> Backend:
+def open_backend(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> Backend:
     """`place` names this process among others of the data directory, `options` are the backend's.
 
-    Raises SettingsError if they cannot be had together.
+    Raises SettingsError if they do not go together.
     """
+    _check_full(settings)
+    if settings.sampler == "local":
+        return load_backend(settings.resolved_backend, shape, **options)
+    from tinsmith.backends.with_remote_sampler import with_remote_sampler
+
+    engine = _inference_server(settings, place)
+    backend = load_backend(settings.resolved_backend, shape, **options)
+    return with_remote_sampler(backend, settings.sampler, engine, shape, eos_token_ids(shape))
+
+
+def open_version_holder(settings: Settings, shape: ModelShape, place: str, options: Mapping[str, str]) -> VersionHolder:
+    """The same for a process that only samples. With an external engine it holds files, and loads no torch."""
+    _check_full(settings)
+    if settings.sampler == "local":
+        return open_backend(settings, shape, place, options)
+    from tinsmith.backends.with_remote_sampler import VersionFiles, only_sampling
+
+    engine = _inference_server(settings, place)
+    files = VersionFiles(settings.resolved_data_dir / "sampler" / f"{place}-versions")
+    return only_sampling(files, settings.sampler, engine, shape, eos_token_ids(shape))
+
+
+def _check_full(settings: Settings) -> None:
     if settings.backend == "full":
         for name, usual in (("sampler", "local"), ("data_parallel", 1), ("tensor_parallel", 1), ("shard_base", False)):
             if (value := getattr(settings, name)) != usual:
                 raise SettingsError(f"{name} is {value!r}, which backend 'full' does not support; leave it out")
-    if settings.sampler == "local":
-        return registry.load(settings.resolved_backend, shape, **options)
+
+
+def _inference_server(settings: Settings, place: str) -> InferenceServer:
+    from tinsmith.backends.with_remote_sampler import options_of
+    from tinsmith.samplers.remote.client import Engine
+
     if settings.sampler_url and len(settings.models) > 1:
         raise SettingsError("sampler_url is one engine, and an engine has one base model; serve one model with it")
-    from tinsmith.backends.with_remote_sampler import VersionFiles, options_of, sample_elsewhere
-    from tinsmith.samplers.remote.client import Engine as InferenceServer
-
     root = settings.resolved_data_dir
     logs = root / "logs"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    engine = InferenceServer(
+    return Engine(
         directory=(settings.sampler_adapters or root / "sampler").expanduser().resolve() / place,
         log_path=logs / f"sampler-{place}.log",
         url=settings.sampler_url.rstrip("/"),
@@ -167,12 +226,6 @@ def open_backend(
         shares_device=settings.sampler_shares_device,
         most_adapters=settings.sampler_loaded_adapters,
     )
-    held = (
-        registry.load(settings.resolved_backend, shape, **options)
-        if trains
-        else VersionFiles(root / "sampler" / f"{place}-versions")
-    )
-    return sample_elsewhere(held, settings.sampler, engine, shape, eos_token_ids(shape))
 
 
 log = structlog.get_logger()
@@ -181,10 +234,10 @@ log = structlog.get_logger()
 def main() -> int:
     early = EARLY in sys.argv
     if early:
-        registry.preload()
+        preload_torch()
     line = sys.stdin.readline()
     if not line:
-        return 0  # the server ended before it had a use for us
+        return 0  # the server ended before it needed this process
     spec = json.loads(line)
     if early:
         _write_to(spec["log"])
@@ -230,7 +283,7 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What this process is among the others."""
+    """The place of this process among the others."""
 
     shape: ModelShape
     seat: Seat
@@ -243,25 +296,30 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
     shape, seat, engines = place.shape, place.seat, place.engines
     try:
         check_fit(settings, shape)
-        trains = seat.kind != SAMPLER
-        backend = open_backend(settings, shape, place.lease.engine_id, _options(settings), trains=trains)
+        arguments = settings, shape, place.lease.engine_id, _options(settings)
+        if seat.kind == SAMPLER:
+            holder = open_version_holder(*arguments)
+            start = partial(_sampler, place, holder)
+        else:
+            holder = backend = open_backend(*arguments)
+            start = partial(_engine, place, backend)
         # Building the sampler now keeps its cost out of the first request.
-        _ = backend.sampler
+        _ = holder.sampler
     except SettingsError as error:
         engines.release(seat, "failed", str(error))
         log.error("the model cannot be served", base_model=shape.name, error=str(error))
         return EXIT_UNUSABLE_MODEL
-    # What was computed is not given up because another process holds the database.
+    # Computed results must not be lost because another process holds the database.
     database = Database(settings.resolved_database_url, fence(place.lease), patience_s=math.inf, exists=True)
     engine_id = place.lease.engine_id
     mailbox = open_mailbox(settings.resolved_database_url, engine_mailbox(shape.name, engine_id))
     tracing = open_tracing(settings.otlp_endpoint, "engine", {"tinsmith.base_model": shape.name})
     ownership = Ownership(database, shape.name, engine_id, settings.rebalance_idle_s)
-    nouns = open_nouns(database, settings, ownership, tracing)
-    engine, close = (_engine if trains else _sampler)(place, backend, nouns, database, mailbox, settings)
+    stores = open_stores(database, settings, ownership, tracing)
+    engine, close = start(stores, database, mailbox, settings)
     database.time_use(engine.meters.database_used)
     threading.Thread(target=_told_to_stop, args=(stopping, engine, place), daemon=True).start()
-    # What was loaded stays: to look for garbage in it takes 0.1 to 0.3 s each time, while somebody waits.
+    # Loaded modules stay: to search them for garbage takes 0.1 to 0.3 s each time.
     gc.freeze()
     kept_thread("database_files", partial(_watch_files, database, stopping), stopping.wait)
     engines.set_state(seat, "ready")
@@ -279,30 +337,30 @@ def _serve(place: _Place, settings: Settings, stopping: threading.Event) -> int:
 
 
 def _engine(
-    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, backend: Backend, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[Engine, Callable[[], None]]:
     """An engine, and how to close what it has open."""
     directory = settings.resolved_data_dir / "handover" / place.lease.engine_id
     announce = partial(place.engines.set_state, place.seat, "ready", None)
     peering = Peering(place.peer_key, settings.peer_host, directory, announce)
-    handing = Handing(Executors(database), place.shape.name, peering)
-    return Engine(place.shape, backend, replace(nouns, handing=handing), mailbox, settings), handing.close
+    transfer = VersionTransfer(Executors(database), place.shape.name, peering)
+    return Engine(place.shape, backend, replace(stores, transfer=transfer), mailbox, settings), transfer.close
 
 
 def _sampler(
-    place: _Place, backend: Backend, nouns: Stores, database: Database, mailbox: WakeUps, settings: Settings
+    place: _Place, holder: VersionHolder, stores: Stores, database: Database, mailbox: WakeUps, settings: Settings
 ) -> tuple[SamplerEngine, Callable[[], None]]:
     """The same for a dedicated sampler."""
     executors = Executors(database)
-    places = Places(executors, nouns.samplers, nouns.checkpoints, nouns.versions, place.peer_key)
-    fetcher = Fetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
-    budget_bytes = settings.sampler_version_bytes or int(SHARE_OF_ROOM * backend.room_bytes)
+    places = VersionSources(executors, stores.samplers, stores.checkpoints, stores.versions, place.peer_key)
+    fetcher = VersionFetcher(places, settings.resolved_data_dir / "handover" / place.lease.engine_id)
+    budget_bytes = settings.sampler_version_bytes or int(VERSIONS_SHARE * holder.model_budget_bytes)
     seat = place.shape.name, place.lease.engine_id
-    sampler = SamplerEngine(seat, backend, nouns, executors, mailbox, fetcher, settings, budget_bytes)
+    sampler = SamplerEngine(seat, holder, stores, executors, mailbox, fetcher, settings, budget_bytes)
     return sampler, fetcher.close
 
 
-def open_nouns(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Stores:
+def open_stores(database: Database, settings: Settings, ownership: Ownership, tracing: Tracing | None = None) -> Stores:
     return Stores(
         futures=Futures(database),
         models=Models(database),
@@ -348,7 +406,7 @@ def _told_to_stop(stopping: threading.Event, engine: Engine | SamplerEngine, pla
     finishes what it has begun gets nothing more.
     """
     stopping.wait()
-    engine.pardon()
+    engine.clear_journal()
     if isinstance(engine, SamplerEngine):
         with contextlib.suppress(SQLAlchemyError):
             place.engines.set_state(place.seat, "stopping")

@@ -1,25 +1,16 @@
 """The engine of one base model: plan, run, settle. The one place where durable state meets compute.
 
-One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend,
-settles all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing`
-bounds both while several tenants are there. An error of one request is that request's answer; an exception out of a
-packed step makes the engine run its requests one by one, so that only the guilty fail; what ends the process itself is
-found by its successors (`suspects`). The engine is the only settler of futures.
-
-What work cost lately: seconds per token of passes, and how many tokens take as long as one save, load or creation.
-
-Singles have medians of the last few: one that had to bring its model back first must not make all of its kind look
-expensive. A step's price is by the token, too, and the larger of two: the median over the tokens of the last steps,
-where a short step, which is mostly overhead, counts for little; and the mean of the last two, so that a change to more
-expensive work shows after one step. Without a pass to compare with there are no prices. Knows no request.
+One thread, one loop. Each turn reads what arrived, has `scheduler.plan` choose a step, runs it on the backend, settles
+all its futures in one transaction, and lets the sampler decode for about as long as the step took; `pacing` bounds both
+while several tenants have work. An error of one request is that request's answer. After an exception out of a packed
+step the engine runs its requests one by one, so that only the one at fault fails; a request that ends the process is
+found by `quarantine`. The engine is the only settler of futures.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,21 +20,21 @@ import orjson
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
-from tinsmith.backends import Backend
+from tinsmith.backends import Backend, run_to_end
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.operations import POLL_S, Operations, Sending, Sendings
-from tinsmith.engine.pacing import Pace
+from tinsmith.engine.operations import POLL_S, Operations, Upload, Uploads
+from tinsmith.engine.pacing import CostModel, Pace
 from tinsmith.engine.passes import PassReader
-from tinsmith.engine.quarantine import Suspects
-from tinsmith.engine.queues import Arrivals, Gathering, Queues
+from tinsmith.engine.quarantine import Quarantine
+from tinsmith.engine.queues import Arrivals, BatchingWindow, Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.scheduler import Fairness, ModelQueue, Step, plan
 from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
-from tinsmith.engine.snapshots import RETRY_S, Between, Moving, Recovery, Snapshots
+from tinsmith.engine.snapshots import RETRY_S, Recovery, RunMigration, Snapshots
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import EngineMeters, Recorder, Worklog
+from tinsmith.engine.telemetry import EngineMeters, Recorder, RequestTimings
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineFailedError, GoneError, LostStateError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
@@ -57,94 +48,64 @@ from tinsmith.types import ModelShape, Partial, Pass, PassResult, Pending
 from tinsmith.wire.token_stream import line_of
 from tinsmith.wire.training import read_optim_step, write_pass_result
 
-REMEMBERED = 9
-NEWEST = 2
-
-
-class Prices:
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED)  # tokens and seconds
-        self._single_s: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
-
-    def note_passes(self, num_tokens: int, seconds: float) -> None:
-        if num_tokens:
-            self._steps.append((num_tokens, seconds))
-
-    def note_single(self, kind: str, seconds: float) -> None:
-        self._single_s[kind].append(seconds)
-
-    def in_tokens(self) -> dict[str, int]:
-        """By kind of single; no entry where there is nothing to go by."""
-        if not self._steps or not (token_s := statistics.median(seconds / tokens for tokens, seconds in self._steps)):
-            return {}
-        return {kind: round(statistics.median(seconds) / token_s) for kind, seconds in self._single_s.items()}
-
-    def token_s(self) -> float | None:
-        """Seconds that one token of a step is expected to take; None before the first pass."""
-        if not self._steps:
-            return None
-        newest = list(self._steps)[-NEWEST:]
-        mean = sum(seconds for _, seconds in newest) / sum(tokens for tokens, _ in newest)
-        return max(mean, self._median())
-
-    def _median(self) -> float:
-        """Half of the tokens took at least this long each."""
-        prices = sorted((seconds / tokens, tokens) for tokens, seconds in self._steps)
-        left = sum(tokens for _, tokens in prices) / 2
-        for price, tokens in prices:
-            left -= tokens
-            if left <= 0:
-                return price
-        return prices[-1][0]
-
-
 QUIET_S = 0.05
-"""An engine without work for this long does what can wait; requests of a training loop follow each other faster."""
+"""An engine that is idle for this long does deferrable work; requests of a training loop follow each other faster."""
 
 log = structlog.get_logger()
 
 
 class Engine:
     def __init__(
-        self, shape: ModelShape, backend: Backend, nouns: Stores, mailbox: WakeUps, settings: Settings
+        self, shape: ModelShape, backend: Backend, stores: Stores, mailbox: WakeUps, settings: Settings
     ) -> None:
         self._shape = shape
         self._backend = backend
-        self._nouns = nouns
+        self._stores = stores
         self._mailbox = mailbox
         self._settings = settings
         self._queues = Queues()
-        room_bytes = settings.resident_model_bytes or backend.room_bytes
-        self._versions = Versions(backend, nouns.samplers, nouns.checkpoints, nouns.versions, room_bytes, nouns.handing)
-        self._operations = Operations(backend, nouns.checkpoints, self._versions)
-        self._passes = PassReader(nouns.custom_losses)
+        budget_bytes = settings.resident_model_bytes or backend.model_budget_bytes
+        self._versions = Versions(
+            backend, stores.samplers, stores.checkpoints, stores.versions, budget_bytes, stores.transfer
+        )
+        self._operations = Operations(backend, stores.checkpoints, self._versions)
+        self._passes = PassReader(stores.custom_losses)
         self._snapshots = Snapshots(
-            backend, nouns.models, nouns.snapshots, self._versions, settings.resident_model_bytes
+            backend, stores.models, stores.snapshots, self._versions, settings.resident_model_bytes
         )
         self._recovery = Recovery(
-            backend, nouns.futures, nouns.models, self._operations, nouns.snapshots, self._snapshots, self._passes
+            backend, stores.futures, stores.models, self._operations, stores.snapshots, self._snapshots, self._passes
         )
-        self._suspects = Suspects(note_path(settings.resolved_data_dir, nouns.ownership.engine_id))
+        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, stores.ownership.engine_id))
         self.meters = EngineMeters(
-            shape.name, nouns.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
+            shape.name, stores.ownership.engine_id, settings.step_token_budget, settings.metrics_tenants
         )
-        self._worklog = Worklog(self.meters, nouns.tracing)
+        self._timings = RequestTimings(self.meters, stores.tracing)
         self._patience = Patience()
-        self._outbox = Outbox(nouns.futures, self._worklog, self._patience, self._settled)
+        self._outbox = Outbox(stores.futures, self._timings, self._patience, self._settled)
         self._sampling = Sampling(
-            backend, nouns, self._prepare_version, self._suspects, self._outbox, self._tell, self._worklog, self.meters
+            backend,
+            stores,
+            self._prepare_version,
+            self._quarantine,
+            self._outbox,
+            self._tell,
+            self._timings,
+            self.meters,
         )
-        self._recorder = Recorder(shape.name, nouns.records)
+        self._recorder = Recorder(shape.name, stores.records)
         self._fairness = Fairness()
-        self._prices = Prices()
+        self._costs = CostModel()
         self._pace = Pace(settings.step_seconds)
-        self._gathering = Gathering()
+        self._batching_window = BatchingWindow()
         self._hold_s = 0.0
         self._arrivals = Arrivals(
-            nouns.ownership, nouns.futures, nouns.models, self._queues, self._suspects, self._worklog, self._fail
+            stores.ownership, stores.futures, stores.models, self._queues, self._quarantine, self._timings, self._fail
         )
-        self._sendings = Sendings()
-        self._moving = Moving(nouns.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox)
+        self._uploads = Uploads()
+        self._migration = RunMigration(
+            stores.ownership, self._queues, self._snapshots, self._recorder, self._operations, mailbox
+        )
         self._share_s = self._next_check = 0.0
         self._part_began = 0.0
         self._writes_at_once = False
@@ -161,17 +122,17 @@ class Engine:
             while not stopping():
                 self._patience.insist(partial(self.turn, SAFETY_POLL_S))
         except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
-            self.pardon()
+            self.clear_journal()
             raise
         self.stop()
 
-    def pardon(self) -> None:
+    def clear_journal(self) -> None:
         """From now on no request is to blame for the end of this process; from any thread."""
-        self._suspects.pardon()
+        self._quarantine.clear()
 
     def stop(self) -> None:
-        """Leave to the next engine what only this one's memory holds."""
-        self.pardon()
+        """Write what only this engine's memory holds, for the next engine."""
+        self.clear_journal()
         self.flush()
         self._snapshots.cover_all()
         try:
@@ -180,33 +141,33 @@ class Engine:
             log.error("ephemeral versions could not be kept", exc_info=error)
 
     def flush(self) -> None:
-        """Wait until what was begun to be written is written."""
-        self._sendings.wait()
-        self._settle_sent()
+        """Wait for uploads, settlements and snapshots under way."""
+        self._uploads.wait()
+        self._settle_uploads()
         self._outbox.flush()
         self._snapshots.flush()
 
     def start(self) -> None:
-        """Take over from whatever engine came before."""
-        self._nouns.checkpoints.recover(self._shape.name, self._nouns.ownership.engine_id)
+        """Take over from the engine that had this base model before."""
+        self._stores.checkpoints.recover(self._shape.name, self._stores.ownership.engine_id)
         self._arrivals.fetch_late()
-        self._suspects.keep(self._queues.known)
+        self._quarantine.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
         """One step of training and a share of decoding; without either, wait for work. False if there was none."""
         self._outbox.flush()
         self._snapshots.collect()
-        if self._sendings:
-            self._settle_sent()
+        if self._uploads:
+            self._settle_uploads()
             patience_s = min(patience_s, POLL_S)
         trained = self._training_turn()
-        self._snapshots.make_room({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
+        self._snapshots.evict({lane.model_id for lane in self._queues.lanes.values() if lane.waiting})
         sampled = self._sampling.turn(self._queues, self._share_s if trained else None)
         busy = trained or sampled
         if self._hold_s:
             patience_s = min(patience_s, self._hold_s, QUIET_S)  # what can wait for longer takes long
         if time.monotonic() >= self._next_check:
-            # However busy: a neighbour's load must not keep a lost wake-up lost, or a gap open.
+            # Also when busy: the load of one tenant must not hide a lost wake-up or a gap of another.
             self._next_check = time.monotonic() + SAFETY_POLL_S
             self._look_at_everything()
             self._give_up_gaps()
@@ -222,10 +183,10 @@ class Engine:
         if self._arrivals.fetch_late():
             self._mailbox.wake(engine_mailbox(self._shape.name), [EVERYTHING])
         self._writes_at_once = self._versions.look_for_samplers()
-        self._moving.look()
+        self._migration.look()
 
     def _wait_longer(self, busy: bool, patience_s: float) -> bool:
-        """Nothing came for a moment: do what can wait, then wait for the rest. False if still nothing came."""
+        """Nothing arrived for a moment: do deferrable work, then wait. False if still nothing arrived."""
         if busy or patience_s <= QUIET_S:
             return False
         while self._tidied():
@@ -241,7 +202,7 @@ class Engine:
             return False
 
     def _give_up_gaps(self) -> None:
-        """The SDK stops re-sending a request after some minutes: what waits behind it must not wait for ever."""
+        """Skip missing seq_ids: the SDK stops re-sending a request after some minutes."""
         for lane in self._queues.lanes.values():
             if missing := lane.give_up_gap(self._settings.seq_gap_s):
                 first, last = missing
@@ -256,7 +217,7 @@ class Engine:
         planned_at = time.time()
         queues = self._queues.model_queues()
         budget = self._step_tokens(queues)
-        step, fairness = plan(queues, self._fairness, budget, self._prices.in_tokens())
+        step, fairness = plan(queues, self._fairness, budget, self._costs.in_tokens())
         if self._are_held(step, budget):
             step = Step(step.optim_steps)  # they cost the others nothing
         else:
@@ -264,28 +225,28 @@ class Engine:
         if not step:
             return False
         hit("engine.planned")
-        self._worklog.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
+        self._timings.planned((*step.optim_steps, *step.singles, *step.passes), planned_at)
         started, decoded_s = time.monotonic(), self._sampling.decoded_s
-        for group in self._suspects.groups(step.optim_steps):
+        for group in self._quarantine.groups(step.optim_steps):
             self._run_optim_steps(group)
         if step.optim_steps:
             self.meters.worked("optim_steps", time.monotonic() - started)
         for request in step.singles:
             begun = time.monotonic()
             self._run_single(request)
-            self._prices.note_single(request.kind, time.monotonic() - begun)
+            self._costs.note_single(request.kind, time.monotonic() - begun)
             self.meters.worked(request.kind, time.monotonic() - begun)
         begun, decoded_before_s = time.monotonic(), self._sampling.decoded_s
-        for group in self._suspects.groups(step.passes):
+        for group in self._quarantine.groups(step.passes):
             self._run_passes(group)
         passes_s = time.monotonic() - begun - (self._sampling.decoded_s - decoded_before_s)
         if step.passes:
-            self._gathering.ran(passes_s)
+            self._batching_window.ran(passes_s)
         step_s, decoded_s = time.monotonic() - started, self._sampling.decoded_s - decoded_s
         self._share_s = self._pace.decode_s(step_s - decoded_s, decoded_s)
         self._snapshots.worked(step_s)
         self._recorder.ran(step, step_s)
-        self._prices.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
+        self._costs.note_passes(sum(request.num_tokens for request in step.passes), passes_s)
         self.meters.passes(step.passes, passes_s, others_wait=self._queues.passes_wait())
         log.debug(
             "step",
@@ -301,10 +262,10 @@ class Engine:
         tenants = {queue.tenant_id for queue in queues} | self._queues.samples.keys() | self._sampling.tenants
         self._pace.saw(tenants, time.monotonic())
         samples = self._sampling.has_work or bool(self._queues.samples)
-        return self._pace.step_tokens(self._settings.step_token_budget, self._prices.token_s(), samples=samples)
+        return self._pace.step_tokens(self._settings.step_token_budget, self._costs.token_s(), samples=samples)
 
     def _between(self) -> None:
-        """Between two parts of a long step: samples that have arrived meanwhile are admitted, and all are decoded."""
+        """At a pause of a step: samples that have arrived are admitted, and all are decoded."""
         trained_s = time.monotonic() - self._part_began
         try:
             if self._mailbox.wait(0.0):
@@ -323,8 +284,8 @@ class Engine:
         """Whether the passes of this step wait for others; `_hold_s` says how long."""
         self._hold_s = 0.0
         tokens = sum(request.num_tokens for request in step.passes)
-        if step.passes and not step.singles and not self._suspects and 2 * tokens <= budget:
-            self._hold_s = self._gathering.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
+        if step.passes and not step.singles and not self._quarantine and 2 * tokens <= budget:
+            self._hold_s = self._batching_window.wait_s(*self._queues.passes_due(step.passes), time.monotonic())
         return self._hold_s > 0.0
 
     def _unload(self) -> None:
@@ -332,8 +293,8 @@ class Engine:
             # All that is read is read first: an error of the database leaves the request where it is.
             request = self._queues.unloads[0]
             assert request.model_id is not None
-            body = self._nouns.futures.bodies([request.request_id]).get(request.request_id, b"{}")
-            model = self._nouns.models.find(request.model_id)
+            body = self._stores.futures.bodies([request.request_id]).get(request.request_id, b"{}")
+            model = self._stores.models.find(request.model_id)
             del self._queues.unloads[0]
             reason = str(orjson.loads(body).get("reason") or "the client unloaded it")
             gone = GoneError(f"model {request.model_id!r} was unloaded: {reason}")
@@ -355,8 +316,8 @@ class Engine:
             self._outbox.settle(settlements)
 
     def _ready(self, requests: Sequence[Pending]) -> list[tuple[Pending, bytes]]:
-        """The requests whose models are (or come back) in memory, with their bodies; the others are settled."""
-        bodies = self._nouns.futures.bodies([request.request_id for request in requests])
+        """The requests whose models are in memory or can be restored, with their bodies; the others are settled."""
+        bodies = self._stores.futures.bodies([request.request_id for request in requests])
         ready: list[tuple[Pending, bytes]] = []
         usable: dict[str, TinsmithError | None] = {}
         later: set[str] = set()
@@ -364,11 +325,11 @@ class Engine:
             assert request.model_id is not None
             if request.model_id in later:
                 continue
-            error: TinsmithError | None = self._suspects.verdict(request.request_id)
+            error: TinsmithError | None = self._quarantine.verdict(request.request_id)
             if error is None and request.model_id not in usable:
                 try:
-                    with self._suspects.running([request.request_id]):
-                        usable[request.model_id] = self._bring_back(request.model_id, self._between)
+                    with self._quarantine.running([request.request_id]):
+                        usable[request.model_id] = self._bring_back(request.model_id, interleave=True)
                 except UnreachableError as unreachable:
                     self._try_later(request, unreachable)
                     later.add(request.model_id)
@@ -386,18 +347,19 @@ class Engine:
     def _prepare_version(self, sampler: SamplingSession, _request: Pending) -> str | None:
         return self._versions.prepare(sampler, self._bring_back)
 
-    def _bring_back(self, model_id: str, between: Between | None = None) -> TinsmithError | None:
-        """Why a model cannot be had in memory; None if it is there. Raises UnreachableError and SQLAlchemyError, after
-        which another attempt may succeed.
+    def _bring_back(self, model_id: str, *, interleave: bool = False) -> TinsmithError | None:
+        """Why a model cannot be had in memory; None if it is there. With `interleave`, samples are decoded meanwhile.
+        Raises UnreachableError and SQLAlchemyError, after which another attempt may succeed.
         """
         if self._backend.has_model(model_id):
             return None
-        model = self._nouns.models.find(model_id)
+        model = self._stores.models.find(model_id)
         if model is None:
             return UserError(f"model_id {model_id!r} is unknown")
         try:
             model.require_usable()
-            self._recovery.restore(model, between)
+            self._part_began = time.monotonic()
+            run_to_end(self._recovery.restore(model), self._between if interleave else None)
         except TinsmithError as error:
             return error
         except (UnreachableError, SQLAlchemyError):
@@ -409,10 +371,10 @@ class Engine:
         return None
 
     def _running(self, ready: Sequence[tuple[Pending, bytes]]) -> AbstractContextManager[None]:
-        return self._suspects.running([request.request_id for request, _ in ready])
+        return self._quarantine.running([request.request_id for request, _ in ready])
 
     def _run_passes(self, requests: Sequence[Pending]) -> None:
-        self._worklog.began(requests)
+        self._timings.began(requests)
         ready = self._ready(requests)
         if not ready:
             return
@@ -421,7 +383,7 @@ class Engine:
             with self._running(ready):
                 passes = [self._passes.read(body, request) for request, body in ready]
                 self._part_began = time.monotonic()
-                outcomes = self._backend.run_passes(passes, between=self._between)
+                outcomes = run_to_end(self._backend.run_passes(passes), self._between)
         except SQLAlchemyError:  # a custom loss could not be read: nothing was computed, and the next turn tries again
             raise
         except Exception as error:  # noqa: BLE001  one bad request must not take the step's others with it
@@ -446,7 +408,7 @@ class Engine:
         self._settle_in_lane(settled)
 
     def _run_optim_steps(self, requests: Sequence[Pending]) -> None:
-        self._worklog.began(requests)
+        self._timings.began(requests)
         ready = self._ready(requests)
         if not ready:
             return
@@ -479,9 +441,9 @@ class Engine:
 
     def _run_single(self, request: Pending) -> None:
         assert request.model_id is not None
-        self._worklog.began([request])
-        model = self._nouns.models.find(request.model_id)
-        body = self._nouns.futures.bodies([request.request_id])[request.request_id]
+        self._timings.began([request])
+        model = self._stores.models.find(request.model_id)
+        body = self._stores.futures.bodies([request.request_id])[request.request_id]
         try:
             settlement = self._single_settlement(request, model, body)
         except UnreachableError as error:
@@ -493,44 +455,44 @@ class Engine:
             failure = _as_error(error, request)
             effects = self._operations.failed(request, body, failure)
             settlement = Settlement(request.request_id, error=failure, effects=effects)
-        if isinstance(settlement, Sending):
+        if isinstance(settlement, Upload):
             self._queues.lanes[request.model_id].held_until = math.inf
-            self._sendings.begin(request, body, settlement)
+            self._uploads.begin(request, body, settlement)
             return
         self._settle_in_lane([(request, settlement)])
 
-    def _settle_sent(self) -> None:
-        """Settle the requests whose files have arrived where they are kept."""
-        for sent in self._sendings.finished():
-            request = sent.request
+    def _settle_uploads(self) -> None:
+        """Settle the requests whose uploads have ended."""
+        for upload in self._uploads.finished():
+            request = upload.request
             if request.request_id not in self._queues.known:
                 continue  # its model was unloaded meanwhile; no row names the files, and they are swept
             try:
-                settlement = sent.settlement()
+                settlement = upload.settlement()
             except Exception as error:  # noqa: BLE001  the answer of this request alone
                 failure = _as_error(error, request)
-                effects = self._operations.failed(request, sent.body, failure)
+                effects = self._operations.failed(request, upload.body, failure)
                 settlement = Settlement(request.request_id, error=failure, effects=effects)
             assert request.model_id is not None
             self._queues.lanes[request.model_id].held_until = 0.0
             self._settle_in_lane([(request, settlement)])
 
     def _try_later(self, request: Pending, error: UnreachableError) -> None:
-        """What a request needs cannot be had just now: its model waits, and nothing else does."""
+        """The files that a request needs are unreachable: its model waits and is tried again later."""
         assert request.model_id is not None
         log.error("a model waits for its files", model_id=request.model_id, error=str(error))
         self._queues.lanes[request.model_id].held_until = time.monotonic() + RETRY_S
 
-    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement | Sending:
+    def _single_settlement(self, request: Pending, model: Model | None, body: bytes) -> Settlement | Upload:
         assert model is not None
-        if verdict := self._suspects.verdict(request.request_id):
+        if verdict := self._quarantine.verdict(request.request_id):
             raise verdict
         creating = request.kind in ("create_model", "load_model")
         if not creating and (error := self._bring_back(model.model_id)):
             raise error
         with self._running([(request, body)]):
             settlement = self._operations.run(request, model, body)
-        if isinstance(settlement, Sending):
+        if isinstance(settlement, Upload):
             return settlement
         assert request.seq_id is not None
         if request.kind == "create_model":
@@ -541,7 +503,7 @@ class Engine:
             def settled(directory: str, _size_bytes: int) -> Settlement:
                 return replace(settlement, keep_body=True, clean_up=loaded.clean_up(directory))
 
-            return Sending(loaded.send, settled) if self._snapshots.is_far else settled(*loaded.send())
+            return Upload(loaded.run, settled) if self._snapshots.is_far else settled(*loaded.run())
         elif settlement.keep_body:
             self._snapshots.count(model.model_id, body_bytes=len(body))
             if self._writes_at_once:
@@ -569,9 +531,9 @@ class Engine:
         """They are committed."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
-        self._suspects.forget(ids)
+        self._quarantine.forget(ids)
         self._mailbox.wake(SERVER, ids)
-        self._worklog.settled(settlements)
+        self._timings.settled(settlements)
 
 
 def _as_error(error: Exception, request: Pending) -> TinsmithError:

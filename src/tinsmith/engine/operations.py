@@ -1,14 +1,12 @@
 """The barriers of a model: creating, loading, saving, publishing, unloading.
 
-Each method carries out one request on the backend and returns the settlement for the engine to write, or what is to be
-sent away before there is one (`sending`). A UserError is an answer; any other exception is the engine's to handle. A
-publish writes no file (see `versions`).
+Each method carries out one request on the backend and returns the settlement for the engine to write, or an `Upload`
+that must end before there is one. A UserError is an answer; any other exception is the engine's to handle. A publish
+writes no file (see `versions`).
 
-Files on their way to a bucket, while the engine goes on.
-
-Where files are far away (`Directories.is_far`), to make them durable takes as long as the network does. What a save or
-a load has to store is made on the engine's thread and sent by others; meanwhile the model's lane is held, so that
-nothing of it is applied out of turn, and all other models train. The request is settled when its files are there.
+Where the storage is remote (`Directories.is_far`), making files durable takes as long as the network does. The files of
+a save or a load are made on the engine's thread and uploaded by others; meanwhile the model's lane is held, so that
+nothing of it is applied out of order, and all other models train. The request is settled when its files are durable.
 """
 
 from __future__ import annotations
@@ -40,50 +38,50 @@ from tinsmith.wire.weights import LoadWeights, SaveRequest, read_load, read_save
 THREADS = 4
 
 POLL_S = 0.02
-"""How often an engine that has nothing else to do looks whether something has arrived."""
+"""How often an idle engine looks for uploads that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sending:
-    """`send` runs on any thread and returns the directory and its bytes; `settled` runs on the engine's."""
+class Upload:
+    """`run` runs on any thread and returns the directory and its bytes; `settled` runs on the engine's."""
 
-    send: Callable[[], tuple[str, int]]
+    run: Callable[[], tuple[str, int]]
     settled: Callable[[str, int], Settlement]
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class RunningUpload:
     request: Pending
     body: bytes
-    sending: Sending
+    upload: Upload
     placed: Future[tuple[str, int]]
 
     def settlement(self) -> Settlement:
-        """Raises whatever went wrong."""
-        return self.sending.settled(*self.placed.result())
+        """Raises the upload's exception."""
+        return self.upload.settled(*self.placed.result())
 
 
-class Sendings:
+class Uploads:
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
-        self._under_way: list[Sent] = []
+        self._running: list[RunningUpload] = []
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._running)
 
-    def begin(self, request: Pending, body: bytes, sending: Sending) -> None:
-        self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="sending")
-        self._under_way.append(Sent(request, body, sending, self._pool.submit(sending.send)))
+    def begin(self, request: Pending, body: bytes, upload: Upload) -> None:
+        self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="upload")
+        self._running.append(RunningUpload(request, body, upload, self._pool.submit(upload.run)))
 
-    def finished(self) -> Iterator[Sent]:
-        """What has arrived, or failed to, since the last time."""
-        for sent in [one for one in self._under_way if one.placed.done()]:
-            self._under_way.remove(sent)
-            yield sent
+    def finished(self) -> Iterator[RunningUpload]:
+        """Uploads that ended since the last call."""
+        for upload in [each for each in self._running if each.placed.done()]:
+            self._running.remove(upload)
+            yield upload
 
     def wait(self) -> None:
-        """Until nothing is under way."""
-        wait_for([sent.placed for sent in self._under_way])
+        """Until all have ended."""
+        wait_for([upload.placed for upload in self._running])
 
 
 CHECKPOINT_KINDS = {
@@ -104,8 +102,8 @@ class Operations:
         self._checkpoints = checkpoints
         self._versions = versions
 
-    def run(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
-        """Carry out one barrier of a model. Raises TinsmithError for what the client must be told."""
+    def run(self, request: Pending, model: Model, body: bytes) -> Settlement | Upload:
+        """Carry out one barrier of a model. Raises TinsmithError, which is the answer."""
         operation = {
             "create_model": self._create_model,
             "load_model": self._load_weights,
@@ -117,7 +115,7 @@ class Operations:
         return operation(request, model, body)
 
     def failed(self, request: Pending, body: bytes, error: TinsmithError) -> Sequence[sa.Executable]:
-        """What a failed barrier leaves behind in the database."""
+        """The database effects of a failed barrier."""
         if request.model_id is None:
             return []
         if request.kind in ("create_model", "load_model"):
@@ -173,7 +171,7 @@ class Operations:
             )
         hit("model.loaded")
 
-    def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Sending:
+    def _save_weights(self, request: Pending, model: Model, body: bytes) -> Settlement | Upload:
         save = read_save(body)
         if save.path is None:
             return self._publish(request, model, save)
@@ -217,7 +215,7 @@ class Operations:
             return _answer(request, answer, effects, clean_up)
 
         if files.is_far:
-            return Sending(partial(files.place, staged), settled)
+            return Upload(partial(files.place, staged), settled)
         return settled(*files.place(staged))
 
     def _publish(self, request: Pending, model: Model, save: SaveRequest) -> Settlement:

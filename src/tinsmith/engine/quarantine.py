@@ -1,14 +1,14 @@
-"""Requests that end the engine's process: found out, and not tried for ever.
+"""Quarantine: requests that may have ended an engine's process run apart from the others, and not for ever.
 
-Before the engine works on requests it notes them in a small file, which outlives the process (though not the machine:
-nothing is synchronised). An engine that finds a note knows what was being worked on when its predecessor died. These
-requests are suspects: from then on they share their work with an eighth of the company at most, alone in the end, and
-in the order in which they would have run. One that is settled is none any more; one that ended MOST_DEATHS engines
-while it was alone is settled as failed. An engine that is told to stop, or that fails for reasons of its own, leaves
-an empty note.
+Before the engine works on requests it writes them into its in-flight journal, a small file that outlives the process
+(though not the machine: nothing is synchronised). An engine that finds a journal knows what its predecessor was working
+on when it died. These requests are suspects: from then on they run in batches of at most an eighth of that size, in the
+end alone, and in the order in which they would have run. A settled request leaves quarantine; one that ended
+MOST_DEATHS engines while it ran alone is settled as failed. An engine that is asked to stop, or that fails for reasons
+of its own, clears its journal.
 
-The note of an engine that died goes with its runs (`running_notes`): whoever claims what it had heeds it. Knows nothing
-of what requests do.
+The journal of an engine that died goes with its runs (`cluster.in_flight_journal`): the engine that claims them adopts
+it. Knows nothing of what requests do.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tinsmith.runtime.failpoints import hit
 from tinsmith.types import Pending
 
 MOST_DEATHS = 5
-"""An engine that is killed from outside looks the same, so the innocent get the benefit of a few more tries."""
+"""An engine that is killed from outside looks the same, so that a request has a few more tries."""
 
 log = structlog.get_logger()
 
 
-class Suspects:
+class Quarantine:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._quiet = False
+        self._cleared = False
         self._running: Sequence[str] = ()
         self._written = b""
         self._suspects = after_death(path)
@@ -45,31 +45,31 @@ class Suspects:
         return bool(self._suspects)
 
     def keep(self, pending: Collection[str]) -> None:
-        """Forget those that were settled before the end; called once, with everything that waits."""
+        """Forget suspects that were settled before the death; called once, with everything that waits."""
         self.forget(self._suspects.keys() - pending)
         if self._suspects:
-            log.warning("an engine died; what it was working on runs apart", request_ids=sorted(self._suspects)[:20])
+            log.warning("an engine died; its running requests are quarantined", request_ids=sorted(self._suspects)[:20])
         self._write()
 
-    def heed(self, left_behind: Iterable[str], waiting: Collection[str]) -> None:
-        """What other engines left behind counts for the requests that wait here now."""
-        for text in left_behind:
+    def adopt(self, notes: Iterable[str], waiting: Collection[str]) -> None:
+        """Take over what the journals of dead engines say of the requests that wait here now."""
+        for text in notes:
             for request_id, other in Note.parse(text).suspects.items():
                 if request_id in waiting:
                     mine = self._suspects.get(request_id, other)
-                    worst = Suspect(min(mine.company, other.company), max(mine.deaths, other.deaths))
+                    worst = Suspect(min(mine.batch_size, other.batch_size), max(mine.deaths, other.deaths))
                     self._suspects[request_id] = worst
         self._write()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """These are settled."""
+        """They are settled."""
         if self._suspects:
             for request_id in request_ids:
                 self._suspects.pop(request_id, None)
 
     @contextlib.contextmanager
     def running(self, request_ids: Sequence[str]) -> Iterator[None]:
-        """Note that these are being worked on, until the end of the block; within another block, instead of its own."""
+        """The journal names these requests within the block; an inner block replaces an outer one."""
         outer, self._running = self._running, request_ids
         self._write()
         hit("engine.running")
@@ -81,29 +81,29 @@ class Suspects:
                 self._write()
 
     def groups(self, requests: Sequence[Pending]) -> list[list[Pending]]:
-        """The requests in their order, cut so that suspects are apart from the others and in as small a company as
-        they may have.
+        """The requests in their order, cut so that suspects are apart from the others, in batches of at most their
+        batch size.
         """
         if not self._suspects:
             return [list(requests)] if requests else []
         groups: list[list[Pending]] = []
-        last_company: int | None = None
+        last_size: int | None = None
         for request in requests:
-            company = self.company(request.request_id)
-            if groups and company == last_company and (company == 0 or len(groups[-1]) < company):
+            size = self.batch_size(request.request_id)
+            if groups and size == last_size and (size == 0 or len(groups[-1]) < size):
                 groups[-1].append(request)
             else:
                 groups.append([request])
-            last_company = company
+            last_size = size
         return groups
 
-    def company(self, request_id: str) -> int:
-        """How many may share a suspect's work, itself included; 0 for everyone else."""
+    def batch_size(self, request_id: str) -> int:
+        """How many requests a suspect's batch may have; 0 if the request is not a suspect."""
         suspect = self._suspects.get(request_id)
-        return suspect.company if suspect else 0
+        return suspect.batch_size if suspect else 0
 
     def verdict(self, request_id: str) -> EngineFailedError | None:
-        """Why a request is not tried any more; None if it is."""
+        """Why a request is not tried again; None if it is."""
         suspect = self._suspects.get(request_id)
         if suspect is None or suspect.deaths < MOST_DEATHS:
             return None
@@ -112,22 +112,22 @@ class Suspects:
             "memory, or a crash below Python); it is not tried again"
         )
 
-    def pardon(self) -> None:
-        """Whatever ends this process from now on, no request is to blame; from any thread."""
+    def clear(self) -> None:
+        """Clear the journal for good: no request is the reason if this process ends now. From any thread."""
         with self._lock:
-            self._quiet = True
+            self._cleared = True
             self._store(b"")
 
     def _write(self) -> None:
         note = Note(list(self._running), self._suspects).text()
         with self._lock:
-            if note != self._written and not self._quiet:
+            if note != self._written and not self._cleared:
                 self._store(note)
                 self._written = note
 
     def _store(self, note: bytes) -> None:
-        # In place and in one call, without truncating: what lies behind the end of the line is not read.
-        with contextlib.suppress(OSError):  # a full disk: the next engine suspects nobody
+        # In place and in one call, without truncating: what follows the end of the line is not read.
+        with contextlib.suppress(OSError):  # a full disk: the next engine has no suspects
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
                 os.pwrite(descriptor, note + b"\n", 0)

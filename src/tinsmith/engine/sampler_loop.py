@@ -1,21 +1,18 @@
-"""The loop of a dedicated sampler: takes the samples that were given to it, holds versions, settles. Trains nothing.
+"""The loop of a dedicated sampler: takes the samples assigned to it, caches versions, settles. It does not train.
 
-One thread. A sample waits until its version is in memory (`stock`). Versions are called by keys under which nothing
-ever changes: an ephemeral version by its id, a checkpoint by its path and the directory that it was in when the sample
-arrived, so that what is overwritten is never served again. What cannot be had from here is left to the engines, which
+One thread. A sample waits until its version is in memory. Versions are cached under keys whose weights never change: an
+ephemeral version under its id, a checkpoint under its path and the directory that it had when the sample arrived, so
+that overwritten weights are never served again. Samples whose version cannot be fetched go back to the engines, which
 can make every version again. Admission, decoding and settling are those of an engine (`sampling`), and so are the fence
-and the suspects.
+and the quarantine.
 
-The stock of a dedicated sampler: which versions it has, which are on their way, and which samples wait for those.
+`VersionLoader` has the samples that wait for versions. Versions are fetched in the order in which samples began to wait
+for them. A sample uses its version from the moment it is ready until it is removed, and the version stays in memory so
+long. While one version finds no space, because all others are in use, every later sample waits behind it, even one
+whose version is in memory: otherwise a busy version could keep the others out for ever.
 
-A sample whose version is not here waits; versions are sent for in the order in which samples began to wait for them.
-From the moment that it is ready to the moment that it is removed it uses its version, which stays so long (`shelf`). As
-long as one version finds no room, because all of it is in use, whoever comes later waits behind it, even for a version
-that is here: otherwise a busy one could keep the others out for ever. Called from the sampler's thread.
-
-What a sampler keeps of versions: least recently used first out beyond a budget of bytes, and never one in use.
-
-Versions are called by keys. There is always room for one, whatever its size. Pure: knows no device and no clock.
+`VersionCache` evicts the least recently used versions beyond a budget of bytes, and never one in use. There is always
+space for one, whatever its size. It knows no device and no clock.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.cluster.executors import Executors
 from tinsmith.cluster.in_flight_journal import note_path
 from tinsmith.db.wakeups import EVERYTHING, SAFETY_POLL_S, SERVER, WakeUps, engine_mailbox
-from tinsmith.engine.quarantine import Suspects
+from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.sampling import Sampling
 from tinsmith.engine.settling import Outbox, Patience, TurnFailedError
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import EngineMeters, Worklog
-from tinsmith.engine.transfer import Fetched, Fetcher, Wanted
+from tinsmith.engine.telemetry import EngineMeters, RequestTimings
+from tinsmith.engine.transfer import FetchedVersion, VersionFetcher, WantedVersion
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -52,7 +49,7 @@ from tinsmith.types import Partial, Pending
 from tinsmith.wire.token_stream import line_of
 
 
-class Shelf:
+class VersionCache:
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
@@ -67,13 +64,13 @@ class Shelf:
         return sum(self._sizes.values())
 
     def has_room(self, num_coming: int) -> bool:
-        """Whether one more may be sent for while some are on their way: what is not in use would go."""
+        """Whether one more may be fetched beside those in transfer: versions that are not in use would be evicted."""
         in_use = sum(size for key, size in self._sizes.items() if self._users[key])
         coming = num_coming * (self._largest_bytes or max(1, self._budget_bytes // 4))  # a guess, for the first
         return in_use + coming < self._budget_bytes or (in_use == 0 and num_coming == 0)
 
     def evict(self, coming_bytes: int) -> list[str]:
-        """Take off what has to go so that this much fits; returns the keys. What is in use stays, whatever fits."""
+        """Evict until this much fits; returns the keys. Versions in use stay, even if it does not fit."""
         gone: list[str] = []
         excess = self.num_bytes + coming_bytes - self._budget_bytes
         for key, size in list(self._sizes.items()):
@@ -90,7 +87,7 @@ class Shelf:
         self._largest_bytes = max(self._largest_bytes, num_bytes)
 
     def use(self, key: str) -> None:
-        """One more request needs this version until it is released."""
+        """One more request uses this version until it releases it."""
         self._users[key] += 1
         if key in self._sizes:
             self._sizes.move_to_end(key)
@@ -103,30 +100,30 @@ class Shelf:
 
 @dataclass(slots=True)
 class _Awaited:
-    wanted: Wanted
+    wanted: WantedVersion
     requests: list[Pending]
     coming: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Samples whose version cannot be had here, and why."""
+    """Samples whose version cannot be fetched, and why."""
 
     requests: list[Pending]
     error: Exception
 
 
-class Stock:
+class VersionLoader:
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: VersionFetcher,
         budget_bytes: int,
         load: Callable[[str, Path, list[Pending]], None],
         drop: Callable[[str], None],
     ) -> None:
-        """`load` puts a version's files into memory, for some requests; `drop` forgets a version."""
+        """`load` reads a version's files into memory, for some requests; `drop` forgets a version."""
         self._fetcher = fetcher
-        self._shelf = Shelf(budget_bytes)
+        self._cache = VersionCache(budget_bytes)
         self._load = load
         self._drop = drop
         self._keys: dict[str, str] = {}  # of every sample that was added and not removed
@@ -138,16 +135,16 @@ class Stock:
         return self._fetcher.num_running > 0
 
     def key_of(self, request_id: str) -> str | None:
-        """Under which key the weights of a sample are in memory; None for the base model's own."""
+        """The key of a sample's version; None for the base model."""
         return self._keys.get(request_id)
 
-    def add(self, request: Pending, wanted: Wanted) -> None:
-        """A sample of a version; it comes out of `ready` sooner or later."""
+    def add(self, request: Pending, wanted: WantedVersion) -> None:
+        """Enqueue a sample of a version; `ready` returns it later."""
         self._keys[request.request_id] = wanted.key
         self._awaited.setdefault(wanted.key, _Awaited(wanted, [])).requests.append(request)
 
     def ready(self) -> tuple[list[Pending], list[Failure]]:
-        """Load what has come, send for what is missing; the samples that can be admitted, and those that never can."""
+        """Load fetched versions and fetch missing ones; returns the samples to admit, and those that failed."""
         ready: list[Pending] = []
         failures: list[Failure] = []
         for fetched in self._fetcher.collect():
@@ -159,26 +156,26 @@ class Stock:
         for key, awaited in list(self._awaited.items()):
             if awaited.coming:
                 continue
-            if key in self._shelf:
+            if key in self._cache:
                 ready += self._take(key)
-            elif self._shelf.has_room(self._fetcher.num_running):
+            elif self._cache.has_room(self._fetcher.num_running):
                 awaited.coming = True
                 self._fetcher.begin(awaited.wanted)
             else:
                 break
         return ready, failures
 
-    def _put(self, fetched: Fetched) -> Exception | None:
-        """On the shelf; or why that is impossible."""
+    def _put(self, fetched: FetchedVersion) -> Exception | None:
+        """Load a fetched version into the cache; returns the error if that failed."""
         try:
             if fetched.path is None:
                 return fetched.error
-            for key in self._shelf.evict(fetched.num_bytes):
+            for key in self._cache.evict(fetched.num_bytes):
                 self._drop(key)
             self._load(fetched.key, fetched.path, self._awaited[fetched.key].requests)
-            self._shelf.add(fetched.key, fetched.num_bytes)
+            self._cache.add(fetched.key, fetched.num_bytes)
             return None
-        except Exception as error:  # noqa: BLE001  told to whoever asked for the version
+        except Exception as error:  # noqa: BLE001  reported with the samples of this version
             return error
         finally:
             fetched.close()
@@ -186,29 +183,29 @@ class Stock:
     def _take(self, key: str) -> list[Pending]:
         requests = self._awaited.pop(key).requests
         for request in requests:
-            self._shelf.use(key)
+            self._cache.use(key)
             self._using[request.request_id] = key
         return requests
 
     def waiting(self) -> list[Pending]:
-        """The samples whose version is not here."""
+        """The samples whose version is not in memory."""
         return [request for awaited in self._awaited.values() for request in awaited.requests]
 
     def withdraw(self, name: str) -> list[Pending]:
-        """Let go of one waiting sample, or of all of one sampling session, which stay until they are removed."""
+        """Stop waiting for one sample, or for all of one sampling session; their keys stay until `remove`."""
         found = [one for one in self.waiting() if name in (one.request_id, one.sampling_session_id)]
         for request in found:
             self._leave(request.request_id)
         return found
 
     def remove(self, request_ids: Iterable[str]) -> None:
-        """These are settled, or another's."""
+        """They are settled, or belong to another process."""
         for request_id in request_ids:
             if request_id in self._keys:
                 self._leave(request_id)
                 del self._keys[request_id]
                 if (key := self._using.pop(request_id, None)) is not None:
-                    self._shelf.release(key)
+                    self._cache.release(key)
 
     def _leave(self, request_id: str) -> None:
         key = self._keys[request_id]
@@ -219,10 +216,10 @@ class Stock:
 
 
 FETCHING_POLL_S = 0.005
-"""How often a sampler that waits for versions looks whether one has come."""
+"""How often a sampler that waits for versions looks for a fetched one."""
 
 DRAIN_S = 12.0
-"""How long a sampler that was told to stop goes on with what it has begun."""
+"""How long a stopping sampler continues samples that it has begun."""
 
 log = structlog.get_logger()
 
@@ -232,30 +229,30 @@ class SamplerEngine:
         self,
         seat: tuple[str, str],
         holder: VersionHolder,
-        nouns: Stores,
+        stores: Stores,
         executors: Executors,
         mailbox: WakeUps,
-        fetcher: Fetcher,
+        fetcher: VersionFetcher,
         settings: Settings,
         budget_bytes: int,
     ) -> None:
-        """`seat` is the base model and the name of this sampler's seat; `budget_bytes` is for versions."""
+        """`seat` is the base model and the engine id of this sampler; `budget_bytes` is for versions."""
         self._base_model, self._engine_id = seat
         self._holder = holder
-        self._nouns = nouns
+        self._stores = stores
         self._executors = executors
         self._mailbox = mailbox
-        self._suspects = Suspects(note_path(settings.resolved_data_dir, self._engine_id))
+        self._quarantine = Quarantine(note_path(settings.resolved_data_dir, self._engine_id))
         self._queues = Queues()
-        self._stock = Stock(fetcher, budget_bytes, self._load, holder.drop_version)
+        self._loader = VersionLoader(fetcher, budget_bytes, self._load, holder.drop_version)
         self.meters = EngineMeters(
             self._base_model, self._engine_id, settings.step_token_budget, settings.metrics_tenants
         )
-        self._worklog = Worklog(self.meters, nouns.tracing)
+        self._timings = RequestTimings(self.meters, stores.tracing)
         self._patience = Patience()
-        self._outbox = Outbox(nouns.futures, self._worklog, self._patience, self._settled)
+        self._outbox = Outbox(stores.futures, self._timings, self._patience, self._settled)
         self._sampling = Sampling(
-            holder, nouns, self._key_of, self._suspects, self._outbox, self._tell, self._worklog, self.meters
+            holder, stores, self._key_of, self._quarantine, self._outbox, self._tell, self._timings, self.meters
         )
         self._failures: list[Failure] = []
         self._absent_after_s = settings.absent_after_s
@@ -263,7 +260,7 @@ class SamplerEngine:
         self._next_check = 0.0
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Work until `stopping`, then finish what was begun, as far as that is soon done."""
+        """Work until `stopping`, then finish running samples within DRAIN_S."""
         self._patience.stopping = stopping
         try:
             self._patience.insist(self.start)
@@ -271,18 +268,18 @@ class SamplerEngine:
                 self._patience.insist(partial(self.turn, SAFETY_POLL_S))
             self.drain()
         except (SQLAlchemyError, OSError, LeaseLostError, TurnFailedError):
-            self.pardon()
+            self.clear_journal()
             raise
-        self.pardon()
+        self.clear_journal()
 
-    def pardon(self) -> None:
-        """From now on no request is to blame for the end of this process; from any thread."""
-        self._suspects.pardon()
+    def clear_journal(self) -> None:
+        """From now on the end of this process puts no request into quarantine; from any thread."""
+        self._quarantine.clear()
 
     def start(self) -> None:
-        """Take up what was given to whoever sat here before."""
+        """Take over the samples assigned to the predecessor."""
         self._fetch()
-        self._suspects.keep(self._queues.known)
+        self._quarantine.keep(self._queues.known)
 
     def turn(self, patience_s: float) -> bool:
         """One decode step, or, without anything to decode, wait for work. False if there was none."""
@@ -291,21 +288,21 @@ class SamplerEngine:
         busy = self._sampling.turn(self._queues, None)
         if time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + SAFETY_POLL_S
-            self._nouns.ownership.free_lapsed()
+            self._stores.ownership.free_lapsed()
             self._fetch_late()
             self._sampling.look_for_absent(self._queues, self._absent_after_s)
             self._sampling.measure()
-        if self._stock.is_fetching:
+        if self._loader.is_fetching:
             patience_s = min(patience_s, FETCHING_POLL_S)
         if self._mailbox.wait(0.0 if busy else patience_s):
             self._fetch(self._mailbox.drain())
         return busy
 
     def drain(self) -> None:
-        """Hand on what has not begun; finish the rest, if it takes no longer than DRAIN_S."""
+        """Pass on samples that have not begun; finish the others within DRAIN_S."""
         queued = [request for requests in self._queues.waiting_samples().values() for request in requests]
         self._queues.take_samples(queued)
-        self._hand_on([*self._stock.waiting(), *queued], to_samplers=True)
+        self._hand_on([*self._loader.waiting(), *queued], to_samplers=True)
         deadline = time.monotonic() + DRAIN_S
         while self._holder.sampler.has_work and time.monotonic() < deadline:
             self._sampling.turn(self._queues, None)
@@ -314,7 +311,7 @@ class SamplerEngine:
     # Reading what arrived.
 
     def _fetch(self, named: Iterable[str] = ()) -> None:
-        """What was given to us after the last arrival, and what a wake-up names: that may have been another's."""
+        """Samples assigned after the last arrival, and those that a wake-up names."""
         found = self._executors.incoming(self._base_model, self._engine_id, self._last_arrival)
         late = set(named) - {"", EVERYTHING, *self._queues.known, *(request.request_id for request in found)}
         if late:
@@ -322,7 +319,7 @@ class SamplerEngine:
         self._enqueue(found)
 
     def _fetch_late(self) -> None:
-        """The slow poll: what wake-ups did not tell."""
+        """The slow poll: samples whose wake-up was lost."""
         self._fetch()
         missed = self._executors.given_ids(self._base_model, self._engine_id) - self._queues.known
         if missed:
@@ -331,7 +328,7 @@ class SamplerEngine:
     def _enqueue(self, requests: Sequence[Pending]) -> None:
         if requests:
             hit("engine.fetched")
-        seen: dict[str, Wanted | None] = {}
+        seen: dict[str, WantedVersion | None] = {}
         for request in requests:
             self._last_arrival = max(self._last_arrival, request.arrival)
             if request.request_id in self._queues.known:
@@ -344,9 +341,9 @@ class SamplerEngine:
 
     def _note(self, request: Pending) -> None:
         self._queues.known.add(request.request_id)
-        self._worklog.arrived(request)
+        self._timings.arrived(request)
 
-    def _enqueue_sample(self, request: Pending, seen: dict[str, Wanted | None]) -> None:
+    def _enqueue_sample(self, request: Pending, seen: dict[str, WantedVersion | None]) -> None:
         """`seen` are the sampling sessions that were looked up for requests of the same look. An error of the database
         changes nothing, and the slow poll finds the request again.
         """
@@ -367,28 +364,28 @@ class SamplerEngine:
         if wanted is None:
             self._queues.add_sample(request)
         else:
-            self._stock.add(request, wanted)
+            self._loader.add(request, wanted)
 
-    def _wanted(self, sampling_session_id: str) -> Wanted | None:
+    def _wanted(self, sampling_session_id: str) -> WantedVersion | None:
         """The version of a sampling session as it is now; None is the base model."""
-        sampler = self._nouns.samplers.find(sampling_session_id)
+        sampler = self._stores.samplers.find(sampling_session_id)
         if sampler is None:
             raise EngineFailedError(f"sampling session {sampling_session_id!r} is unknown")
         if sampler.version_id is None:
             return None
         if sampler.model_path is None:
-            return Wanted(sampler.version_id, sampler)
-        checkpoint = self._nouns.checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
-        return Wanted(f"{sampler.model_path}@{checkpoint.directory}", sampler, checkpoint)
+            return WantedVersion(sampler.version_id, sampler)
+        checkpoint = self._stores.checkpoints.get(sampler.tenant_id, parse_path(sampler.model_path))
+        return WantedVersion(f"{sampler.model_path}@{checkpoint.directory}", sampler, checkpoint)
 
     # Versions.
 
     def _admit(self) -> None:
         for cancel in self._queues.cancels:
             # Where the other samples wait they can be withdrawn.
-            for request in self._stock.withdraw(cancelled_name(cancel.request_id)):
+            for request in self._loader.withdraw(cancelled_name(cancel.request_id)):
                 self._queues.add_sample(request)
-        ready, failures = self._stock.ready()
+        ready, failures = self._loader.ready()
         for request in ready:
             self._queues.add_sample(request)
         self._failures += failures
@@ -398,25 +395,25 @@ class SamplerEngine:
             if isinstance(failure.error, UserError):
                 self._outbox.settle([Settlement(request_id, error=failure.error) for request_id in ids])
             else:
-                log.warning("a version cannot be had here; its samples go to the engines", error=repr(failure.error))
+                log.warning("a version cannot be fetched; its samples go to the engines", error=repr(failure.error))
                 self._hand_on(failure.requests, to_samplers=False)
             del self._failures[0]
 
     def _load(self, key: str, directory: Path, requests: Sequence[Pending]) -> None:
-        with self._suspects.running([request.request_id for request in requests]):
+        with self._quarantine.running([request.request_id for request in requests]):
             self._holder.load_version(key, directory)
 
     def _key_of(self, _sampler: SamplingSession, request: Pending) -> str | None:
-        return self._stock.key_of(request.request_id)
+        return self._loader.key_of(request.request_id)
 
     def _hand_on(self, requests: Sequence[Pending], *, to_samplers: bool) -> None:
         if not requests:
             return
         ids = [request.request_id for request in requests]
         self._executors.hand_on(self._base_model, self._engine_id, ids, to_samplers=to_samplers)
-        self._stock.remove(ids)
+        self._loader.remove(ids)
         self._queues.known.difference_update(ids)
-        self._worklog.forget(ids)
+        self._timings.forget(ids)
         self._mailbox.wake(engine_mailbox(self._base_model), ids)
 
     # Telling.
@@ -428,7 +425,7 @@ class SamplerEngine:
         """They are committed."""
         ids = [settlement.request_id for settlement in settlements]
         self._queues.known.difference_update(ids)
-        self._suspects.forget(ids)
-        self._stock.remove(ids)
+        self._quarantine.forget(ids)
+        self._loader.remove(ids)
         self._mailbox.wake(SERVER, ids)
-        self._worklog.settled(settlements)
+        self._timings.settled(settlements)

@@ -1,14 +1,14 @@
 """Samples: from their queue into the sampler's continuous batch, and out of it one by one.
 
-Tenants take turns at the door of the sampler, and each has a share of its places, so that a flood of one tenant's
-samples does not hold up another's. After a training step the sampler decodes for as long as the engine says. During a
-long step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them
-have steps of their own in between. What is cancelled leaves the queue or the batch and is settled as failed,
-together with the request to cancel it.
+Tenants are admitted in turn, and each has a share of the sampler's places, so that a flood of one tenant's samples does
+not delay another's. After a training step the sampler decodes for as long as the engine says; in the pauses of a long
+step `between` admits and decodes, too. Where a decode step of many sequences takes long, tenants with few of them have
+steps of their own in between. A cancelled sample leaves the queue or the batch and is settled as failed, together with
+the request to cancel it.
 
-A session that was not heard of for a while is absent: its client may have been killed, or cut off. Its samples make way
-for those of others that wait: they go back into the queue, and are admitted again once the session is heard of, or
-nothing else is to be sampled. So nothing is lost if the client comes back, but for what was drawn.
+A session without a sign of life for a while is absent: its client may have been killed, or cut off. Its samples make
+way for those of others that wait: they go back into the queue, and are admitted again once the session is back or
+nothing else is to be sampled. If the client comes back, nothing is lost but the tokens drawn so far.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.cluster.engines import LeaseLostError
 from tinsmith.db.statements import Effect
-from tinsmith.engine.quarantine import Suspects
+from tinsmith.engine.quarantine import Quarantine
 from tinsmith.engine.queues import Queues
 from tinsmith.engine.scheduler import take_in_turns
 from tinsmith.engine.settling import Outbox, TurnFailedError
 from tinsmith.engine.stores import Stores
-from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, SampleKeeper, Worklog
+from tinsmith.engine.telemetry import DECODE, BegunSample, EngineMeters, RequestTimings, SampleKeeper
 from tinsmith.errors import EngineFailedError, TinsmithError, UserError
 from tinsmith.runtime.failpoints import hit
 from tinsmith.samplers import VersionHolder
@@ -47,21 +47,21 @@ LONG_STEP_S = 0.05
 """A tenant with few sequences waits for the whole batch if a decode step takes no longer than this."""
 
 FEW = 8
-"""A tenant has few sequences if the largest tenant has at least this many times as many."""
+"""A tenant has few sequences if the largest tenant has at least this many times as many of them."""
 
 LEAST_STEP_S = 0.01
-"""What a decode step counts at least: one that could not compute anything takes no time."""
+"""The least time that a decode step counts for: one that could not compute anything takes no time."""
 
 MOST_AT_ONCE = 500
-"""Cancelled samples that are settled in one transaction: others want to write, too."""
+"""Cancelled samples that are settled in one transaction, so that other writers wait for a short time only."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class _Inside:
-    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, what will be
-    kept of it, whether its tokens are told as they are drawn, and how many answers it has.
+    """A request in the sampler: the tokens of its prompt, the session that its sequences are recorded for, the sample
+    to keep, whether its tokens are streamed, and how many answers it has.
     """
 
     request: Pending
@@ -76,30 +76,30 @@ class Sampling:
     def __init__(
         self,
         backend: VersionHolder,
-        nouns: Stores,
+        stores: Stores,
         prepare_version: Callable[[SamplingSession, Pending], str | None],
-        suspects: Suspects,
+        quarantine: Quarantine,
         outbox: Outbox,
         tell: Callable[[Sequence[Partial]], None],
-        worklog: Worklog,
+        timings: RequestTimings,
         meters: EngineMeters,
     ) -> None:
         self._backend = backend
-        self._nouns = nouns
+        self._stores = stores
         self._prepare_version = prepare_version
-        self._suspects = suspects
+        self._quarantine = quarantine
         self._outbox = outbox
         self._tell = tell
-        self._worklog = worklog
+        self._timings = timings
         self._meters = meters
-        self._keeper = SampleKeeper(nouns.records)
+        self._keeper = SampleKeeper(stores.records)
         self._absent: set[str] = set()  # sessions
         self._inside: dict[str, _Inside] = {}
         self._most_inside = MAX_IN_SAMPLER
         self._returned: list[Pending] = []
         self._last_tenant = ""
         self._whole_step_s = 0.0  # the last decode step of all
-        self._few_ahead_s = 0.0  # what steps of tenants with few sequences took beyond half of what those of all took
+        self._few_ahead_s = 0.0  # time of steps with few sequences beyond half of that of whole steps
         self.decoded_s = 0.0
         """Seconds that decoding has taken so far."""
 
@@ -121,7 +121,7 @@ class Sampling:
         self._admit(queues)
         if not self._backend.sampler.has_work:
             return False
-        alone = self._backend.sampler.runs_by_itself  # the trainer takes nothing from it
+        alone = self._backend.sampler.runs_by_itself  # training does not delay it
         deadline = time.monotonic() + (0.0 if alone else share_s or 0.0)
         self.slice()
         while self._backend.sampler.has_work and time.monotonic() < deadline:
@@ -130,7 +130,7 @@ class Sampling:
 
     def admit_at_hand(self, queues: Queues) -> None:
         """Admit samples whose weights are in memory, in the middle of a training step."""
-        if not self._suspects:
+        if not self._quarantine:
             self._admit(queues, loads=False)
 
     def between(self, share_s: float) -> None:
@@ -152,7 +152,7 @@ class Sampling:
         few = self._tenants_with_few()
         started = time.monotonic()
         try:
-            with self._suspects.running(list(self._inside)):
+            with self._quarantine.running(list(self._inside)):
                 finished = self._backend.sampler.step(few) if few else self._backend.sampler.step()
         except MemoryError as error:
             self._shed(str(error))
@@ -209,7 +209,7 @@ class Sampling:
         if not absent_after_s or len(sessions) < 2:
             self._absent = set()
             return
-        self._absent = self._nouns.samplers.silent_among(sorted(sessions), absent_after_s)
+        self._absent = self._stores.samplers.silent_among(sorted(sessions), absent_after_s)
         others = sessions - self._absent
         others_wait = any(request.session_id in others for request in waiting)
         if self._absent and others and (others_wait or self._backend.sampler.cache_use().waiting_sequences):
@@ -232,7 +232,7 @@ class Sampling:
 
     def _tenants_with_few(self) -> set[str]:
         """The tenants whose sequences alone are in the next decode step; empty if all are."""
-        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._suspects:
+        if self._whole_step_s <= LONG_STEP_S or self._few_ahead_s > 0 or self._quarantine:
             return set()
         counts: Counter[str] = Counter()
         for inside in self._inside.values():
@@ -241,13 +241,13 @@ class Sampling:
         return {tenant_id for tenant_id, count in counts.items() if FEW * count <= largest}
 
     def measure(self) -> None:
-        """Tell the meters how full the sampler is."""
+        """Update the meters of the sampler's load."""
         self._meters.sampler(len(self._inside), self._backend.sampler.cache_use())
 
     def _cancel(self, queues: Queues) -> None:
         if not queues.cancels:
             return
-        bodies = self._nouns.futures.bodies([cancel.request_id for cancel in queues.cancels])
+        bodies = self._stores.futures.bodies([cancel.request_id for cancel in queues.cancels])
         settlements: list[Settlement] = []
         try:
             while queues.cancels:
@@ -264,9 +264,9 @@ class Sampling:
         name = cancelled_name(cancel.request_id)
         reason = UserError(bodies[cancel.request_id].decode())
         gone = queues.withdraw_samples(cancel.tenant_id, name) + self._withdraw(name)
-        if not gone and self._nouns.ownership.forward(cancel.request_id, name):
+        if not gone and self._stores.ownership.forward(cancel.request_id, name):
             queues.known.discard(cancel.request_id)  # its sample was given to another one in between
-            self._worklog.forget([cancel.request_id])
+            self._timings.forget([cancel.request_id])
             return []
         settlement = Settlement(cancel.request_id, effects=[deletion(cancel.request_id)])
         return [*(Settlement(request_id, error=reason) for request_id in gone), settlement]
@@ -286,7 +286,7 @@ class Sampling:
             taken = [request for request in taken if self._is_at_hand(request, seen)]
         if not taken:
             return
-        bodies = self._nouns.futures.bodies([request.request_id for request in taken])
+        bodies = self._stores.futures.bodies([request.request_id for request in taken])
         for request in taken:
             if (body := bodies.get(request.request_id)) is None:
                 # Only a settlement frees it, and it was none of ours: this process stood still, or was cut off.
@@ -302,17 +302,17 @@ class Sampling:
         """`seen` are the sampling sessions that were looked up for others of the same turn."""
         name = request.sampling_session_id or ""
         if name not in seen:
-            seen[name] = self._nouns.samplers.find(name)
+            seen[name] = self._stores.samplers.find(name)
         return seen[name]
 
     def _next(self, queues: Queues) -> list[Pending]:
-        if self._suspects:
-            if any(self._suspects.company(request_id) for request_id in self._inside):
+        if self._quarantine:
+            if any(self._quarantine.batch_size(request_id) for request_id in self._inside):
                 return []
             waiting = [request for requests in queues.waiting_samples().values() for request in requests]
-            if suspects := [request for request in waiting if self._suspects.company(request.request_id)]:
+            if quarantined := [request for request in waiting if self._quarantine.batch_size(request.request_id)]:
                 # They come first, when the sampler is still empty: nobody else is to share their fate.
-                return self._suspects.groups(suspects)[0]
+                return self._quarantine.groups(quarantined)[0]
         inside = Counter(inside.request.tenant_id for inside in self._inside.values())
         waiting = self._present(queues.waiting_samples())
         taken, self._last_tenant = take_in_turns(waiting, self._most_inside, self._last_tenant, inside)
@@ -337,13 +337,13 @@ class Sampling:
         An error of the database changes nothing.
         """
         self._inside[request.request_id] = _Inside(request)
-        self._worklog.began([request])
+        self._timings.began([request])
         try:
-            if verdict := self._suspects.verdict(request.request_id):
+            if verdict := self._quarantine.verdict(request.request_id):
                 raise verdict
             if (sampler := self._session(request, seen)) is None:
                 raise EngineFailedError(f"sampling session {request.sampling_session_id!r} is unknown")
-            with self._suspects.running([request.request_id]):
+            with self._quarantine.running([request.request_id]):
                 version_id = self._prepare_version(sampler, request)
                 sample = replace(read_sample(body, request.request_id, version_id), cache_scope=request.tenant_id)
                 recorded_for = request.session_id if sample.record_stability_info else None

@@ -8,7 +8,7 @@ next request by at most one step. Where more waits than one step holds, every ot
 first the tenants that want little; otherwise such a tenant would wait for a full step, and then again for the one that
 it is in.
 
-What runs singly has a price in tokens, so that it can be weighed against passes. A step holds one of them, and more as
+What runs singly has a cost in tokens, so that it can be weighed against passes. A step holds one of them, and more as
 long as they take at most half as long as its passes: one of each tenant in turn, and the tenants pay for them with
 their share of later passes. So neither holds up the other by much, whatever each costs. No I/O, no clock, no device.
 """
@@ -78,9 +78,9 @@ class Step:
 
 
 def plan(
-    queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int, prices: Mapping[str, int] | None = None
+    queues: Sequence[ModelQueue], fairness: Fairness, token_budget: int, costs: Mapping[str, int] | None = None
 ) -> tuple[Step, Fairness]:
-    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `prices` say of a
+    """Choose one step. `token_budget` bounds the tokens of its passes; one larger pass runs alone. `costs` say of a
     kind of single how many tokens of passes take as long.
     """
     optim_steps: list[Pending] = []
@@ -98,7 +98,7 @@ def plan(
             singles.append(head)
     passes, shared = _share(_by_tenant(runs), fairness, token_budget)
     room = sum(request.num_tokens for request in passes) // SINGLES_SHARE
-    taken, paid, singles_order = _affordable(singles, fairness.singles_order, room, prices or {})
+    taken, paid, singles_order = _affordable(singles, fairness.singles_order, room, costs or {})
     owed = {t: max(-token_budget, deficit - paid.get(t, 0)) for t, deficit in shared.deficits.items()}
     left = replace(shared, deficits=owed, singles_order=singles_order)
     return Step(tuple(optim_steps), tuple(taken), tuple(passes)), left
@@ -117,10 +117,10 @@ def _run_of_passes(queue: ModelQueue, token_budget: int) -> list[Pending]:
 
 
 def _affordable(
-    singles: Sequence[Pending], order: Sequence[str], room: int, prices: Mapping[str, int]
+    singles: Sequence[Pending], order: Sequence[str], room: int, costs: Mapping[str, int]
 ) -> tuple[list[Pending], dict[str, int], tuple[str, ...]]:
     """The singles of one step, the oldest of each tenant in turn; what each tenant pays for its own; and the order of
-    the tenants in the next step: who got nothing in this one comes first. A kind without a price runs alone.
+    the tenants in the next step: who got nothing in this one comes first. A kind without a cost runs alone.
     """
     waiting: dict[str, deque[Pending]] = {}
     for request in sorted(singles, key=lambda single: single.arrival):
@@ -130,13 +130,13 @@ def _affordable(
     taken: list[Pending] = []
     paid: dict[str, int] = {}
     while turns:
-        price = max(1, prices.get(waiting[turns[0]][0].kind, room + 1))
-        if taken and price > room:
+        cost = max(1, costs.get(waiting[turns[0]][0].kind, room + 1))
+        if taken and cost > room:
             break
         tenant_id = turns.popleft()
         taken.append(waiting[tenant_id].popleft())
-        paid[tenant_id] = paid.get(tenant_id, 0) + price
-        room -= price
+        paid[tenant_id] = paid.get(tenant_id, 0) + cost
+        room -= cost
         if waiting[tenant_id]:
             turns.append(tenant_id)
     return taken, paid, tuple(sorted(turns, key=lambda tenant_id: tenant_id in paid))

@@ -1,38 +1,30 @@
-"""Snapshots, and with them how much a restart has to replay and which models are in memory.
+"""Snapshots, which bound what a restart replays; recovery from them; and the migration of idle runs to other engines.
 
 A snapshot is a model's adapter, moments, step and gradient after the operation with some seq_id; it may be taken
-between any two operations. The engine's thread only copies; the files are written behind (`writer`), versions first,
-and then the database is told. Two are kept: a body is freed when the older one covers it. A snapshot that cannot be
-written is tried again later, and the log stands in.
+between any two operations. The engine's thread only copies; `Writer` writes the files in the background, versions
+first, and then the database records the snapshot. Two are kept: a body is freed when the older one covers it. A
+snapshot that cannot be written is tried again later, and the log of bodies takes its place meanwhile.
 
-One is due after 16 optimizer steps, if those that were taken so far have been paid for: the engine sets aside a
-two-hundredth of the time that it trains, and a snapshot costs the processor time that went into it. So short steps have
-fewer of them, and models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due whatever it
-costs.
+One is due after 16 optimizer steps, if earlier ones have been paid for: the engine sets aside a two-hundredth of the
+time that it trains, and a snapshot costs the processor time that went into it. So short steps have fewer of them, and
+models do not take theirs all at once. After 64 steps, or 32 MiB of bodies, one is due whatever it costs. Models beyond
+the memory budget are evicted, the least recently used first, once a snapshot covers everything; the next request
+restores them.
 
-Models beyond the room for them leave memory, the least recently used first, once a snapshot covers everything; the
-next request brings them back (`recovery`).
+`Writer` has one thread. A task is `work`, which runs on that thread and must not touch what the engine's thread owns,
+and `done`, which runs on the engine's thread at its next `collect`, with the error if there was one. Tasks run in
+order. The thread ends when none is left; a BaseException that is no Exception (a lost lease) ends it at once, and is
+raised on the engine's thread.
 
-Writing behind: one thread that does what waits for a disk, while the engine goes on.
+`Recovery` restores a model when a request names it: from its newest snapshot and the acknowledged operations after it,
+whose bodies are still stored. A snapshot whose files are damaged is passed over, and the replay begins at the one
+before it, or at the creation. Ephemeral versions that have no files are published again.
 
-A job is `work`, which runs on that thread and must not touch what lives on the engine's, and `done`, which runs on the
-engine's thread at its next `collect`, with the error if there was one. Jobs are done in order, one at a time. The
-thread ends when nothing is left to do; what is no Exception (the engine was taken for dead) ends it at once, and is
-raised where the engine's thread looks next. Knows nothing of what is written.
-
-Model state across restarts: a model comes back, when a request names it, from a snapshot and what came after it.
-
-A model's state is its newest snapshot plus the acknowledged operations after it, whose bodies are still stored; so is
-every earlier state whose bodies are. A snapshot whose files are not what was written is passed over, and the one
-before it, or the creation, is where the replay begins. Ephemeral versions that have no files are published again.
-
-Moving: an idle run goes to another engine of its base model that has far fewer: one that joins gets its share.
-
-Once a second at most one run is handed over, and to an engine that has at least two fewer: the difference shrinks, and
-nothing comes back. A run is idle when nothing waits of it and nothing took effect for a while; so long, too, must the
+`RunMigration` gives at most one idle run a second to an engine that has at least two fewer: the difference shrinks, and
+no run comes back. A run is idle when nothing of it waits and nothing took effect for a while; so long, too, must the
 other engine have been there. First everything of the run is written (a snapshot with optimizer and gradient, its
-versions), which takes its time and is given up if the run wakes; then one transaction makes it the other's, and then it
-is forgotten here. The other brings it back from its files at its next request, as after a restart, bit for bit.
+versions), which is given up if the run becomes active; then one transaction changes the owner, and then the run is
+forgotten here. The new owner restores it from its files at its next request, as after a restart, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -67,11 +59,11 @@ from tinsmith.wire.training import read_optim_step
 from tinsmith.wire.weights import read_load
 
 MAX_CAPTURED_BYTES = 2**30
-"""From here on no more is captured until something was written; one capture may be larger."""
+"""At this many bytes nothing more is captured until something was written; one capture may be larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WriteTask:
     num_bytes: int
     work: Callable[[], None]
     done: Callable[[Exception | None], None]
@@ -80,8 +72,8 @@ class Job:
 class Writer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._jobs: deque[Job] = deque()
-        self._finished: deque[tuple[Job, Exception | None]] = deque()
+        self._tasks: deque[WriteTask] = deque()
+        self._finished: deque[tuple[WriteTask, Exception | None]] = deque()
         self._thread: threading.Thread | None = None
         self._captured_bytes = 0
         self._end: BaseException | None = None
@@ -90,47 +82,49 @@ class Writer:
     def is_full(self) -> bool:
         return self._captured_bytes >= MAX_CAPTURED_BYTES
 
-    def submit(self, job: Job) -> None:
-        self._captured_bytes += job.num_bytes
+    def submit(self, task: WriteTask) -> None:
+        self._captured_bytes += task.num_bytes
         with self._lock:
-            self._jobs.append(job)
+            if self._end is not None:
+                return  # `collect` raises it
+            self._tasks.append(task)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
                 self._thread.start()
 
     def collect(self) -> None:
-        """Call `done` of what was finished since the last time."""
+        """Call `done` of each task that ended since the last call."""
         if self._end is not None:
             raise self._end
         while self._finished:
-            job, error = self._finished.popleft()
-            self._captured_bytes -= job.num_bytes
-            job.done(error)
+            task, error = self._finished.popleft()
+            self._captured_bytes -= task.num_bytes
+            task.done(error)
 
     def flush(self) -> None:
-        """Wait until nothing is left to write."""
+        """Wait until all tasks have ended."""
         while thread := self._thread:
             thread.join()
         self.collect()
 
     def _run(self) -> None:
-        while job := self._next():
+        while task := self._next():
             try:
-                job.work()
-            except Exception as error:  # noqa: BLE001  reported to whoever wanted it written
-                self._finished.append((job, error))
+                task.work()
+            except Exception as error:  # noqa: BLE001  given to `done`
+                self._finished.append((task, error))
             except BaseException as end:  # noqa: BLE001  raised on the engine's thread
                 with self._lock:
                     self._end, self._thread = end, None
-                    self._jobs.clear()
+                    self._tasks.clear()
                 return
             else:
-                self._finished.append((job, None))
+                self._finished.append((task, None))
 
-    def _next(self) -> Job | None:
+    def _next(self) -> WriteTask | None:
         with self._lock:
-            if self._jobs:
-                return self._jobs.popleft()
+            if self._tasks:
+                return self._tasks.popleft()
             self._thread = None
             return None
 
@@ -142,13 +136,13 @@ MOST_OPTIM_STEPS = 64
 """Most optimizer steps between snapshots: bounds what a restart replays."""
 
 SNAPSHOT_SHARE = 0.005
-"""How much of the time that it trains the engine spends on snapshots, as far as it may choose."""
+"""The share of training time that the engine spends on snapshots, between the fewest and the most steps."""
 
 SNAPSHOT_BODY_BYTES = 32 * 1024 * 1024
 """Request bytes between snapshots: bounds what a model's log takes on disk."""
 
 COVER_S = 5.0
-"""How long an engine that was told to stop begins to write snapshots."""
+"""For how long a stopping engine begins snapshots."""
 
 RETRY_S = 10.0
 """A disk that is full now may have room by then."""
@@ -176,7 +170,7 @@ class _Resident:
         return self.changed_seq_id <= self.covered_seq_id
 
 
-class Loaded:
+class LoadedSnapshot:
     """The snapshot of a checkpoint that was just loaded: captured, not yet written."""
 
     def __init__(self, write: Callable[[], str], noted: Callable[[str, Exception | None], CleanUp | None]) -> None:
@@ -184,11 +178,11 @@ class Loaded:
         self._noted = noted
         self._failure: Exception | None = None
 
-    def send(self) -> tuple[str, int]:
+    def run(self) -> tuple[str, int]:
         """On any thread. Returns the directory, empty if it could not be written, and 0: no tenant pays for it."""
         try:
             return self._write(), 0
-        except Exception as error:  # noqa: BLE001  what a backend raises when it cannot write is its own affair
+        except Exception as error:  # noqa: BLE001  a backend may raise anything when it cannot write
             self._failure = error
             return "", 0
 
@@ -199,13 +193,13 @@ class Loaded:
 
 class Snapshots:
     def __init__(
-        self, backend: Backend, models: Models, directories: Directories, versions: Versions, room_bytes: int
+        self, backend: Backend, models: Models, directories: Directories, versions: Versions, budget_bytes: int
     ) -> None:
         self._backend = backend
         self._models = models
         self._directories = directories
         self._versions = versions
-        self._room_bytes = room_bytes
+        self._budget_bytes = budget_bytes
         self._writer = Writer()
         self._resident: dict[str, _Resident] = {}  # the least recently used first
         self._resident_bytes = 0
@@ -213,7 +207,7 @@ class Snapshots:
         self._paid_s = 0.0  # never more than nothing: what is not needed is not saved up
 
     def worked(self, seconds: float) -> None:
-        """So long a step of training was."""
+        """A step of training took this long."""
         self._paid_s = min(0.0, self._paid_s + self._share * seconds)
 
     def entered(self, model_id: str, *, covered_seq_id: int = 0, changed_seq_id: int = 0) -> None:
@@ -224,7 +218,7 @@ class Snapshots:
         self._resident_bytes += num_bytes
 
     def left(self, model_id: str) -> None:
-        """A model is in memory no more."""
+        """A model left memory."""
         if entry := self._resident.pop(model_id, None):
             self._resident_bytes -= entry.num_bytes
 
@@ -252,10 +246,10 @@ class Snapshots:
 
     @property
     def is_far(self) -> bool:
-        """Whether snapshots are sent somewhere, which takes its time."""
+        """Whether snapshots are written to a remote storage."""
         return self._directories.is_far
 
-    def loaded(self, model_id: str, seq_id: int) -> Loaded:
+    def loaded(self, model_id: str, seq_id: int) -> LoadedSnapshot:
         """A checkpoint was loaded, which may be deleted as soon as the client knows: its snapshot is written first."""
         self.entered(model_id, changed_seq_id=seq_id, covered_seq_id=-1)
         entry = self._resident[model_id]
@@ -281,7 +275,7 @@ class Snapshots:
 
             return record
 
-        return Loaded(write, noted)
+        return LoadedSnapshot(write, noted)
 
     def _take(self, model_id: str, entry: _Resident) -> None:
         if entry.writing or self._writer.is_full or time.monotonic() < entry.retry_at:
@@ -322,7 +316,7 @@ class Snapshots:
 
         entry.writing = True
         num_bytes = model.num_bytes + sum(one.capture.num_bytes for one in versions)
-        self._writer.submit(Job(num_bytes, work, done))
+        self._writer.submit(WriteTask(num_bytes, work, done))
 
     def _record(self, model_id: str, seq_id: int, directory: str) -> None:
         replaced = self._models.covered(model_id, seq_id, directory)
@@ -330,11 +324,11 @@ class Snapshots:
         self._directories.discard(replaced)
 
     def collect(self) -> None:
-        """Take note of what was written meanwhile."""
+        """Process snapshots that were written since the last call."""
         self._writer.collect()
 
     def write_versions(self, model_id: str) -> None:
-        """What of a model's versions is in memory only, behind; what cannot be written now is with a snapshot."""
+        """Write a model's versions that have no files, in the background; the next snapshot writes what is left."""
         if self._writer.is_full or not (captured := self._versions.capture(model_id)):
             return
 
@@ -344,7 +338,7 @@ class Snapshots:
                 log.error("a version could not be written", model_id=model_id, exc_info=error)
 
         num_bytes = sum(one.capture.num_bytes for one in captured)
-        self._writer.submit(Job(num_bytes, partial(self._versions.write, captured), done))
+        self._writer.submit(WriteTask(num_bytes, partial(self._versions.write, captured), done))
 
     def is_parked(self, model_id: str) -> bool:
         """Whether everything of a model is in files, so that any engine can go on with it; begins to write what is not.
@@ -362,7 +356,7 @@ class Snapshots:
         return False
 
     def cover_all(self) -> None:
-        """The engine stops in good order: its models' next engines are spared a replay, as far as there is time."""
+        """The engine stops: snapshots of all models, within COVER_S, spare the next engines a replay."""
         until = time.monotonic() + COVER_S
         for model_id, entry in self._resident.items():
             if not entry.is_covered and time.monotonic() < until:
@@ -370,13 +364,13 @@ class Snapshots:
                 self.flush()
 
     def flush(self) -> None:
-        """Wait for what is being written."""
+        """Wait for snapshots that are being written."""
         self._writer.flush()
 
-    def make_room(self, busy: Collection[str]) -> None:
-        """Let models beyond the room for them leave memory, none of the `busy` ones."""
-        # What a backend has room for may change with what it is asked to do.
-        excess = self._resident_bytes - (self._room_bytes or self._backend.room_bytes)
+    def evict(self, busy: Collection[str]) -> None:
+        """Evict models beyond the memory budget, except for `busy` ones."""
+        # A backend's budget for models may change with its work.
+        excess = self._resident_bytes - (self._budget_bytes or self._backend.model_budget_bytes)
         if excess <= 0:
             return
         for model_id, entry in list(self._resident.items())[:-1]:  # not the one that was just used
@@ -394,7 +388,7 @@ class Snapshots:
                 excess -= entry.num_bytes if entry.writing else 0
 
     def forget(self, model: Model) -> None:
-        """A model was unloaded: its snapshots are of no more use."""
+        """A model was unloaded: discard its snapshots."""
         self.left(model.model_id)
         self._directories.discard(model.snapshot_directory)
         self._directories.discard(model.previous_snapshot_directory)
@@ -402,9 +396,6 @@ class Snapshots:
 
 def _fail(error: Exception, _directory: Path) -> None:
     raise error
-
-
-Between = Callable[[], None]
 
 
 class Recovery:
@@ -426,10 +417,10 @@ class Recovery:
         self._snapshots = snapshots
         self._passes = passes
 
-    def restore(self, model: Model, between: Between | None = None) -> None:
-        """Bring a model to its acknowledged state. `between` is called now and then: others need not stand still.
+    def restore(self, model: Model) -> Generator[None, None, None]:
+        """Bring a model to its acknowledged state. It pauses now and then, so that samples can be decoded meanwhile.
 
-        Raises LostStateError if that is impossible, and leaves nothing of it in memory.
+        Raises LostStateError if that is impossible. Then, or if it is closed early, nothing of the model is in memory.
         """
         failures: list[str] = []
         for seq_id, directory in _beginnings(model):
@@ -442,7 +433,7 @@ class Recovery:
                 failures.append(f"its snapshot after seq_id {seq_id}: {error}")
                 continue
             try:
-                num_replayed = self._replay_after(model, seq_id, between)
+                num_replayed = yield from self._replay_after(model, seq_id)
             except BaseException as error:
                 self._backend.unload_model(model.model_id)
                 self._snapshots.left(model.model_id)
@@ -462,7 +453,7 @@ class Recovery:
         with self._directories.reading(directory) as path:
             self._backend.load(model.model_id, model.lora, path, optimizer=True, optimizer_type=model.optimizer_type)
 
-    def _replay_after(self, model: Model, seq_id: int, between: Between | None) -> int:
+    def _replay_after(self, model: Model, seq_id: int) -> Generator[None, None, int]:
         replayed = self._futures.log_of(model.model_id, seq_id, model.applied_seq_id)
         # These are still to be covered: an engine that dies again and again must not replay ever more.
         changed_seq_id = model.applied_seq_id if replayed else seq_id
@@ -470,20 +461,19 @@ class Recovery:
         for request in replayed:
             body = self._futures.bodies([request.request_id]).get(request.request_id)
             if body is not None:
-                self._replay(model, request, body, between)
+                yield from self._replay(model, request, body)
                 steps = int(request.kind == "optim_step")
                 self._snapshots.count(model.model_id, steps=steps, body_bytes=len(body))
             elif request.state == "done" and request.kind != "save_weights_for_sampler":
                 # What failed changed nothing (a refused optim_step did, and keeps its body), a named save neither.
                 raise LostStateError(f"request {request.request_id!r} cannot be replayed: its body is gone")
-            if between:
-                between()
+            yield
         return len(replayed)
 
-    def _replay(self, model: Model, request: Pending, body: bytes, between: Between | None) -> None:
+    def _replay(self, model: Model, request: Pending, body: bytes) -> Generator[None, None, None]:
         hit("model.replaying")
         if request.kind == "forward_backward":
-            self._replay_pass(request, body, between)
+            yield from self._replay_pass(request, body)
         elif request.kind == "optim_step":
             (outcome,) = self._backend.optim_step([read_optim_step(body, request.request_id)])
             _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
@@ -496,9 +486,9 @@ class Recovery:
             except TinsmithError as error:
                 raise LostStateError(_cannot(model, [str(error)])) from error
 
-    def _replay_pass(self, request: Pending, body: bytes, between: Between | None) -> None:
+    def _replay_pass(self, request: Pending, body: bytes) -> Generator[None, None, None]:
         try:
-            (outcome,) = self._backend.run_passes([self._passes.read(body, request, replayed=True)], between=between)
+            (outcome,) = yield from self._backend.run_passes([self._passes.read(body, request, replayed=True)])
         except UserError as error:
             outcome = error
         _must_be_as_before(request, outcome if isinstance(outcome, UserError) else None)
@@ -524,10 +514,10 @@ def _cannot(model: Model, reasons: list[str]) -> str:
 
 
 PATIENCE = 30
-"""Looks at a run that is still not written, until another is tried: a disk may be full."""
+"""Looks at a run that is still not written, before another is tried: a disk may be full."""
 
 
-class Moving:
+class RunMigration:
     def __init__(
         self,
         ownership: Ownership,
@@ -548,7 +538,7 @@ class Moving:
         self._tried: set[str] = set()
 
     def look(self) -> None:
-        """Once a second: hand over one run, or come nearer to it, if another engine has far fewer."""
+        """Once a second: migrate one run, or prepare it, if another engine has far fewer."""
         taker = self._ownership.lighter()
         self._choose(self._idle() if taker else [])
         if taker is None or self._chosen is None or not self._snapshots.is_parked(self._chosen):
@@ -566,7 +556,7 @@ class Moving:
         hit("run.moved")
         self._forget(model_id)
         self._mailbox.wake(engine_mailbox(self._ownership.base_model, taker), [EVERYTHING])
-        log.info("an idle run was handed over", model_id=model_id, engine_id=taker)
+        log.info("an idle run was migrated", model_id=model_id, engine_id=taker)
 
     def _forget(self, model_id: str) -> None:
         self._queues.forget_lane(model_id)

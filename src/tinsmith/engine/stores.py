@@ -1,4 +1,4 @@
-"""The durable parts that an engine or a dedicated sampler works with, as one thing to hand around."""
+"""The stores that an engine or a dedicated sampler works with, as one value."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.cluster.ownership import Ownership
 from tinsmith.engine.telemetry import Records
-from tinsmith.engine.transfer import Handing
+from tinsmith.engine.transfer import VersionTransfer
 from tinsmith.storage.directories import Directories
 from tinsmith.store.checkpoints import Checkpoints
 from tinsmith.store.custom_losses import CustomLosses
@@ -28,4 +28,4 @@ class Stores:
     ownership: Ownership
     records: Records | None = None
     tracing: Tracing = field(default_factory=Tracing)
-    handing: Handing | None = None
+    transfer: VersionTransfer | None = None

@@ -1,24 +1,20 @@
-"""Versions over the network: an engine hands what it published to samplers, before any file of it is durable.
+"""Version transfer: an engine serves the versions in its memory to dedicated samplers, before their files are durable.
 
-`Outbox` is the giving end: a small HTTP listener on threads of its own, which asks nothing of the engine's thread. It
-has the captures of the versions that live in the engine's memory, writes one out when somebody asks for it, and keeps
-the files of the last few. `fetch` is the taking end. Both prove to each other that they know one key, derived from the
-signing secret: the request is signed with a nonce, and the answer's manifest, which holds every file's SHA-256, with
-the same nonce. So nobody else can ask, and what somebody else answers is not believed. Nothing is encrypted: this is
-for one machine, or a private network. Knows no SQL and no device; a version that is not here may be in the storage.
+`TransferServer` is a small HTTP listener on threads of its own, which needs nothing of the engine's thread. It has the
+captures of the versions in the engine's memory, writes one to files when a sampler asks for it, and keeps the files of
+the last few. `fetch` is the client. Both prove to each other that they know one key, derived from the signing secret:
+the request is signed with a nonce, and the answer's manifest, which holds every file's SHA-256, with the same nonce.
+Nothing is encrypted: this is for one machine, or a private network. Knows no SQL and no device.
 
-Handing out: what an engine does for dedicated samplers, as long as there are any, and nothing otherwise.
+`VersionTransfer` is the engine's side. Once a second it looks whether there are samplers of its base model. With the
+first one it starts the server and announces its address; from then on every version in memory is offered there, and
+written to the storage as soon as its publish is settled rather than with the next snapshot. Called from the engine's
+thread.
 
-Once a second it looks whether there are samplers of its base model. With the first one it opens its outbox (`handover`)
-and says in its row where that is; from then on every version in its memory is offered there, and written to the storage
-as soon as its publish is settled rather than with the next snapshot. Called from the engine's thread.
-
-Fetching: the files of versions, on their way from wherever they are to a dedicated sampler's memory.
-
-A checkpoint's files are in the storage. An ephemeral version is asked of the engine that owns its run, which has it in
-memory (`handover`); if that cannot be reached or has it no more, the storage has it, now or soon: where there are
-dedicated samplers, engines write what they publish at once. Some threads do the waiting; the sampler's own collects.
-What cannot be had from here within a few seconds is told as such: the run's engine can always make it again.
+`VersionFetcher` is the sampler's side. A checkpoint's files are in the storage. An ephemeral version is fetched from
+the engine that owns its run; if that cannot be reached or has dropped it, the storage has it, now or soon. Threads do
+the waiting; the sampler's thread collects. A version that cannot be fetched within a few seconds is an error: the run's
+engine can always make it again.
 """
 
 from __future__ import annotations
@@ -86,14 +82,14 @@ log = structlog.get_logger()
 
 
 class NotHereError(Exception):
-    """The peer cannot be reached, or has no such version."""
+    """The peer cannot be reached, or does not have the version."""
 
 
-class Outbox:
-    """What this engine gives away, and the listener that does; closed with the engine."""
+class TransferServer:
+    """Serves the versions of this engine; closed with the engine."""
 
     def __init__(self, key: bytes, host: str, directory: Path) -> None:
-        """`directory` is for files on their way; what an earlier process left there is deleted."""
+        """`directory` is for files in transfer; files of an earlier process are deleted."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700, parents=True)
         self._key = key
@@ -105,14 +101,14 @@ class Outbox:
         self.address = f"{host}:{self._listener.server_address[1]}"
         self._closing = threading.Event()
         serve = partial(self._listener.serve_forever, CLOSING_S)
-        self._thread = kept_thread("outbox", serve, self._closing.wait)
+        self._thread = kept_thread("server", serve, self._closing.wait)
 
     def offer(self, version_id: str, capture: Capture) -> None:
-        """From the engine's thread: whoever asks for this version gets it; the newest, if it is offered again."""
+        """Serve this version from now on; from the engine's thread. An offer replaces an earlier one."""
         self._captures[version_id] = capture
 
     def withdraw(self, version_id: str) -> None:
-        """It left memory, or is no more."""
+        """Stop serving a version that left memory."""
         self._captures.pop(version_id, None)
 
     def close(self) -> None:
@@ -173,8 +169,8 @@ class _Listener(ThreadingHTTPServer):
     block_on_close = False
     allow_reuse_address = False
 
-    def __init__(self, address: tuple[str, int], outbox: Outbox) -> None:
-        self.outbox = outbox
+    def __init__(self, address: tuple[str, int], server: TransferServer) -> None:
+        self.server = server
         self._room = threading.BoundedSemaphore(MOST_AT_ONCE)
         super().__init__(address, _Handler)
 
@@ -192,12 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         assert isinstance(self.server, _Listener)
-        outbox, nonce = self.server.outbox, self.headers.get(NONCE, "")
+        server, nonce = self.server.server, self.headers.get(NONCE, "")
         given = self.headers.get(EXPIRES, ""), self.headers.get(SIGNATURE, "")
-        if not outbox.allows(self.path, nonce, *given):
+        if not server.allows(self.path, nonce, *given):
             self.send_error(HTTPStatus.FORBIDDEN)
             return
-        with outbox.opened(unquote(self.path.removeprefix(PREFIX))) as files:
+        with server.opened(unquote(self.path.removeprefix(PREFIX))) as files:
             if files is None:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
@@ -206,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Length", str(len(manifest) + size_bytes))
             self.send_header(MANIFEST_BYTES, str(len(manifest)))
-            self.send_header(SIGNATURE, outbox.answer(manifest, nonce))
+            self.send_header(SIGNATURE, server.answer(manifest, nonce))
             self.end_headers()
             self.wfile.write(manifest)
             for file in files.values():
@@ -214,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
                 shutil.copyfileobj(file, self.wfile, _CHUNK)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quietly: what goes wrong is told to whoever asked."""
+        """No access log: the client reports what went wrong."""
 
 
 def fetch(address: str, version_id: str, key: bytes, into: Path, most_bytes: int) -> int:
@@ -299,12 +295,12 @@ class Peering:
     announce: Callable[[str], None]
 
 
-class Handing:
+class VersionTransfer:
     def __init__(self, executors: Executors, base_model: str, peering: Peering) -> None:
         self._executors = executors
         self._base_model = base_model
         self._peering = peering
-        self._outbox: Outbox | None = None
+        self._server: TransferServer | None = None
         self._tried = False
         self.is_wanted = False
 
@@ -315,34 +311,34 @@ class Handing:
             return
         self._tried = True
         try:
-            self._outbox = Outbox(self._peering.key, self._peering.host, self._peering.directory)
+            self._server = TransferServer(self._peering.key, self._peering.host, self._peering.directory)
         except OSError as error:  # the storage is the other way
             log.error("versions cannot be handed over directly; peer_host is no address of this machine", error=error)
             return
         for version_id in in_memory:
-            self._outbox.offer(version_id, capture(version_id))
-        self._peering.announce(self._outbox.address)
+            self._server.offer(version_id, capture(version_id))
+        self._peering.announce(self._server.address)
 
     def offer(self, version_id: str, capture: Callable[[str], Capture]) -> None:
         """A version was published in memory."""
-        if self._outbox is not None:
-            self._outbox.offer(version_id, capture(version_id))
+        if self._server is not None:
+            self._server.offer(version_id, capture(version_id))
 
     def withdraw(self, version_id: str) -> None:
-        """It left memory."""
-        if self._outbox is not None:
-            self._outbox.withdraw(version_id)
+        """Stop serving a version that left memory."""
+        if self._server is not None:
+            self._server.withdraw(version_id)
 
     def close(self) -> None:
-        if self._outbox is not None:
-            self._outbox.close()
+        if self._server is not None:
+            self._server.close()
 
 
 PATIENCE_S = 10.0
-"""How long a version that nobody can give is looked for."""
+"""How long to look for a version that no engine and no storage has yet."""
 
 PAUSE_S = 0.1
-"""Between two looks."""
+"""Between two attempts."""
 
 FETCHES_AT_ONCE = 4
 
@@ -350,8 +346,8 @@ MOST_VERSION_BYTES = 64 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A version by its key, and where it comes from: a checkpoint as it was found, or a run's ephemeral version."""
+class WantedVersion:
+    """A version by its key, and its source: a checkpoint as it was found, or a run's ephemeral version."""
 
     key: str
     sampler: SamplingSession
@@ -359,8 +355,8 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """Files that may be read until `close` is called; or why there are none."""
+class FetchedVersion:
+    """Files that may be read until `close` is called, or the error in their place."""
 
     key: str
     path: Path | None
@@ -370,8 +366,8 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where versions may be: rows say it, the storage has the files, and `key` opens the engines' outboxes."""
+class VersionSources:
+    """Where to look for versions; `key` authenticates to the engines' transfer servers."""
 
     executors: Executors
     samplers: SamplingSessions
@@ -380,24 +376,24 @@ class Places:
     key: bytes
 
 
-class Fetcher:
-    def __init__(self, places: Places, directory: Path) -> None:
-        """`directory` is for files on their way; what an earlier process left there is deleted."""
+class VersionFetcher:
+    def __init__(self, sources: VersionSources, directory: Path) -> None:
+        """`directory` is for files in transfer; files of an earlier process are deleted."""
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700, parents=True)
-        self._places = places
+        self._sources = sources
         self._directory = directory
         self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="fetch")
-        self._finished: deque[Fetched] = deque()
+        self._finished: deque[FetchedVersion] = deque()
         self._closed = False
         self.num_running = 0
 
-    def begin(self, wanted: Wanted) -> None:
+    def begin(self, wanted: WantedVersion) -> None:
         self.num_running += 1
         self._threads.submit(self._fetch, wanted)
 
-    def collect(self) -> list[Fetched]:
-        """What has come, or will not, since the last time."""
+    def collect(self) -> list[FetchedVersion]:
+        """What arrived or failed since the last call."""
         found = [self._finished.popleft() for _ in range(len(self._finished))]
         self.num_running -= len(found)
         return found
@@ -409,46 +405,46 @@ class Fetcher:
             fetched.close()
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def _fetch(self, wanted: Wanted) -> None:
+    def _fetch(self, wanted: WantedVersion) -> None:
         stack = ExitStack()
         try:
             path = self._checkpoint(wanted.checkpoint, stack) if wanted.checkpoint else self._version(wanted, stack)
             num_bytes = sum(file.stat().st_size for file in path.iterdir())
-            self._finished.append(Fetched(wanted.key, path, num_bytes, None, stack.close))
-        except Exception as error:  # noqa: BLE001  told to whoever wanted it
+            self._finished.append(FetchedVersion(wanted.key, path, num_bytes, None, stack.close))
+        except Exception as error:  # noqa: BLE001  reported to the sampler
             stack.close()
-            self._finished.append(Fetched(wanted.key, None, 0, error, stack.close))
+            self._finished.append(FetchedVersion(wanted.key, None, 0, error, stack.close))
 
     def _checkpoint(self, checkpoint: Checkpoint, stack: ExitStack) -> Path:
-        return stack.enter_context(self._places.checkpoints.reading(checkpoint))
+        return stack.enter_context(self._sources.checkpoints.reading(checkpoint))
 
-    def _version(self, wanted: Wanted, stack: ExitStack) -> Path:
+    def _version(self, wanted: WantedVersion, stack: ExitStack) -> Path:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             if (path := self._from_owner(wanted, stack) or self._from_storage(wanted, stack)) is not None:
                 return path
             if self._closed or time.monotonic() > deadline:
-                raise NotHereError(f"version {wanted.key!r} is nowhere to be had")
+                raise NotHereError(f"version {wanted.key!r} is neither in an engine nor in the storage")
             time.sleep(PAUSE_S)
 
-    def _from_owner(self, wanted: Wanted, stack: ExitStack) -> Path | None:
+    def _from_owner(self, wanted: WantedVersion, stack: ExitStack) -> Path | None:
         model_id = wanted.sampler.model_id
         try:
-            address = model_id and self._places.executors.owner_address(model_id)
+            address = model_id and self._sources.executors.owner_address(model_id)
             if not address:
                 return None
             into = Path(tempfile.mkdtemp(dir=self._directory))
             stack.callback(shutil.rmtree, into, ignore_errors=True)
-            fetch(address, wanted.key, self._places.key, into, MOST_VERSION_BYTES)
+            fetch(address, wanted.key, self._sources.key, into, MOST_VERSION_BYTES)
         except (NotHereError, CorruptFilesError, SQLAlchemyError) as error:
             log.info("a version did not come from its engine", version_id=wanted.key, error=str(error))
             return None
         return into
 
-    def _from_storage(self, wanted: Wanted, stack: ExitStack) -> Path | None:
+    def _from_storage(self, wanted: WantedVersion, stack: ExitStack) -> Path | None:
         try:
-            name = self._places.samplers.directory_of(wanted.key)
-            return None if name is None else stack.enter_context(self._places.versions.reading(name))
+            name = self._sources.samplers.directory_of(wanted.key)
+            return None if name is None else stack.enter_context(self._sources.versions.reading(name))
         except (CorruptFilesError, OSError, SQLAlchemyError) as error:
             log.warning("a version did not come from the storage", version_id=wanted.key, error=str(error))
             return None

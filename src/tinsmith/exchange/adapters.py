@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import cast
 
 from tinsmith.errors import UserError
-from tinsmith.types import LORA_ALPHA, LoraSpec
+from tinsmith.types import LORA_ALPHA, OPTIMIZERS, LoraSpec
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -29,11 +29,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-OPTIMIZERS: Mapping[frozenset[str], str] = {
-    frozenset(("exp_avg", "exp_avg_sq")): "adamw",
-    frozenset(("momentum",)): "dimuon",
-}
-"""The optimizer of each set of state tensors in a checkpoint."""
+FAMILY_OF_STATE = {frozenset(params.state): family for family, params in OPTIMIZERS.items()}
 
 UNEMBEDDINGS = ("lm_head", "embed_out", "output")
 
@@ -194,10 +190,9 @@ def optimizer_type(directory: Path) -> str | None:
     if not path.is_file():
         return None
     held = frozenset(key.rpartition(".")[2] for key in read_header(path)) - {"step"}
-    if held not in OPTIMIZERS:
-        found = ", ".join(sorted(held)) or "nothing"
-        raise UserError(f"{OPTIMIZER_FILE} holds {found}, which no optimizer of this server writes")
-    return OPTIMIZERS[held]
+    if held not in FAMILY_OF_STATE:
+        raise UserError(f"{OPTIMIZER_FILE} holds {', '.join(sorted(held)) or 'nothing'}, which no optimizer here has")
+    return FAMILY_OF_STATE[held]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

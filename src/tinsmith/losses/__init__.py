@@ -1,9 +1,9 @@
-"""The losses that a pass may name, and whether a pass can be computed at all.
+"""The registry of losses, and the check of a pass against it.
 
-The table is the contract of docs/losses.md: inputs, configuration keys, defaults. The server calls
-`check_pass` at admission and the backend before it runs, so that nothing malformed ever reaches a device;
-every refusal names the datum, the field, the value and what would be right. The formulas are the backend's.
-numpy only, no I/O.
+`LOSSES` is the contract of docs/losses.md: inputs, configuration keys, defaults, formula, and what a loss needs beyond
+that. Code elsewhere asks the entry and compares no names. The server calls `check_pass` at admission and the backend
+before it runs, so that nothing malformed reaches a device; every refusal names the datum, the field, the value and what
+would be right. numpy only, no I/O.
 
 Shape letters: N positions of one datum, K targets per position.
 """
@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import UserError
+from tinsmith.losses import formulas
+from tinsmith.losses.formulas import Formula
 from tinsmith.types import F32, I64, Array, CustomLoss, Datum, ModelShape, Pass, SparseRows
 
 MAX_TARGETS_PER_DATUM = 1 << 24
@@ -34,10 +36,21 @@ CLIP_HIGH = "clip_high_threshold"
 class Loss:
     """`required` and `optional` inputs are per position; `config` maps each key to its default."""
 
+    formula: Formula
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
     config: Mapping[str, float] = field(default_factory=dict)
     many_targets: bool = False  # target_tokens may be [N, K]
+    elementwise: bool = False  # the answer has each pair's loss (`elementwise_cross_entropy`)
+    sequence_ratio: bool = False  # the formula reads the mean log ratio of the whole sequence
+    recorded_sequences: bool = False  # data must be made of sequences that the session has sampled
+    custom: bool = False  # the client's own graph gives the loss; the formula differentiates what it returns
+    constant_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether its weights are advantages, and metrics tell how far the policy has moved."""
+        return "advantages" in self.required
 
 
 _POLICY = ("target_tokens", "logprobs", "advantages")
@@ -45,75 +58,91 @@ _CLIPS = (CLIP_LOW, CLIP_HIGH)
 
 LOSSES: Mapping[str, Loss] = {
     # Every target counts once where no weights are given.
-    "cross_entropy": Loss(("target_tokens",), ("weights",), many_targets=True),
-    "importance_sampling": Loss(_POLICY),
+    "cross_entropy": Loss(
+        formulas.cross_entropy, ("target_tokens",), ("weights",), many_targets=True, elementwise=True
+    ),
+    "importance_sampling": Loss(formulas.importance_sampling, _POLICY),
     # Bounds of the ratio itself, not distances from 1 (tinker's documentation of ppo and cispo).
-    "ppo": Loss(_POLICY, _CLIPS, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
-    "cispo": Loss(_POLICY, _CLIPS, {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
+    "ppo": Loss(formulas.ppo, _POLICY, _CLIPS, {CLIP_LOW: 0.8, CLIP_HIGH: 1.2}),
+    "cispo": Loss(formulas.cispo, _POLICY, _CLIPS, {CLIP_LOW: 0.0, CLIP_HIGH: 4.0}),
     # The only published value is the documentation's example.
-    "dro": Loss(_POLICY, (), {"beta": 0.05}),
+    "dro": Loss(formulas.dro, _POLICY, (), {"beta": 0.05}),
     # arXiv 2507.18071, section 5.1: left 3e-4, right 4e-4.
-    "gspo": Loss(_POLICY, ("sequence_ratio_mask", *_CLIPS), {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4}),
+    "gspo": Loss(
+        formulas.gspo,
+        _POLICY,
+        ("sequence_ratio_mask", *_CLIPS),
+        {CLIP_LOW: 1 - 3e-4, CLIP_HIGH: 1 + 4e-4},
+        sequence_ratio=True,
+    ),
     # Its formula is not published; docs/losses.md says what stands in for it.
-    "stable_reinforce": Loss(_POLICY, (), {"kl_coeff": 0.0}),
-    # Its formula and its further inputs are the client's own.
-    "custom": Loss(("target_tokens",), many_targets=True),
+    "stable_reinforce": Loss(
+        formulas.stable_reinforce,
+        _POLICY,
+        (),
+        {"kl_coeff": 0.0},
+        recorded_sequences=True,
+        constant_metrics={"stable_reinforce_approximation:max": 1.0},
+    ),
+    # Further inputs are the client's own. Minus its gradient takes the place of the weights.
+    "custom": Loss(formulas.cross_entropy, ("target_tokens",), many_targets=True, custom=True),
 }
 
 LOSS_ID = "loss_id"
 
 
-def check_pass(pass_: Pass, shape: ModelShape) -> None:
+def check_pass(request: Pass, shape: ModelShape) -> None:
     """Raise UserError unless the backend can compute this pass. Inputs unknown to the loss are ignored."""
-    loss = LOSSES.get(pass_.loss_fn)
+    loss = LOSSES.get(request.loss_fn)
     if loss is None:
-        raise UserError(f"loss_fn is {_quote(pass_.loss_fn)}; it must be one of {', '.join(LOSSES)}")
-    config = resolve_config(pass_)
-    if not pass_.data:
+        raise UserError(f"loss_fn is {_quote(request.loss_fn)}; it must be one of {', '.join(LOSSES)}")
+    config = resolve_config(request)
+    if not request.data:
         raise UserError("data is empty; send at least one datum")
-    for index, datum in enumerate(pass_.data):
-        _check_shapes(index, datum, pass_.loss_fn, loss, shape)
-    _check_values(pass_.data, "model_input tokens", _tokens, 0, shape.vocab_size)
-    _check_values(pass_.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
+    for index, datum in enumerate(request.data):
+        _check_shapes(index, datum, request.loss_fn, loss, shape)
+    _check_values(request.data, "model_input tokens", _tokens, 0, shape.vocab_size)
+    _check_values(request.data, "target_tokens", _values_of("target_tokens"), 0, shape.vocab_size)
     for name in (*loss.required[1:], *loss.optional):
-        _check_values(pass_.data, name, _values_of(name))
+        _check_values(request.data, name, _values_of(name))
     if CLIP_LOW in loss.config:
-        _check_clips(pass_.data, config)
+        _check_clips(request.data, config)
     if "sequence_ratio_mask" in loss.optional:
-        _check_ratio_masks(pass_.data)
-    if pass_.custom_loss is not None:
-        for index, datum in enumerate(pass_.data):
-            _check_custom_inputs(index, datum, pass_.custom_loss)
+        _check_ratio_masks(request.data)
+    if request.custom_loss is not None:
+        for index, datum in enumerate(request.data):
+            _check_custom_inputs(index, datum, request.custom_loss)
 
 
-def loss_id_of(pass_: Pass) -> str | None:
+def loss_id_of(request: Pass) -> str | None:
     """What a custom loss is stored under; None for every other loss. Raises UserError if it is missing."""
-    if pass_.loss_fn != "custom":
+    loss = LOSSES.get(request.loss_fn)
+    if loss is None or not loss.custom:
         return None
-    loss_id = pass_.loss_config.get(LOSS_ID)
-    if not isinstance(loss_id, str) or len(pass_.loss_config) != 1:
+    loss_id = request.loss_config.get(LOSS_ID)
+    if not isinstance(loss_id, str) or len(request.loss_config) != 1:
         raise UserError(
-            f"loss_fn_config is {_quote(dict(pass_.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
+            f"loss_fn_config is {_quote(dict(request.loss_config))}; 'custom' takes one text, {LOSS_ID!r}, which "
             "create_custom_loss answers"
         )
     return loss_id
 
 
-def resolve_config(pass_: Pass) -> dict[str, float]:
+def resolve_config(request: Pass) -> dict[str, float]:
     """The pass's configuration with its loss's defaults filled in. Raises UserError on a bad key or value."""
-    if loss_id_of(pass_) is not None:
+    if loss_id_of(request) is not None:
         return {}
-    defaults = LOSSES[pass_.loss_fn].config
-    for key, value in pass_.loss_config.items():
+    defaults = LOSSES[request.loss_fn].config
+    for key, value in request.loss_config.items():
         where = f"loss_fn_config[{_quote(key)}]"
         if key not in defaults:
             known = f"it takes {', '.join(defaults)}" if defaults else "it takes no configuration"
-            raise UserError(f"{where} is not a setting of {pass_.loss_fn}; {known}")
+            raise UserError(f"{where} is not a setting of {request.loss_fn}; {known}")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise UserError(f"{where} is {_quote(value)}; it must be a number")
         if not math.isfinite(value) or value < 0:
             raise UserError(f"{where} is {value}; it must be finite and not negative")
-    config = {key: float(pass_.loss_config.get(key, default)) for key, default in defaults.items()}
+    config = {key: float(request.loss_config.get(key, default)) for key, default in defaults.items()}
     if CLIP_LOW in config and config[CLIP_LOW] > config[CLIP_HIGH]:
         raise UserError(
             f"loss_fn_config: {CLIP_LOW} {config[CLIP_LOW]} is above {CLIP_HIGH} {config[CLIP_HIGH]}; "
@@ -149,18 +178,19 @@ def elementwise_cross_entropy(weights: F32, logprobs: F32) -> F32:
         return np.multiply(-weights, logprobs, out=np.zeros_like(logprobs), where=weights != 0)
 
 
-def token_weight(pass_: Pass) -> float | None:
+def token_weight(request: Pass) -> float | None:
     """How many tokens `loss:sum` of an admitted pass is a sum over; None if its loss is not a sum over tokens.
 
     cross_entropy: the sum of its weights' sizes, so that prompts of weight 0 do not count, and weights of both signs
     (a gradient that the client computed itself) never sum to 0 unless all are 0. Losses of a policy: the number of
     positions whose advantage is not 0, which are the ones that their loss sums. custom: None, it is a sum over data.
     """
-    if pass_.loss_fn == "custom":
+    loss = LOSSES[request.loss_fn]
+    if loss.custom:
         return None
-    if pass_.loss_fn == "cross_entropy":
-        return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in pass_.data))
-    return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in pass_.data))
+    if loss.is_policy:
+        return float(sum(np.count_nonzero(floats(datum.inputs["advantages"])) for datum in request.data))
+    return float(sum(np.abs(cross_entropy_weights(datum)).sum(dtype=np.float64) for datum in request.data))
 
 
 def _check_shapes(index: int, datum: Datum, loss_fn: str, loss: Loss, shape: ModelShape) -> None:

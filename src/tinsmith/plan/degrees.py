@@ -25,7 +25,12 @@ GIBIBYTE = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Of `data` groups of `tensor` devices each; `shard_base`: the groups share one copy of the base."""
+    """`data` ranks take different sequences of a step, `tensor` ranks hold different heads and columns of each layer.
+    With `shard_base` the data ranks hold a part of each layer, too.
+
+    Rank d * tensor + t has data index d and tensor index t: ranks of one tensor group, which communicate most, are
+    neighbours.
+    """
 
     data: int = 1
     tensor: int = 1
@@ -34,6 +39,19 @@ class Degrees:
     @property
     def devices(self) -> int:
         return self.data * self.tensor
+
+    @property
+    def parted(self) -> bool:
+        """Whether a rank holds less than the whole base model, so that all ranks take part in every forward."""
+        return self.tensor > 1 or self.shard_base
+
+    def tensor_group(self, data_index: int) -> list[int]:
+        """The ranks that compute the same rows together."""
+        return [data_index * self.tensor + index for index in range(self.tensor)]
+
+    def data_group(self, tensor_index: int) -> list[int]:
+        """The ranks that hold the same heads and columns."""
+        return [index * self.tensor + tensor_index for index in range(self.data)]
 
 
 @dataclass(frozen=True, slots=True)

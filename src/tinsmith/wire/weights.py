@@ -5,14 +5,13 @@ The server validates a body to answer it, and the engine reads the same stored b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from tinsmith.errors import NotSupportedError, UserError
-from tinsmith.types import LoraSpec
+from tinsmith.types import OPTIMIZERS, LoraSpec
 from tinsmith.wire.fields import (
     MAX_TEXT,
     ClosedBody,
@@ -38,9 +37,6 @@ GRANTED_BY = "granted_by"
 MIN_RANK, MAX_RANK = 1, 256
 MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 86400
 
-OPTIMIZERS: Mapping[str, Mapping[str, int]] = {"adamw": {}, "dimuon": {"version": 1}}
-"""The optimizer families, each with the one version of it that there is."""
-
 Ttl = Annotated[int, Field(ge=MIN_TTL_S, le=MAX_TTL_S, description="seconds; without it, the checkpoint never expires")]
 Recipients = Annotated[list[Text], Field(max_length=MAX_RECIPIENTS, fail_fast=True)]
 
@@ -51,7 +47,7 @@ class OptimizerConfigBody(ClosedBody):
 
     @model_validator(mode="after")
     def _check_version(self) -> OptimizerConfigBody:
-        only = OPTIMIZERS[self.type].get("version")
+        only = OPTIMIZERS[self.type].version
         if only is None and self.version:
             raise UserError("optimizer_config.version is not supported by this server; leave it out (known here: type)")
         if only is not None and self.version not in (None, only):
@@ -161,4 +157,5 @@ def read_load(body: bytes) -> LoadWeights:
 
 def optimizer_config(optimizer_type: str) -> dict[str, object]:
     """For answers."""
-    return {"type": optimizer_type, **OPTIMIZERS[optimizer_type]}
+    version = OPTIMIZERS[optimizer_type].version
+    return {"type": optimizer_type, **({} if version is None else {"version": version})}

@@ -72,7 +72,9 @@ def _whole(prepared: Prepared, head: Head, results: list[SampleResult]) -> bytes
     return orjson.dumps(whole(prepared.plan, prepared.text, head, results))
 
 
-async def _events(services: Services, prepared: Prepared, head: Head, seats: list[SampleId]) -> AsyncGenerator[bytes, None]:
+async def _events(
+    services: Services, prepared: Prepared, head: Head, seats: list[SampleId]
+) -> AsyncGenerator[bytes, None]:
     plan, text = prepared.plan, prepared.text
     results: list[SampleResult] = []
     try:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Annotated
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 

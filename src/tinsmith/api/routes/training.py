@@ -28,7 +28,7 @@ from tinsmith.api.operation import (
     submit_operation,
 )
 from tinsmith.errors import NotFoundError, SeqIdTakenError, UserError
-from tinsmith.losses import check_pass, loss_id_of
+from tinsmith.losses import LOSSES, check_pass, loss_id_of
 from tinsmith.losses.graphs import check_graph
 from tinsmith.store.custom_losses import MAX_DEFINITION_BYTES, MAX_LOSSES, NewCustomLoss, insertion
 from tinsmith.store.futures import NewFuture
@@ -65,7 +65,7 @@ def _submit_pass(call: Call, message: pb.ForwardBackwardRequest, seq_id: int | N
             definition = call.services.custom_losses.get(model.session_id, loss_id)
             pass_ = replace(pass_, custom_loss=read_definition(definition))
         check_pass(pass_, call.services.bases.get(model.base_model))
-        if pass_.loss_fn == "stable_reinforce":
+        if LOSSES[pass_.loss_fn].recorded_sequences:
             call.wait()
             call.services.sequences.admit(model.session_id, pass_, spans_of(message))
         return pass_.num_tokens

@@ -1,6 +1,6 @@
-"""A rank but the first: `python -m tinsmith.backends.distributed FD`, started by rank 0, whose other end of FD is.
+"""A rank other than 0: `python -m tinsmith.backends.distributed FD`, started by rank 0, which has the other end of FD.
 
-Its work comes on that stream, and it ends with it. Whatever goes wrong in common work ends it, too: rank 0 notices.
+Its commands come on that stream, and it ends with it. A failed collective ends it, too: rank 0 notices.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from typing import cast
 import structlog
 
 from tinsmith.backends.distributed.processes import Link, decode, end_with
-from tinsmith.backends.distributed.rank import Rank
+from tinsmith.backends.distributed.rank import Rank, serve
 from tinsmith.backends.distributed.ranks import meet
-from tinsmith.backends.distributed.serving import serve
 from tinsmith.errors import RanksLostError
 
 log = structlog.get_logger()
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 is told, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 gets it and ends this process
     link = Link(socket.socket(fileno=int(sys.argv[1])))
     end_with(link)
     spec = cast("dict[str, object]", decode(link.receive()))
@@ -33,7 +32,7 @@ def main() -> int:
     assert isinstance(device, str) and isinstance(timeout_s, float) and isinstance(meeting, str)
     structlog.contextvars.bind_contextvars(rank=number)
     meet(number, world, Path(meeting), device=device)
-    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads, serve=lambda: serve(rank, link))
+    rank = Rank(number, device=device, timeout_s=timeout_s, threads=threads)
     try:
         serve(rank, link)
     except EOFError:

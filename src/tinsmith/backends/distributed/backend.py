@@ -1,9 +1,9 @@
 """`ShardedBackend`: the Backend protocol over a group of ranks. This is rank 0, which the engine drives.
 
-What changes a rank's state is a command that every rank carries out in the same order; what only reads it (a capture,
-a checkpoint) is rank 0's own affair, since adapters and optimizer states are whole on every rank. Each command is
-answered, and answers are compared: ranks that disagree, one that has ended, or one that says nothing for
-`timeout_s`, end the engine (`on_lost`), and its successor goes on from the log. Called from one thread.
+What changes a rank's state is a command that every rank carries out in the same order; a capture or a checkpoint only
+reads, and rank 0 makes it alone, since adapters and optimizer states are whole on every rank. Each command is answered,
+and answers are compared. Ranks that disagree, a rank that has ended, or one that does not answer for `timeout_s` end
+the engine (`on_lost`), and its successor replays the log. Called from one thread.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from tinsmith.backends import Capture
-from tinsmith.backends.distributed.degrees import Degrees
-from tinsmith.backends.distributed.processes import Company, encode
-from tinsmith.backends.distributed.rank import Rank
+from tinsmith.backends import Capture, MicroBatches
+from tinsmith.backends.distributed.processes import RankProcesses, encode
+from tinsmith.backends.distributed.rank import Outcome, Rank, carry_out
 from tinsmith.backends.distributed.ranks import meet
 from tinsmith.backends.distributed.sampler import GroupSampler
-from tinsmith.backends.distributed.serving import ABANDON, RESUME, AbandonedError, Outcome, carry_out
 from tinsmith.errors import RanksLostError, SettingsError, UserError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
 
-UNHURRIED = frozenset({"load"})
-"""Commands that take as long as they take: reading a model from a slow disk. A rank that ends is noticed all the same.
-"""
+WITHOUT_TIMEOUT = frozenset({"load"})
+"""Commands without a time limit: reading a model from a slow disk. The end of a rank is noticed all the same."""
 
 log = structlog.get_logger()
 
 
 def end_engine(reason: str) -> None:
-    """What is lost cannot be gone on with: the supervisor starts another engine, which replays."""
-    log.error("the ranks that hold the base model are no longer whole; this engine ends", reason=reason)
+    """End this process: the supervisor starts another engine, which replays."""
+    log.error("a rank of the base model is lost; this engine ends", reason=reason)
     os._exit(1)
 
 
 class Group:
-    """This process as rank 0, and the others. Lasts longer than a backend: another may follow on the same ranks."""
+    """This process as rank 0, and the other ranks. It outlives a backend: another may follow on the same ranks."""
 
     def __init__(
         self, world: int, *, device: str, timeout_s: float, on_lost: Callable[[str], None] = end_engine
@@ -51,42 +49,33 @@ class Group:
         self._timeout_s = timeout_s
         device = _device(device, world)
         threads = max(1, torch.get_num_threads() // world)
-        self._company = Company.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
-        meet(0, world, self._company.meeting, device=device)
+        self._others = RankProcesses.start(world, device=device, timeout_s=timeout_s, threads=threads, on_lost=on_lost)
+        meet(0, world, self._others.meeting, device=device)
         self.own = Rank(0, device=device, timeout_s=timeout_s, threads=threads)
 
     @property
     def pids(self) -> Mapping[int, int]:
-        return self._company.pids
+        return self._others.pids
 
-    def call(
-        self, name: str, *args: object, ranks: Sequence[int] | None = None, own_args: Sequence[object] | None = None
-    ) -> dict[int, object]:
-        """Have ranks (all, if none are named) carry out a command; what each answers. Raises what all of them raise.
-
-        `own_args` are rank 0's, where these are no plain data.
-        """
+    def call(self, name: str, *args: object, ranks: Sequence[int] | None = None) -> dict[int, object]:
+        """Have ranks (all by default) carry out a command; returns each one's answer. Raises what all of them raise."""
         chosen = range(self.world) if ranks is None else ranks
         try:
             others = [rank for rank in chosen if rank]
-            self._company.send(others, encode([name, args]))
+            self._others.send(others, encode([name, args]))
             outcomes: dict[int, Outcome] = {}
             if 0 in chosen:
-                outcomes[0] = carry_out(self.own, name, args if own_args is None else own_args)
-            patience = None if name in UNHURRIED else self._timeout_s
+                outcomes[0] = carry_out(self.own, name, args)
+            patience = None if name in WITHOUT_TIMEOUT else self._timeout_s
             for rank in others:
-                outcomes[rank] = Outcome.read(self._company.receive(rank, patience))
-            return _judged(name, outcomes)
+                outcomes[rank] = Outcome.read(self._others.receive(rank, patience))
+            return _agreed(name, outcomes)
         except RanksLostError as error:
             self._on_lost(str(error))
             raise
 
-    def release(self, message: bytes) -> None:
-        """The other ranks go on with the command that they are in, or abandon it."""
-        self._company.send(range(1, self.world), message)
-
     def close(self) -> None:
-        self._company.close()
+        self._others.close()
         dist.destroy_process_group()
 
 
@@ -94,11 +83,11 @@ class ShardedBackend:
     """Options are those of the torch backend; `group` has as many ranks as the degrees ask for. `own` is rank 0's."""
 
     def __init__(self, shape: ModelShape, degrees: Degrees, group: Group, **options: str) -> None:
-        assert group.world == degrees.world
+        assert group.world == degrees.devices
         self._group = group
         self._call = group.call
         self._call("join", degrees)
-        for rank in range(degrees.world):
+        for rank in range(degrees.devices):
             self._call("load", shape, options, ranks=[rank])
         self._call("assemble")
         self.own = group.own.backend
@@ -118,8 +107,8 @@ class ShardedBackend:
         return self.own.has_model(model_id)
 
     @property
-    def room_bytes(self) -> int:
-        return self.own.room_bytes
+    def model_budget_bytes(self) -> int:
+        return self.own.model_budget_bytes
 
     def model_bytes(self, model_id: str) -> int:
         return self.own.model_bytes(model_id)
@@ -128,12 +117,15 @@ class ShardedBackend:
         """Of the first rank."""
         return self.own.memory_use()
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        meanwhile = between and self._meanwhile(between)
-        answers = self._call("run_passes", list(passes), between is not None, own_args=(passes, meanwhile))
-        return cast("list[PassResult | UserError]", answers[0])
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        self._call("begin_passes", list(passes))
+        try:
+            while (outcomes := self._call("run_micro_batch")[0]) is None:
+                yield
+        except GeneratorExit:
+            self._call("abandon_passes")
+            raise
+        return cast("list[PassResult | UserError]", outcomes)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         answers = self._call("optim_step", list(steps))
@@ -169,33 +161,18 @@ class ShardedBackend:
     def drop_version(self, version_id: str) -> None:
         self._call("drop_version", version_id)
 
-    def _meanwhile(self, between: Callable[[], None]) -> Callable[[], None]:
-        """Between micro-batches the other ranks wait for commands, until they are told to go on."""
 
-        def run() -> None:
-            try:
-                between()
-            except BaseException:
-                self._group.release(ABANDON)
-                raise
-            self._group.release(RESUME)
-
-        return run
-
-
-def _judged(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
-    # Whoever abandoned a step did so because rank 0 did: what it raised is the answer.
-    outcomes = {rank: each for rank, each in outcomes.items() if each.kind != AbandonedError.__name__}
+def _agreed(name: str, outcomes: Mapping[int, Outcome]) -> dict[int, object]:
     kinds = {outcome.kind for outcome in outcomes.values()}
     if len(kinds) > 1:
-        told = "; ".join(f"rank {rank}: {outcome.told}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks differ over {name}: {told}")
+        described = "; ".join(f"rank {rank}: {outcome.described}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks differ over {name}: {described}")
     first = outcomes[min(outcomes)]
     if first.error is not None:
         raise first.error
     if len({outcome.digest for outcome in outcomes.values()}) > 1:
-        told = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
-        raise RanksLostError(f"ranks have come to different results of {name}: {told}")
+        digests = "; ".join(f"rank {rank}: {outcome.digest}" for rank, outcome in sorted(outcomes.items()))
+        raise RanksLostError(f"ranks have come to different results of {name}: {digests}")
     return {rank: outcome.value for rank, outcome in outcomes.items()}
 
 

@@ -1,12 +1,12 @@
 """The base model as one rank holds it: all of it, its tensor rank's share of every layer, or a part of each layer that
 is gathered from the other data ranks when the layer runs.
 
-A parted model is loaded whole on the host, by one rank after the other, and every rank notes there what some tokens
-give, forwards and backwards, with adapters at random. It is divided on the host too: a device never sees more than its
-share. Once all ranks have theirs, the same tokens must give the same, or the model is refused: a plan that does not
-suit a family is found at start.
+A parted model is loaded whole on the host, by one rank after the other, and every rank records the outputs and
+gradients of some probe tokens, with random adapters. It is divided on the host too: a device never holds more than its
+share. Once all ranks have their share, the same tokens must give the same, or the model is refused: a plan that does
+not suit a family is found at start.
 
-Layers of a parted model run as the modules they are; the decoders that are written out expect whole weights.
+Layers of a parted model run as modules; the decoders that are written out expect whole weights.
 
 Shapes: T rows, D hidden size, V vocabulary.
 """

@@ -1,13 +1,11 @@
-"""The processes of the other ranks, and the streams on which rank 0 tells them what to do.
+"""The processes of the other ranks, the streams on which rank 0 sends them commands, and the bytes on these streams.
 
-Rank 0 owns a `Company`: a child process for each other rank, with a socket to it whose other end nobody else has. When
-a child dies, whatever the parent is doing, `on_lost` is called with the reason, in a thread of its own; when the
-parent dies, the children end. Messages are bytes with their length before them. Knows no torch.
+Rank 0 owns `RankProcesses`: a child process for each other rank, with a socket to it. When a child dies, `on_lost` is
+called with the reason, in a thread of its own; when the parent dies, the children end. Messages are bytes with their
+length before them. Knows no torch.
 
-Commands and results between ranks as bytes: numbers, text, arrays, and the values of `ops`.
-
-MessagePack, with extensions for what it has not. Nothing in such bytes is ever called: only the classes that are
-listed here are made, from their fields.
+Commands and results are MessagePack with extensions for arrays and the values of `tinsmith.types`. Nothing in such
+bytes is called: only the classes that are listed here are made, from their fields.
 """
 
 from __future__ import annotations
@@ -31,8 +29,8 @@ import msgpack
 import numpy as np
 
 from tinsmith import errors, types
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.errors import RanksLostError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 
 TUPLE, ARRAY, VALUE, ERROR, ELLIPSIS, INTEGER = range(1, 7)
@@ -141,7 +139,7 @@ class Link:
         self._stream.close()
 
 
-class Company:
+class RankProcesses:
     """The ranks 1.. as processes. Use `start`, and `close` at the end."""
 
     def __init__(self, on_lost: Callable[[str], None]) -> None:
@@ -156,13 +154,13 @@ class Company:
     @classmethod
     def start(
         cls, world: int, *, device: str, timeout_s: float, threads: int, on_lost: Callable[[str], None]
-    ) -> Company:
-        company = cls(on_lost)
+    ) -> RankProcesses:
+        processes = cls(on_lost)
         for rank in range(1, world):
             spec = {"rank": rank, "world": world, "device": device, "timeout_s": timeout_s, "threads": threads}
-            company._add(rank, {**spec, "meeting": str(company.meeting)})
-        threading.Thread(target=company._watch, name="ranks", daemon=True).start()
-        return company
+            processes._add(rank, {**spec, "meeting": str(processes.meeting)})
+        threading.Thread(target=processes._watch, name="ranks", daemon=True).start()
+        return processes
 
     @property
     def pids(self) -> Mapping[int, int]:

@@ -1,20 +1,23 @@
-"""One rank: what it does of each command. All ranks have one, rank 0 in the engine's process, the others in their own.
+"""One rank and the commands that it carries out. Rank 0 is in the engine's process, the others are in their own.
 
-`RankBackend` is the torch backend with what ranks share: its base may be parted, its steps are everyone's. `Rank`
-lists the commands; those that return something return plain values.
+`RankBackend` is the torch backend with what ranks share: its base may be parted, and all ranks take part in its steps.
+`Rank` has the commands; `carry_out` runs one and gives an `Outcome`, plain data that rank 0 compares.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+import structlog
 import torch
 
-from tinsmith.backends.distributed.degrees import Degrees
+from tinsmith.backends import MicroBatches
 from tinsmith.backends.distributed.model import PartedBase, load_base
+from tinsmith.backends.distributed.processes import Link, decode, encode
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.sampler import Finished, RankSampler
 from tinsmith.backends.distributed.trainer import RankedTrainer
@@ -22,17 +25,20 @@ from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, Layout
 from tinsmith.backends.torch.checkpoint import Tensor
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.errors import SettingsError, UserError
+from tinsmith.errors import EngineFailedError, RanksLostError, SettingsError, TinsmithError, UserError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Partial, Pass, PassResult, Sample
+from tinsmith.types import LoraSpec, ModelShape, Partial, Pass, PassResult
 
-COMMANDS = frozenset(
+RANK_COMMANDS = frozenset(
     {
-        "join", "load", "assemble", "create_model", "unload_model", "load_model", "run_passes", "optim_step", "publish",
-        "load_version", "drop_version", "submit", "cancel", "step", "digest",
+        "join", "load", "assemble", "load_model", "begin_passes", "run_micro_batch", "abandon_passes", "load_version",
+        "step", "digest",
     }
 )  # fmt: skip
-"""What a message may name."""
+BACKEND_COMMANDS = frozenset({"create_model", "unload_model", "optim_step", "publish", "drop_version"})
+SAMPLER_COMMANDS = frozenset({"submit", "cancel"})
+"""What a message may name: methods of the rank, of its backend, and of its sampler."""
 
 
 class RankBackend(TorchBackend):
@@ -46,10 +52,10 @@ class RankBackend(TorchBackend):
         super().__init__(shape, **options)
 
     def agree(self) -> None:
-        """With all ranks: that the parts make up the whole, and what there is room for."""
+        """With all ranks: check that the parts make up the whole, and agree on the memory budget."""
         if isinstance(self._base, PartedBase):
             self._base.compare()
-        self._room_bytes = min(cast("list[int]", self.ranks.gather(self._room_bytes)))
+        self._model_budget_bytes = min(cast("list[int]", self.ranks.gather(self._model_budget_bytes)))
         _ = self.sampler
 
     def flat_of(self, model_id: str) -> Tensor:
@@ -72,19 +78,15 @@ class RankBackend(TorchBackend):
 
 
 class Rank:
-    """`serve` takes commands until rank 0 says that its own step goes on; rank 0 has none to take."""
-
-    def __init__(
-        self, rank: int, *, device: str, timeout_s: float, threads: int, serve: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, rank: int, *, device: str, timeout_s: float, threads: int) -> None:
         self._rank = rank
         self._device = device
         self._timeout_s = timeout_s
-        self._serve = serve
         self._ranks: Ranks | None = None
         self._loaded: RankBackend | None = None
+        self._passes: MicroBatches | None = None
         if device == "cpu":
-            # As many on every rank: sums that threads share are added in another order by more or fewer.
+            # The same number on every rank: it decides the order in which threads add.
             torch.set_num_threads(threads)
 
     @property
@@ -97,50 +99,107 @@ class Rank:
         self._ranks = Ranks(degrees, self._rank, self._device, self._timeout_s)
 
     def load(self, shape: ModelShape, options: Mapping[str, str]) -> None:
-        """Each rank in its turn: the host holds one whole model at a time."""
+        """One rank after the other: the host holds one whole model at a time."""
         assert self._ranks is not None
         self._loaded = RankBackend(shape, self._ranks, **options)
 
     def assemble(self) -> None:
         self.backend.agree()
 
-    def create_model(self, model_id: str, spec: LoraSpec, optimizer_type: str) -> None:
-        self.backend.create_model(model_id, spec, optimizer_type)
-
-    def unload_model(self, model_id: str) -> None:
-        self.backend.unload_model(model_id)
-
     def load_model(self, model_id: str, spec: LoraSpec, directory: str, optimizer: bool, optimizer_type: str) -> None:
         self.backend.load(model_id, spec, Path(directory), optimizer=optimizer, optimizer_type=optimizer_type)
 
     def digest(self, model_id: str) -> str:
-        """Of an adapter's weights: what all ranks have alike."""
+        """Of an adapter's weights, which are the same on all ranks."""
         flat_P = self.backend.flat_of(model_id).cpu().numpy()
         return hashlib.blake2b(flat_P.tobytes(), digest_size=16).hexdigest()
 
-    def run_passes(self, passes: Sequence[Pass], between: Callable[[], None] | bool) -> list[PassResult | UserError]:
-        """`between` is rank 0's own, for the others whether there is any: they then do what rank 0 wants meanwhile."""
-        meanwhile = between if callable(between) else self._serve if between else None
-        return self.backend.run_passes(passes, between=meanwhile)
+    def begin_passes(self, passes: Sequence[Pass]) -> None:
+        """Prepare a step, which runs micro-batch by micro-batch."""
+        self._passes = self.backend.run_passes(passes)
 
-    def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
-        return self.backend.optim_step(steps)
+    def run_micro_batch(self) -> list[PassResult | UserError] | None:
+        """Run as far as the next pause, or to the end: then the outcome of each pass."""
+        assert self._passes is not None
+        try:
+            next(self._passes)
+        except StopIteration as end:
+            return end.value
+        return None
 
-    def publish(self, model_id: str, version_id: str) -> None:
-        self.backend.publish(model_id, version_id)
+    def abandon_passes(self) -> None:
+        assert self._passes is not None
+        self._passes.close()
 
     def load_version(self, version_id: str, directory: str) -> None:
         self.backend.load_version(version_id, Path(directory))
 
-    def drop_version(self, version_id: str) -> None:
-        self.backend.drop_version(version_id)
-
-    def submit(self, sample: Sample) -> None:
-        self.backend.sampler.submit(sample)
-
-    def cancel(self, request_id: str) -> bool:
-        return self.backend.sampler.cancel(request_id)
-
     def step(self, scopes: Sequence[str] | None) -> tuple[Finished, list[Partial], CacheUse]:
         sampler = self.backend.sampler
         return sampler.step(scopes), sampler.partials(), sampler.cache_use()
+
+
+log = structlog.get_logger()
+
+COMPARED = frozenset({"optim_step", "digest"})
+"""Commands whose results must be equal on all ranks: a norm that differs in its last bit shows that adapters differ."""
+
+SILENT = frozenset({"run_micro_batch"})
+"""Commands whose results are large and the same on every rank: only rank 0's own counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`kind` is 'done' or the name of the error. `digest` is of the result, for commands in COMPARED."""
+
+    kind: str
+    value: object = None
+    error: Exception | None = None
+    digest: str = ""
+
+    @property
+    def described(self) -> str:
+        return self.kind if self.error is None else f"{self.kind}: {self.error}"
+
+    def message(self) -> bytes:
+        known = self.error if self.error is None or isinstance(self.error, TinsmithError) else str(self.error)
+        return encode([self.kind, self.value, known, self.digest])
+
+    @classmethod
+    def read(cls, message: bytes) -> Outcome:
+        kind, value, error, digest = cast("tuple[str, object, TinsmithError | str | None, str]", decode(message))
+        if isinstance(error, str):
+            return cls(kind, value, MemoryError(error) if kind == "MemoryError" else EngineFailedError(error), digest)
+        return cls(kind, value, error, digest)
+
+
+def _command(rank: Rank, name: str) -> Callable[..., object]:
+    if name in BACKEND_COMMANDS:
+        return getattr(rank.backend, name)
+    if name in SAMPLER_COMMANDS:
+        return getattr(rank.backend.sampler, name)
+    assert name in RANK_COMMANDS
+    return getattr(rank, name)
+
+
+def carry_out(rank: Rank, name: str, args: Sequence[object]) -> Outcome:
+    """Raises RanksLostError if the other ranks are gone."""
+    try:
+        value = _command(rank, name)(*args)
+    except RanksLostError:
+        raise
+    except Exception as error:  # noqa: BLE001  rank 0 raises it, or reports which ranks differ
+        return Outcome(type(error).__name__, error=error)
+    return Outcome("done", value, digest=repr(value) if name in COMPARED else "")
+
+
+def serve(rank: Rank, link: Link) -> None:
+    """Carry out commands until the stream ends (EOFError)."""
+    while True:
+        name, args = cast("tuple[str, list[object]]", decode(link.receive()))
+        outcome = carry_out(rank, name, args)
+        if not isinstance(outcome.error, TinsmithError | MemoryError | None):
+            log.error("a rank failed", command=name, exc_info=outcome.error)
+        if name in SILENT and outcome.error is None:
+            outcome = Outcome("done")
+        link.send(outcome.message())

@@ -1,8 +1,8 @@
-"""What the ranks of a group do together: sums, broadcasts, agreements.
+"""The collectives of a group of ranks: sums, broadcasts, gathers of plain values.
 
-Every method is called by all ranks that it concerns, in the same order: that is the whole protocol. What does not
-come about in time, or because a rank is gone, is a RanksLostError, after which the group is good for nothing. Plain
-data only; nothing is unpickled. Knows no model.
+Every method is called by all ranks that it concerns, in the same order: that is the whole protocol. A collective that
+times out, or fails because a rank is gone, raises RanksLostError, after which the group is unusable. Plain data only;
+nothing is unpickled. Knows no model.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.processes import decode, encode
 from tinsmith.errors import RanksLostError
+from tinsmith.plan.degrees import Degrees
 
 MEETING_S = 1800.0
-"""How long ranks may take to start; one that ends meanwhile is noticed all the same."""
+"""How long ranks may take to start; a rank that ends meanwhile is noticed all the same."""
 
 
 def meet(rank: int, world: int, meeting: Path, *, device: str) -> None:
-    """Join the other processes. NCCL where there is CUDA; what is plain data goes by gloo."""
+    """Join the other processes. NCCL for tensors on CUDA, gloo for everything else."""
     if device.startswith("cuda"):
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -47,7 +47,7 @@ class Ranks:
         self.data_index, self.tensor_index = divmod(rank, degrees.tensor)
         self.device = torch.device("cuda", rank) if device.startswith("cuda") else torch.device("cpu")
         patience = timedelta(seconds=timeout_s)
-        everyone = list(range(degrees.world))
+        everyone = list(range(degrees.devices))
         self._all = _group(everyone, patience)
         tensor_groups = [_group(degrees.tensor_group(d), patience) for d in range(degrees.data)]
         data_groups = [_group(degrees.data_group(t), patience) for t in range(degrees.tensor)]
@@ -59,7 +59,7 @@ class Ranks:
         return DeviceMesh.from_group(self._data, self.device.type)
 
     def sum_all(self, x: torch.Tensor) -> torch.Tensor:
-        return self._sum(x, self._all, self.degrees.world)
+        return self._sum(x, self._all, self.degrees.devices)
 
     def sum_data(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(x, self._data, self.degrees.data)
@@ -94,7 +94,7 @@ class Ranks:
     def gather(self, value: object) -> list[object]:
         """Every rank's plain value, in the order of ranks."""
         content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degrees.world)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.degrees.devices)]
         with self._naming("an agreement"):
             dist.all_gather(sizes, torch.tensor([len(content)]), group=self._all)
             most = max(int(size) for size in sizes)

@@ -1,11 +1,11 @@
-"""Sampling by ranks: requests are shared out among data ranks, and the ranks of a tensor group decode together.
+"""Sampling by ranks: requests are distributed to data ranks, and the ranks of a tensor group decode together.
 
-`RankSampler` is one rank's `LocalSampler`. Ranks of a tensor group hold different heads of the same cache and must do
-the same in every step: they are given the same requests in the same order, caches of one size, and the tokens that the
-first of them has drawn. Where layers are shared among data ranks, a rank without rows takes part in everyone's forward.
+`RankSampler` is one rank's `LocalSampler`. Ranks of a tensor group hold different heads of the same KV cache and must
+do the same in every step: they get the same requests in the same order, caches of one size, and the tokens that the
+first of them has drawn. Where layers are sharded over data ranks, a rank without rows takes part in every forward.
 
-`GroupSampler` is what the engine sees, on rank 0. Every request lives on one data rank; those that share a prompt's
-beginning go where its blocks are cached, unless that rank has much more to do than another.
+`GroupSampler` is what the engine sees, on rank 0. Every request lives on one data rank; requests that share a prefix go
+to the rank that has it cached, unless that rank has much more to do than another.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import cast
 
 import torch
 
-from tinsmith.backends.distributed.degrees import Degrees
 from tinsmith.backends.distributed.model import PartedBase
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
+from tinsmith.plan.degrees import Degrees
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import default_bytes, layer_shapes
@@ -32,16 +32,16 @@ from tinsmith.samplers.local.scheduler import Step
 from tinsmith.types import Partial, Sample, SampleResult
 
 BEGINNING = 64
-"""Tokens of a prompt by which its like are found again."""
+"""Tokens of a prompt that decide which rank has its prefix cached."""
 
 REMEMBERED = 4096
-"""Beginnings whose data rank is known."""
+"""Prefixes whose data rank is remembered."""
 
 MOST_MORE = 2048
-"""Tokens that a rank may have more to do than the one with the fewest, and still be given what its cache suits."""
+"""A rank with this many more tokens to do than the least loaded one gets no request for the sake of its cache."""
 
 ANSWER_TOKENS = 256
-"""What an answer without a bound is taken for."""
+"""The assumed length of an answer without max_tokens."""
 
 Finished = list[tuple[str, SampleResult | UserError]]
 
@@ -49,12 +49,12 @@ Finished = list[tuple[str, SampleResult | UserError]]
 class RankSampler(LocalSampler):
     def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks, *, graphs: bool = True) -> None:
         token_bytes = sum(shape.num_bytes for shape in layer_shapes(base).values())
-        # What is free differs from device to device; what is scheduled must not.
+        # Free memory differs from device to device; the schedule must not.
         budget = min(cast("list[int]", ranks.gather(default_bytes(base, token_bytes))))
         super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget, graphs=graphs))
         self._ranks = ranks
         self._ran = False
-        # Where ranks compute together, one that begins a step again would be alone in it.
+        # Where ranks compute together, a rank that repeats a step would be alone in it.
         self._can_retry = ranks.degrees.tensor == 1 and not ranks.degrees.shard_base
 
     def step(self, scopes: Collection[str] | None = None) -> Finished:
@@ -86,18 +86,18 @@ class RankSampler(LocalSampler):
 
 @dataclass(slots=True)
 class _Place:
-    """Where a request is, and about how many tokens it is good for."""
+    """The data rank of a request, and about how many tokens it takes."""
 
     data_index: int
     num_tokens: int
 
 
 Call = Callable[..., dict[int, object]]
-"""A command and its arguments, for the ranks named: what each of them answers."""
+"""A command and its arguments, for some ranks; returns each rank's answer."""
 
 
 class GroupSampler:
-    """Implements the Sampler protocol. `call` makes ranks do what they are told."""
+    """Implements the Sampler protocol. `call` has ranks carry out a command."""
 
     runs_by_itself = False
 

@@ -1,18 +1,17 @@
 """What one tensor rank holds of a linear and of its adapters, and how the parts make up the whole.
 
 A linear is divided by its outputs (column-parallel: queries, keys, values, gate, up, the unembedding) or by its inputs
-(row-parallel: what follows these). An adapter is whole on every rank, with its optimizer state, so that checkpoints
-and updates know nothing of ranks; `PartedAdapter` keeps beside it the part that this rank multiplies with. A gradient
-of a part is put into zeros of the whole: the sum over all ranks is the gradient of the whole, whether a number was one
-rank's alone (B of a column, A of a row), a sum that all hold addends of (A of a column, B of a row), or was computed
-by all alike (a linear that is not divided), when only the first counts.
+(row-parallel: the projections that follow them). An adapter is whole on every rank, with its optimizer state, so that
+checkpoints and updates know nothing of ranks; `PartedAdapter` has beside it the part that this rank multiplies with.
+The gradient of a part is put into zeros of the whole, and the sum over all ranks is the gradient of the whole, in each
+of three cases: a number belongs to one rank (B of a column, A of a row); all ranks hold addends of it (A of a column, B
+of a row); or all ranks compute the same (a linear that is not divided), and then only the first rank's counts.
+
+Which linears are divided is transformers' own plan for the family. A family without a plan is refused, as are heads and
+widths that do not divide, and experts. A linear whose style of division is unknown here stays whole on every rank: that
+costs memory and is exact.
 
 Shapes: T rows, I inputs, O outputs of the whole linear.
-
-Which linears are divided among tensor ranks, and whether they can be: transformers' own plan for the family.
-
-A family without a plan is refused, as are heads and widths that do not divide, and experts. What a plan names in a
-way that is not known here stays whole on every rank: it costs memory and is exact. Knows no device and makes no group.
 """
 
 from __future__ import annotations

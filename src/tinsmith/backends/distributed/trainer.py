@@ -1,14 +1,14 @@
-"""A step that ranks share: each data rank runs its sequences, and all of them end with the same gradients.
+"""A packed step over ranks: each data rank runs its share of the sequences, and all ranks end with the same gradients.
 
-Every rank is given all passes and decides alike. Sequences go to data ranks by length, the longest first, so that all
-have about as many tokens; a rank that has fewer micro-batches than another, or none, still takes part in what is
-everyone's. Losses are sums, so gradients are summed, in float32, once per step; log probabilities of others come as
-numbers. What is not the same by itself is agreed upon: memory that ran out, and why a custom loss failed.
+Every rank is given all passes and decides alike. Sequences are distributed to data ranks by length, the longest first,
+so that all have about as many tokens; a rank that has fewer micro-batches than another still takes part in collectives.
+Losses are sums, so gradients are summed, in float32, once per step; log probabilities of other ranks are exchanged.
+What may differ between ranks is agreed upon: memory that ran out, and why a custom loss failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -20,10 +20,10 @@ from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.distributed.tensor_parallel import gradient_layout, whole_gradient
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.memory import memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.trainer import Job, Trainer
+from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import RanksLostError, UserError
 from tinsmith.types import F32
 
@@ -31,7 +31,7 @@ NOTHING = MicroBatch(())
 
 
 class _Shortage(NamedTuple):
-    """Memory ran out over a micro-batch; `alone` is the pass of its one sequence, if it was one."""
+    """Memory ran out over a micro-batch; `alone` is its pass, if it was a single sequence."""
 
     alone: int | None
     num_tokens: int
@@ -54,11 +54,10 @@ class RankedTrainer(Trainer):
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
-        jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
-        adapters = _trained(jobs)
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+    ) -> Generator[None, None, dict[int, Tensor]]:
+        adapters = _trained(checked)
         buffers = {
             key: torch.zeros(gradient_layout(adapter).numel, device=self._base.device)
             for key, adapter in adapters.items()
@@ -68,31 +67,36 @@ class RankedTrainer(Trainer):
             for key, adapter in adapters.items():
                 adapter.gradients = gradient_layout(adapter).views(buffers[key])
             for number, (batch, train) in enumerate(batches):
-                if number and between is not None:
-                    between()
+                if number:
+                    yield
                 if shortage is None:
-                    shortage = self._try(batch, objectives, jobs, train=train)
+                    shortage = self._try(batch, specs, checked, train=train)
         finally:
             for adapter in adapters.values():
                 adapter.gradients = None
         self._agree(shortage)
-        self._exchange(jobs)
-        self._finish_custom(jobs)
+        self._exchange(checked)
+        self._finish_custom(checked)
         return {key: self._ranks.sum_all(whole_gradient(adapter, buffers[key])) for key, adapter in adapters.items()}
 
     def _try(
-        self, batch: MicroBatch, objectives: Sequence[Objective], jobs: Sequence[Job | UserError], *, train: bool
+        self,
+        batch: MicroBatch,
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+        *,
+        train: bool,
     ) -> _Shortage | None:
         try:
             with memory_errors(self._base.device):
                 if batch.examples:
-                    self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
                 elif self._ranks.degrees.shard_base:
                     assert isinstance(self._base, PartedBase)
                     self._base.idle(train=train)
         except MemoryError as error:
             if self._ranks.degrees.parted:
-                # The others wait for this rank in the middle of a layer.
+                # The other ranks wait for this one in the middle of a layer.
                 raise RanksLostError(
                     f"rank {self._ranks.rank} ran out of memory over {sum(batch.lengths)} tokens: {error}"
                 ) from error
@@ -112,30 +116,30 @@ class RankedTrainer(Trainer):
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
         return self._shrink_to(self._shortage.num_tokens, self._shortage.alone, problem)
 
-    def _exchange(self, jobs: Sequence[Job | UserError]) -> None:
-        """Each data rank's log probabilities, on all of them: whoever has none adds zeros."""
+    def _exchange(self, checked: Sequence[CheckedPass | UserError]) -> None:
+        """Give all data ranks the log probabilities of each: a rank adds zeros for sequences of others."""
         if self._ranks.degrees.data == 1:
             return
-        examples = [example for job in jobs if isinstance(job, Job) for example in job.examples]
+        examples = [example for entry in checked if isinstance(entry, CheckedPass) for example in entry.examples]
         ends = np.cumsum([0, *(len(example.targets_P) for example in examples)])
         all_P = torch.zeros(int(ends[-1]), device=self._base.device)
         places = list(zip(examples, ends[:-1].tolist(), ends[1:].tolist(), strict=True))
         for example, start, stop in places:
-            if (own := _job_of(example, jobs).logprobs[example.datum_index]) is not None:
+            if (own := _pass_of(example, checked).logprobs[example.datum_index]) is not None:
                 all_P[start:stop] = torch.from_numpy(own.reshape(-1)).to(all_P.device)
         found_P = self._ranks.sum_data(all_P).cpu().numpy()
         for example, start, stop in places:
             logprobs = found_P[start:stop].reshape(example.target_shape)
-            _job_of(example, jobs).logprobs[example.datum_index] = logprobs
+            _pass_of(example, checked).logprobs[example.datum_index] = logprobs
 
-    def _finish_custom(self, jobs: Sequence[Job | UserError]) -> None:
-        """Whether a custom loss fails may hang on one rank's clock: the first that knows of a failure is believed."""
-        runs = [(job, job.objective.custom) for job in jobs if isinstance(job, Job) and job.objective.custom]
+    def _finish_custom(self, checked: Sequence[CheckedPass | UserError]) -> None:
+        """Whether a custom loss fails may depend on one rank's clock: the failure of the lowest rank counts for all."""
+        runs = [(entry, entry.spec.custom) for entry in checked if isinstance(entry, CheckedPass) and entry.spec.custom]
         if not runs:
             return
         failures = []
-        for job, custom in runs:
-            outcome = custom.finish([array for array in job.logprobs if array is not None])
+        for entry, custom in runs:
+            outcome = custom.finish([array for array in entry.logprobs if array is not None])
             failures.append(str(outcome) if isinstance(outcome, UserError) else None)
         everyones = cast("list[list[str | None]]", self._ranks.gather(failures))
         for (_, custom), found in zip(runs, zip(*everyones, strict=True), strict=True):
@@ -148,16 +152,16 @@ class _RankedHead(Head):
         super().__init__(base, chunk_rows)
         self._ranks = ranks
 
-    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]) -> F32:
-        weight_P = super()._weights(batch, hidden_TD, objectives)
-        if not any(objectives[example.pass_index].custom is not None for example in batch.examples):
+    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
+        weight_P = super()._weights(batch, hidden_TD, specs)
+        if not any(specs[example.pass_index].custom is not None for example in batch.examples):
             return weight_P
-        # Which rows are differentiated hangs on them.
+        # They decide which rows are differentiated.
         return self._ranks.first_of_tensor(self._device(weight_P)).cpu().numpy()
 
 
 def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example]]:
-    """The longest first, each to whom has the fewest tokens so far."""
+    """The longest first, each to the share with the fewest tokens so far."""
     shares: list[list[Example]] = [[] for _ in range(num_shares)]
     filled = [0] * num_shares
     for example in sorted(examples, key=lambda example: -example.num_tokens):
@@ -167,16 +171,18 @@ def share_out(examples: Sequence[Example], num_shares: int) -> list[list[Example
     return shares
 
 
-def _trained(jobs: Sequence[Job | UserError]) -> Mapping[int, Adapter]:
+def _trained(checked: Sequence[CheckedPass | UserError]) -> Mapping[int, Adapter]:
     """The adapters that any rank's sequences have a gradient for, by id."""
     return {
-        id(job.trained.adapter): job.trained.adapter
-        for job in jobs
-        if isinstance(job, Job) and job.trained is not None and any(example.has_weight for example in job.examples)
+        id(entry.trained.adapter): entry.trained.adapter
+        for entry in checked
+        if isinstance(entry, CheckedPass)
+        and entry.trained is not None
+        and any(example.has_weight for example in entry.examples)
     }
 
 
-def _job_of(example: Example, jobs: Sequence[Job | UserError]) -> Job:
-    job = jobs[example.pass_index]
-    assert isinstance(job, Job)
-    return job
+def _pass_of(example: Example, checked: Sequence[CheckedPass | UserError]) -> CheckedPass:
+    entry = checked[example.pass_index]
+    assert isinstance(entry, CheckedPass)
+    return entry

@@ -12,10 +12,11 @@ from typing import cast
 
 from tinsmith.backends.full import base
 from tinsmith.backends.full.base import FullBase, FullSampler, FullTrainer, FullWeights
-from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch import TorchBackend, checkpoint
+from tinsmith.backends.torch.optim import check_family
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.types import LoraSpec, ModelShape
+from tinsmith.types import OPTIMIZERS, LoraSpec, ModelShape
 
 
 class FullBackend(TorchBackend):
@@ -59,7 +60,8 @@ class FullBackend(TorchBackend):
         weights = base.load_weights(self._base.layout, directory, self._base.device)
         trained = Trained(weights, optimizer_type=optimizer_type)
         if optimizer:
-            base.load_state(trained, self._base.layout, directory)
+            checkpoint.load_optimizer(trained, directory, base.flat)
+            checkpoint.load_gradient(trained, directory, base.flat)
         self._models[model_id] = trained
 
     def load_version(self, version_id: str, directory: Path) -> None:
@@ -68,14 +70,14 @@ class FullBackend(TorchBackend):
     def _write(self, trained: Trained, optimizer: bool, directory: Path, *, stacked: bool) -> None:
         self._save_adapter(cast(FullWeights, trained.adapter), directory, stacked=stacked)
         if optimizer:
-            base.save_state(trained, self._base.layout, directory)
-        base.save_gradient(trained, self._base.layout, directory)
+            checkpoint.save_optimizer(trained, directory, base.named)
+        checkpoint.save_gradient(trained, directory, base.named)
 
     def _save_adapter(self, adapter: FullWeights, directory: Path, *, stacked: bool) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`stacked` is for our own eyes: nobody makes a model of it."""
+        """`stacked`: for this server alone, without the files that other software needs."""
         base.save_weights(adapter, directory)
         if not stacked:
-            base.save_company(self._base, directory)
+            base.save_config_and_tokenizer(self._base, directory)
 
     @staticmethod
     def _check(spec: LoraSpec, optimizer_type: str) -> None:
@@ -84,5 +86,5 @@ class FullBackend(TorchBackend):
                 f"this is an adapter of rank {spec.rank}, and this server trains all weights (backend 'full'); "
                 "load it where adapters are trained"
             )
-        if optimizer_type != "adamw":
+        if OPTIMIZERS[check_family(optimizer_type)].for_lora_only:
             raise UserError(f"optimizer_config.type is {optimizer_type!r}; all weights are trained by 'adamw' only")

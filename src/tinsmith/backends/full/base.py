@@ -41,6 +41,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -49,12 +50,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from tinsmith.backends.torch.adapters import ALIGN, Adapter
 from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
-from tinsmith.backends.torch.checkpoint import GRADIENT_FILE, OPTIMIZER_FILE, read_tensors, write_tensors
+from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
 from tinsmith.backends.torch.gradients import Gradients
 from tinsmith.backends.torch.lora_ops import Routing, Run, Segment, Stretch
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
@@ -211,7 +211,7 @@ def save_weights(weights: FullWeights, directory: Path) -> None:
     write_tensors({name: view.cpu() for name, view in weights.weights.items()}, directory / WEIGHTS_FILE)
 
 
-def save_company(base: BaseModel, directory: Path) -> None:
+def save_config_and_tokenizer(base: BaseModel, directory: Path) -> None:
     """What makes a model of the weights: configuration and tokenizer."""
     config = copy.deepcopy(base.model.config)
     config.dtype = torch.float32
@@ -232,45 +232,18 @@ def load_weights(layout: FullLayout, directory: Path, device: torch.device) -> F
     return FullWeights(layout, layout.filled(tensors, device))
 
 
-def save_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
-    """The optimizer's state."""
-    names = MOMENTS[trained.optimizer_type]
-    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
-    tensors = {"step": trained.step.cpu()}
-    for moment, flat_P in zip(names, moments, strict=True):
-        tensors |= _named(layout, flat_P, moment)
-    write_tensors(tensors, directory / OPTIMIZER_FILE)
+def named(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+    """`checkpoint.Named` for parameters."""
+    views = cast(FullWeights, trained.adapter).layout.views(flat_P.cpu())
+    return {f"{name}.{kind}": view for name, view in views.items()}
 
 
-def save_gradient(trained: Trained, layout: FullLayout, directory: Path) -> None:
-    """Nothing is written where nothing has accumulated."""
-    if trained.gradient_P is not None:
-        write_tensors(_named(layout, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
-
-
-def load_state(trained: Trained, layout: FullLayout, directory: Path) -> None:
-    """The optimizer's state, and the gradient that had accumulated when a snapshot was taken."""
-    path, device = directory / OPTIMIZER_FILE, trained.adapter.flat_P.device
-    if not path.is_file():
-        raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
-    tensors = read_tensors(path)
-    if "step" not in tensors or tensors["step"].numel() != 1:
-        raise UserError(f"{path.name} does not say at which step the optimizer is")
-    trained.moments = tuple(_flat(layout, tensors, kind, path, device) for kind in MOMENTS[trained.optimizer_type])
-    trained.step = tensors["step"].to(device)
-    gradient = directory / GRADIENT_FILE
-    if gradient.is_file():
-        trained.gradient_P = _flat(layout, read_tensors(gradient), "gradient", gradient, device)
-
-
-def _named(layout: FullLayout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
-    return {f"{name}.{kind}": view for name, view in layout.views(flat_P.cpu()).items()}
-
-
-def _flat(layout: FullLayout, tensors: dict[str, Tensor], kind: str, path: Path, device: torch.device) -> Tensor:
+def flat(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
+    """`checkpoint.Flat` for parameters."""
+    layout = cast(FullWeights, trained.adapter).layout
     own = {name: tensors[f"{name}.{kind}"] for name in layout.shapes if f"{name}.{kind}" in tensors}
     _check_shapes(layout, own, path)
-    return layout.filled(own, device)
+    return layout.filled(own, trained.adapter.flat_P.device)
 
 
 def _check_shapes(layout: FullLayout, tensors: dict[str, Tensor], path: Path) -> None:
@@ -333,10 +306,10 @@ class FullTrainer(Trainer):
     def _gradients(self, adapters: Sequence[Adapter]) -> list[FullGradients]:
         return [FullGradients(weights) for weights in adapters if isinstance(weights, FullWeights)]
 
-    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         weights = batch.examples[0].adapter
         assert isinstance(weights, FullWeights)
         self._base.bind(weights)
         gradients = weights.gradients if train else None
         with nullcontext() if gradients is None else self._base.training(dict(gradients)):  # pyright: ignore[reportArgumentType]
-            return super()._run_one(batch, objectives, train=train)
+            return super()._run_one(batch, specs, train=train)

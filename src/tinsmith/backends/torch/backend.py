@@ -8,13 +8,13 @@ the old one keeps it. Called from one thread. Knows no SQL and no HTTP.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinsmith.backends import Capture
+from tinsmith.backends import Capture, MicroBatches
 from tinsmith.backends.torch import checkpoint, optim
 from tinsmith.backends.torch.adapters import Adapter, Layout, initialise, layout_for
 from tinsmith.backends.torch.deterministic import DeterministicTrainer, pin
@@ -25,19 +25,19 @@ from tinsmith.backends.torch.memory import (
     MODELS_SHARE,
     SAMPLING,
     VERSIONS,
-    Giver,
-    Ledger,
+    Evictable,
+    MemoryManager,
+    StepMemory,
     free_bytes,
     in_words,
     memory_errors,
 )
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.backends.torch.trainer import Trainer
 from tinsmith.errors import SettingsError, UserError
 from tinsmith.plan.memory import BLOCKS_SHARE, training_bytes
-from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass, PassResult
+from tinsmith.types import LoraSpec, ModelShape, OptimStep, Pass
 
 if TYPE_CHECKING:
     from tinsmith.samplers.local.engine import LocalSampler
@@ -89,11 +89,11 @@ class TorchBackend:
             if value not in ("on", "off"):
                 raise SettingsError(f"backend option {option} is {value!r}; choose 'on' or 'off'")
         if logits_chunk != "auto":
-            logits_chunk = _positive("logits_chunk", logits_chunk)
+            logits_chunk = positive("logits_chunk", logits_chunk)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
         if max_tokens_per_microbatch == "auto":
             max_tokens_per_microbatch = MAX_TOKENS[self._base.device.type == "cuda"]
-        max_tokens = _positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
+        max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
         self._graphs = cuda_graphs == "on"
@@ -106,8 +106,8 @@ class TorchBackend:
         self._models: dict[str, Trained] = {}
         self._versions: dict[str, Adapter] = {}
         self._sampler: LocalSampler | None = None
-        self._room_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
-        self._ledger = self._open_ledger(int(memory_budget), logits_chunk)
+        self._model_budget_bytes = int(MODELS_SHARE * free_bytes(self._base.device))
+        self._memory = self._open_memory(int(memory_budget), logits_chunk)
 
     def _load_base(self, shape: ModelShape, *, device: str, dtype: str, recompute: str, quantize: str) -> BaseModel:
         return BaseModel.load(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -121,44 +121,44 @@ class TorchBackend:
 
         kind = DeterministicSampler if self._deterministic else LocalSampler
         options = SamplerOptions(graphs=self._graphs)
-        return kind(self._base, self._versions, options=options, ledger=self._ledger)
+        return kind(self._base, self._versions, options=options, memory=self._memory)
 
-    def _open_ledger(self, budget_bytes: int, chunk_rows: int) -> Ledger:
+    def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
         """Raises SettingsError if the budget is too small for anything."""
-        ledger = Ledger(budget_bytes)
-        memory = self._trainer.memory = StepMemory(self._base, ledger, chunk_rows)
+        memory = MemoryManager(budget_bytes)
+        step = self._trainer.memory = StepMemory(self._base, memory, chunk_rows)
         self._base_bytes, self._least_bytes = self._base.num_bytes, 0
-        ledger.add(BASE, lambda: self._base_bytes)
-        ledger.add(SAMPLING, lambda: memory.sampling_bytes)
-        ledger.add(MODELS, self._models_bytes, Giver(self._parkable_bytes, self._parkable_bytes, self._park))
-        ledger.add(VERSIONS, self._versions_bytes)
-        if ledger.is_limited:
-            self._refuse_too_little(ledger, memory)
-        return ledger
+        memory.register(BASE, lambda: self._base_bytes)
+        memory.register(SAMPLING, lambda: step.sampling_bytes)
+        memory.register(MODELS, self._models_bytes, Evictable(self._parkable_bytes, self._parkable_bytes, self._park))
+        memory.register(VERSIONS, self._versions_bytes)
+        if memory.is_limited:
+            self._refuse_too_little(memory, step)
+        return memory
 
-    def _refuse_too_little(self, ledger: Ledger, memory: StepMemory) -> None:
+    def _refuse_too_little(self, memory: MemoryManager, step: StepMemory) -> None:
         """One small adapter, and beside it either a short sequence in training or one in sampling, must fit."""
         from tinsmith.samplers.local.kv_cache import layer_shapes
 
         layout = self._layout(LoraSpec(LEAST_RANK))
         adapter = training_bytes(layout.numel, dtype=str(self._base.dtype).removeprefix("torch."))
-        training = memory.activations.num_bytes(LEAST_TOKENS, recompute=True)
+        training = step.activations.num_bytes(LEAST_TOKENS, recompute=True)
         cached = sum(shape.num_bytes for shape in layer_shapes(self._base).values())
         sampling = int(LEAST_TOKENS * cached / BLOCKS_SHARE)
         self._least_bytes = max(training, sampling)
-        held = ledger.use()
+        held = memory.use()
         needed = sum(held.values()) + adapter + self._least_bytes
-        if needed > ledger.budget_bytes:
+        if needed > memory.budget_bytes:
             raise SettingsError(
-                f"memory_budget is {in_words(ledger.budget_bytes)}, and {self._base.shape.name} needs "
+                f"memory_budget is {in_words(memory.budget_bytes)}, and {self._base.shape.name} needs "
                 f"{in_words(needed)} to do anything: base {in_words(held[BASE])}, a sampler's step "
                 f"{in_words(held[SAMPLING])}, an adapter of rank {LEAST_RANK} in training {in_words(adapter)}, and for "
                 f"{LEAST_TOKENS} tokens activations of {in_words(training)} or keys and values of {in_words(sampling)}"
             )
 
     def memory_use(self) -> dict[str, int]:
-        budget = {"budget": self._ledger.budget_bytes} if self._ledger.is_limited else {}
-        return self._ledger.use() | {ACTIVATIONS: self._ledger.take_most_claimed()} | budget
+        budget = {"budget": self._memory.budget_bytes} if self._memory.is_limited else {}
+        return self._memory.use() | {ACTIVATIONS: self._memory.take_peak()} | budget
 
     def _models_bytes(self) -> int:
         return sum(trained.num_bytes for trained in self._models.values())
@@ -181,15 +181,15 @@ class TorchBackend:
 
     def _enter(self, model_id: str, trained: Trained) -> None:
         """Raises UserError if the model is larger than what a budget leaves for any."""
-        ledger = self._ledger
-        if ledger.is_limited and not self.has_model(model_id):
-            room = ledger.budget_bytes - self._base_bytes - self._least_bytes
+        memory = self._memory
+        if memory.is_limited and not self.has_model(model_id):
+            room = memory.budget_bytes - self._base_bytes - self._least_bytes
             if trained.num_bytes > room:
                 raise UserError(
                     f"a model of rank {trained.adapter.spec.rank} takes {in_words(trained.num_bytes)} in training, and "
                     f"the engine's memory budget leaves {in_words(max(0, room))} beside the base model"
                 )
-            ledger.make_room(trained.num_bytes, MODELS)
+            memory.evict_for(trained.num_bytes, MODELS)
         self._models[model_id] = trained
 
     @property
@@ -215,20 +215,18 @@ class TorchBackend:
         return model_id in self._models
 
     @property
-    def room_bytes(self) -> int:
-        if not self._ledger.is_limited or self._trainer.memory is None:
-            return self._room_bytes
+    def model_budget_bytes(self) -> int:
+        if not self._memory.is_limited or self._trainer.memory is None:
+            return self._model_budget_bytes
         # A step that did not fit has others leave; they come back with their next request.
-        room = MODELS_SHARE * (self._ledger.budget_bytes - self._base_bytes)
-        return max(1, int(room) - self._trainer.memory.lacked_bytes)
+        room = MODELS_SHARE * (self._memory.budget_bytes - self._base_bytes)
+        return max(1, int(room) - self._trainer.memory.shortage_bytes)
 
     def model_bytes(self, model_id: str) -> int:
         return self._model(model_id).num_bytes
 
-    def run_passes(
-        self, passes: Sequence[Pass], *, between: Callable[[], None] | None = None
-    ) -> list[PassResult | UserError]:
-        return self._trainer.run(passes, self._models, between)
+    def run_passes(self, passes: Sequence[Pass]) -> MicroBatches:
+        return self._trainer.run(passes, self._models)
 
     def optim_step(self, steps: Sequence[OptimStep]) -> list[dict[str, float] | UserError]:
         results: list[dict[str, float] | UserError] = [UserError()] * len(steps)
@@ -301,7 +299,7 @@ class TorchBackend:
 
     def publish(self, model_id: str, version_id: str) -> None:
         version = self._model(model_id).publish()
-        self._ledger.make_room(version.num_bytes, VERSIONS)
+        self._memory.evict_for(version.num_bytes, VERSIONS)
         self._versions[version_id] = version
         self._let_go()
 
@@ -311,7 +309,7 @@ class TorchBackend:
         groups = {target.group for target in targets}
         spec = LoraSpec(saved.rank, None, "attn" in groups, "mlp" in groups, "unembed" in groups)
         layout = Layout.of(saved.rank, targets)
-        self._ledger.make_room(4 * layout.numel, VERSIONS)
+        self._memory.evict_for(4 * layout.numel, VERSIONS)
         self._versions[version_id] = self._adapter(
             spec, layout, checkpoint.fill(layout, saved.pairs, self._base.device)
         )
@@ -361,7 +359,7 @@ def _seed_of(model_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(model_id.encode(), digest_size=8).digest(), "little")
 
 
-def _positive(name: str, value: int | str) -> int:
+def positive(name: str, value: int | str) -> int:
     try:
         number = int(value)
     except ValueError:

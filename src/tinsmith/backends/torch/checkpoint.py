@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +33,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter, Layout, Pair, Target
-from tinsmith.backends.torch.optim import MOMENTS
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
-from tinsmith.types import LORA_ALPHA
+from tinsmith.types import LORA_ALPHA, OPTIMIZERS
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 RANK_KEY = "experts.gate_up_proj"
@@ -238,29 +237,60 @@ def save_adapter(
     _fsync(path)
 
 
-def save_optimizer(trained: Trained, directory: Path) -> None:
-    layout = trained.adapter.layout
-    names = MOMENTS[trained.optimizer_type]
-    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
-    tensors = {"step": trained.step.cpu()}
-    for moment, flat_P in zip(names, moments, strict=True):
-        tensors |= _named(layout, flat_P, moment)
-    write_tensors(tensors, directory / OPTIMIZER_FILE)
+def fill(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
+    """A flat buffer that holds these matrices, which must be the layout's."""
+    flat_P = torch.zeros(layout.numel)
+    for name, (a_rI, b_Or) in layout.views(flat_P).items():
+        a_rI.copy_(pairs[name][0])
+        b_Or.copy_(pairs[name][1])
+    return flat_P.to(device)
 
 
-def save_gradient(trained: Trained, directory: Path) -> None:
-    """Nothing is written where nothing has accumulated."""
-    if trained.gradient_P is not None:
-        tensors = _named(trained.adapter.layout, trained.gradient_P, "gradient")
-        write_tensors(tensors, directory / GRADIENT_FILE)
+Named = Callable[["Trained", Tensor, str], dict[str, Tensor]]
+"""A flat buffer [P] of a model as tensors of a file, whose names end in the kind of number."""
+
+Flat = Callable[["Trained", Mapping[str, Tensor], str, Path], Tensor]
+"""The reverse. Raises UserError unless every tensor of the model is there, in its shape."""
 
 
-def _named(layout: Layout, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
+def named_pairs(trained: Trained, flat_P: Tensor, kind: str) -> dict[str, Tensor]:
     tensors = {}
-    for name, (a_rI, b_Or) in layout.views(flat_P.cpu()).items():
+    for name, (a_rI, b_Or) in trained.adapter.layout.views(flat_P.cpu()).items():
         tensors[f"{name}.lora_A.{kind}"] = a_rI
         tensors[f"{name}.lora_B.{kind}"] = b_Or
     return tensors
+
+
+def _flat_pairs(trained: Trained, tensors: Mapping[str, Tensor], kind: str, path: Path) -> Tensor:
+    layout, device = trained.adapter.layout, trained.adapter.flat_P.device
+    try:
+        pairs = {
+            target.name: (tensors[f"{target.name}.lora_A.{kind}"], tensors[f"{target.name}.lora_B.{kind}"])
+            for target in layout.targets
+        }
+    except KeyError as error:
+        raise UserError(f"{path.name} has no {error}") from None
+    for target in layout.targets:
+        # A smaller tensor would be repeated until it fits.
+        sizes = target.shapes(layout.rank)
+        if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
+            raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
+    return fill(layout, pairs, device)
+
+
+def save_optimizer(trained: Trained, directory: Path, named: Named = named_pairs) -> None:
+    names = OPTIMIZERS[trained.optimizer_type].state
+    moments = trained.moments or tuple(torch.zeros_like(trained.adapter.flat_P) for _ in names)
+    tensors = {"step": trained.step.cpu()}
+    for moment, flat_P in zip(names, moments, strict=True):
+        tensors |= named(trained, flat_P, moment)
+    write_tensors(tensors, directory / OPTIMIZER_FILE)
+
+
+def save_gradient(trained: Trained, directory: Path, named: Named = named_pairs) -> None:
+    """Nothing is written where nothing has accumulated."""
+    if trained.gradient_P is not None:
+        write_tensors(named(trained, trained.gradient_P, "gradient"), directory / GRADIENT_FILE)
 
 
 def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
@@ -294,57 +324,30 @@ def load_adapter(directory: Path, targets: Mapping[str, Target]) -> AdapterFile:
     return AdapterFile(rank, float(alpha), complete)
 
 
-def fill(layout: Layout, pairs: Mapping[str, tuple[Tensor, Tensor]], device: torch.device) -> Tensor:
-    """A flat buffer that holds these matrices, which must be the layout's."""
-    flat_P = torch.zeros(layout.numel)
-    for name, (a_rI, b_Or) in layout.views(flat_P).items():
-        a_rI.copy_(pairs[name][0])
-        b_Or.copy_(pairs[name][1])
-    return flat_P.to(device)
-
-
-def load_optimizer(trained: Trained, directory: Path) -> None:
+def load_optimizer(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
     """Raises UserError if there is no optimizer state, or one of another adapter or optimizer family."""
     path = directory / OPTIMIZER_FILE
     if not path.is_file():
         raise UserError("this checkpoint holds no optimizer state; load it without, or save with save_state")
     tensors = read_tensors(path)
-    layout, device = trained.adapter.layout, trained.adapter.flat_P.device
     family = trained.optimizer_type
     held = {name.rpartition(".")[2] for name in tensors} - {"step"}
     if "step" not in tensors or tensors["step"].numel() != 1:
         raise UserError(f"{path.name} does not say at which step the optimizer is")
-    if held != set(MOMENTS[family]):
+    if held != set(OPTIMIZERS[family].state):
         raise UserError(
             f"this checkpoint holds the optimizer state {', '.join(sorted(held))}, which is not that of {family!r} "
-            f"({', '.join(MOMENTS[family])}); load it without the optimizer"
+            f"({', '.join(OPTIMIZERS[family].state)}); load it without the optimizer"
         )
-    trained.moments = tuple(_flat(layout, tensors, moment, path, device) for moment in MOMENTS[family])
-    trained.step = tensors["step"].to(device)
+    trained.moments = tuple(flat(trained, tensors, moment, path) for moment in OPTIMIZERS[family].state)
+    trained.step = tensors["step"].to(trained.adapter.flat_P.device)
 
 
-def load_gradient(trained: Trained, directory: Path) -> None:
+def load_gradient(trained: Trained, directory: Path, flat: Flat = _flat_pairs) -> None:
     """What had accumulated when a snapshot was taken, if anything had."""
     path = directory / GRADIENT_FILE
     if path.is_file():
-        adapter = trained.adapter
-        trained.gradient_P = _flat(adapter.layout, read_tensors(path), "gradient", path, adapter.flat_P.device)
-
-
-def _flat(layout: Layout, tensors: Mapping[str, Tensor], kind: str, path: Path, device: torch.device) -> Tensor:
-    try:
-        pairs = {
-            target.name: (tensors[f"{target.name}.lora_A.{kind}"], tensors[f"{target.name}.lora_B.{kind}"])
-            for target in layout.targets
-        }
-    except KeyError as error:
-        raise UserError(f"{path.name} has no {error}") from None
-    for target in layout.targets:
-        # A smaller tensor would be repeated until it fits.
-        sizes = target.shapes(layout.rank)
-        if (tuple(pairs[target.name][0].shape), tuple(pairs[target.name][1].shape)) != sizes:
-            raise UserError(f"{path.name}: {kind} of {target.name} must have {list(sizes[0])} and {list(sizes[1])}")
-    return fill(layout, pairs, device)
+        trained.gradient_P = flat(trained, read_tensors(path), "gradient", path)
 
 
 def _target_modules(adapted: Sequence[str], module_names: Iterable[str]) -> list[str]:

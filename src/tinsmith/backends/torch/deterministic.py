@@ -9,16 +9,16 @@ is tried when the backend is made (`samplers.deterministic`) and by the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.batch import Example, MicroBatch
-from tinsmith.backends.torch.loss import Head, Objective
+from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trained import Trained
-from tinsmith.backends.torch.trainer import Job, Trainer
+from tinsmith.backends.torch.trainer import CheckedPass, Trainer
 from tinsmith.errors import SettingsError, UserError
 
 
@@ -49,33 +49,32 @@ class DeterministicTrainer(Trainer):
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
-        jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+    ) -> Generator[None, None, dict[int, Tensor]]:
         totals: dict[int, Tensor] = {}
         for number, (batch, train) in enumerate(batches):
-            if number and between is not None:
-                between()
-            own = super()._run_all([(batch, train)], objectives, jobs, None)
+            if number:
+                yield
+            own = yield from super()._run_all([(batch, train)], specs, checked)
             for key, gradient_P in own.items():
                 if key not in totals:
-                    totals[key] = _accumulated(batch, jobs)
+                    totals[key] = _accumulated(batch, checked)
                 totals[key] += gradient_P
         return totals
 
 
-def _accumulated(batch: MicroBatch, jobs: Sequence[Job | UserError]) -> Tensor:
-    job = jobs[batch.examples[0].pass_index]
-    assert isinstance(job, Job) and job.trained is not None
-    return job.trained.gradient_or_zeros().clone()
+def _accumulated(batch: MicroBatch, checked: Sequence[CheckedPass | UserError]) -> Tensor:
+    entry = checked[batch.examples[0].pass_index]
+    assert isinstance(entry, CheckedPass) and entry.trained is not None
+    return entry.trained.gradient_or_zeros().clone()
 
 
 class _EvenHead(Head):
     """Scores all rows in chunks of their own, so that what is differentiated changes no log probability."""
 
     def differentiate(
-        self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]
+        self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]
     ) -> tuple[Tensor, Tensor]:
-        _, grad_TD = super().differentiate(batch, hidden_TD, objectives)
+        _, grad_TD = super().differentiate(batch, hidden_TD, specs)
         return self.score(batch, hidden_TD), grad_TD

@@ -1,35 +1,18 @@
-"""From hidden states to log probabilities and back, a chunk of rows at a time.
+"""From hidden states to log probabilities and back, a chunk of rows at a time; and the metrics of a pass.
 
 Logits of all rows never exist at once: a chunk's are made, read, turned into the gradient of the hidden
 states in place and dropped. Every pair's log probability is returned; only rows with a pair of non-zero
-weight are differentiated. The unembedding's adapters are served and trained here. Knows formulas only by
-`OBJECTIVES`.
+weight are differentiated. The unembedding's adapters are served and trained here. `measure` computes metrics on the
+host from the log probabilities that the client gets, with the formulas that the gradient used, and sums in float64.
+Every key of a metric has one ':', whose right side tells the SDK how to combine chunks.
 
 Shapes: T rows of a micro-batch, R chosen rows, C rows of a chunk, P pairs, p pairs of a chunk, D hidden, V
 vocabulary.
-
-The formulas of the losses that `tinsmith.losses` admits: value and slope, token by token.
-
-Every loss is a sum over tokens, and all but one see a token alone, so each is written as two columns: the
-loss and its derivative with respect to that token's log probability. Written out, the derivative lets a chunk
-of logits be turned into gradients while it is still there. gspo's one look at the whole sequence, the mean
-log ratio, is computed beforehand and is a constant to the derivative (docs/losses.md). Everything is float32.
-
-Shapes: P pairs of (position, target).
-
-What a pass reports besides log probabilities: its loss, and figures that tell how far the policy has
-moved.
-
-Computed on the host from the log probabilities that the client gets, with the formulas that the gradient
-used, and summed in float64. Every key has one ':', whose right side tells the SDK how to combine chunks.
-
-Shapes: P pairs of all data of one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -41,110 +24,15 @@ from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.lora_ops import Routing, Run, Stretch
 from tinsmith.backends.torch.model import BaseModel
+from tinsmith.losses import Loss
+from tinsmith.losses.formulas import Columns, sequence_log_ratios
 from tinsmith.types import F32, I64
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """One pass's pairs in a chunk. `weight` is cross_entropy's weights or the others' advantages."""
+class LossSpec(NamedTuple):
+    """A pass's loss: its entry in the registry and its complete configuration; `custom` runs the client's own."""
 
-    logprob_P: Tensor
-    old_logprob_P: Tensor
-    weight_P: Tensor
-    low_P: Tensor
-    high_P: Tensor
-    sequence_log_ratio_P: Tensor
-
-
-class Terms(NamedTuple):
-    """`slope` is d loss / d logprob. `ratio` and `clipped` only feed metrics."""
-
-    loss_P: Tensor
-    slope_P: Tensor
-    ratio_P: Tensor
-    clipped_P: Tensor
-
-
-def cross_entropy(x: Columns, config: Mapping[str, float]) -> Terms:
-    # A pair of weight 0 says nothing even if its logprob is -inf.
-    loss_P = torch.where(x.weight_P == 0, 0.0, -x.weight_P * x.logprob_P)
-    return Terms(loss_P, -x.weight_P, torch.ones_like(loss_P), torch.zeros_like(loss_P))
-
-
-def importance_sampling(x: Columns, config: Mapping[str, float]) -> Terms:
-    ratio_P = torch.exp(x.logprob_P - x.old_logprob_P)
-    loss_P = -ratio_P * x.weight_P
-    return Terms(loss_P, loss_P, ratio_P, torch.zeros_like(loss_P))
-
-
-def ppo(x: Columns, config: Mapping[str, float]) -> Terms:
-    return _clipped_surrogate(torch.exp(x.logprob_P - x.old_logprob_P), x)
-
-
-def gspo(x: Columns, config: Mapping[str, float]) -> Terms:
-    # s_t = exp(m + lp_t - sg(lp_t)): the value is the sequence's ratio, the slope flows through the token.
-    return _clipped_surrogate(torch.exp(x.sequence_log_ratio_P), x)
-
-
-def cispo(x: Columns, config: Mapping[str, float]) -> Terms:
-    ratio_P = torch.exp(x.logprob_P - x.old_logprob_P)
-    slope_P = -torch.clamp(ratio_P, x.low_P, x.high_P) * x.weight_P
-    outside_P = (ratio_P < x.low_P) | (ratio_P > x.high_P)
-    return Terms(slope_P * x.logprob_P, slope_P, ratio_P, outside_P.float())
-
-
-def dro(x: Columns, config: Mapping[str, float]) -> Terms:
-    beta = config["beta"]
-    away_P = x.logprob_P - x.old_logprob_P
-    loss_P = 0.5 * beta * away_P.square() - x.logprob_P * x.weight_P
-    return Terms(loss_P, beta * away_P - x.weight_P, torch.exp(away_P), torch.zeros_like(loss_P))
-
-
-def stable_reinforce(x: Columns, config: Mapping[str, float]) -> Terms:
-    kl_coeff = config["kl_coeff"]
-    away_P = x.logprob_P - x.old_logprob_P
-    plain = importance_sampling(x, config)
-    loss_P = plain.loss_P + 0.5 * kl_coeff * away_P.square()
-    return Terms(loss_P, plain.slope_P + kl_coeff * away_P, plain.ratio_P, plain.clipped_P)
-
-
-def sequence_log_ratios(
-    logprob_P: Tensor, old_logprob_P: Tensor, counted_P: Tensor, example_P: Tensor, num_examples: int
-) -> Tensor:
-    """[P] For each pair, the mean log ratio over the counted pairs of its example; 0 where none is
-    counted.
-    """
-    away_P = torch.where(counted_P, logprob_P - old_logprob_P, 0.0)
-    sums = torch.zeros(num_examples, device=away_P.device).index_add_(0, example_P, away_P)
-    counts = torch.zeros_like(sums).index_add_(0, example_P, counted_P.float())
-    return (sums / counts.clamp_min(1.0))[example_P]
-
-
-def _clipped_surrogate(ratio_P: Tensor, x: Columns) -> Terms:
-    """-min(r A, clip(r) A); the clipped branch is flat."""
-    free_P = ratio_P * x.weight_P
-    bound_P = torch.clamp(ratio_P, x.low_P, x.high_P) * x.weight_P
-    clipped_P = bound_P < free_P
-    return Terms(-torch.minimum(free_P, bound_P), torch.where(clipped_P, 0.0, -free_P), ratio_P, clipped_P.float())
-
-
-OBJECTIVES: Mapping[str, Callable[[Columns, Mapping[str, float]], Terms]] = {
-    "cross_entropy": cross_entropy,
-    "importance_sampling": importance_sampling,
-    "ppo": ppo,
-    "cispo": cispo,
-    "dro": dro,
-    "gspo": gspo,
-    "stable_reinforce": stable_reinforce,
-    # What its gradient makes of it, as weights; see head.
-    "custom": cross_entropy,
-}
-
-
-class Objective(NamedTuple):
-    """A pass's loss: a name in OBJECTIVES and its complete configuration, or the client's own loss at work."""
-
-    loss_fn: str
+    loss: Loss
     config: Mapping[str, float]
     custom: CustomRun | None = None
 
@@ -175,19 +63,19 @@ class Head:
 
     @torch.no_grad()
     def differentiate(
-        self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]
+        self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]
     ) -> tuple[Tensor, Tensor]:
         """[P] log probabilities and [T, D] the loss's gradient; the unembedding's adapters get theirs."""
         logprob_P = torch.empty(len(batch.row_P), device=hidden_TD.device)
-        weight_P = self._weights(batch, hidden_TD, objectives)
+        weight_P = self._weights(batch, hidden_TD, specs)
         active_T = batch.rows_with(weight_P != 0)
         self._score(batch, hidden_TD, np.flatnonzero(~active_T), logprob_P)
         columns = {name: self._device(batch.column_P(name)) for name in COLUMNS}
         columns["weight"] = self._device(weight_P)
-        columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, objectives, columns)
+        columns["sequence_log_ratio"] = self._log_ratios(batch, hidden_TD, specs, columns)
         grad_TD = torch.zeros_like(hidden_TD)
         for chunk in self._chunks(batch, hidden_TD, np.flatnonzero(active_T)):
-            grad_TD[chunk.rows] = self._differentiate(chunk, objectives, columns, logprob_P)
+            grad_TD[chunk.rows] = self._differentiate(chunk, specs, columns, logprob_P)
         return logprob_P, grad_TD
 
     def _score(self, batch: MicroBatch, hidden_TD: Tensor, rows_R: I64, logprob_P: Tensor) -> None:
@@ -196,7 +84,7 @@ class Head:
             logprob_P[chunk.pairs_p] = logprobs_CV.view(-1)[chunk.cells_p]
 
     def _differentiate(
-        self, chunk: _Chunk, objectives: Sequence[Objective], columns: Mapping[str, Tensor], logprob_P: Tensor
+        self, chunk: _Chunk, specs: Mapping[int, LossSpec], columns: Mapping[str, Tensor], logprob_P: Tensor
     ) -> Tensor:
         """[C, D]"""
         unembedding = self._base.unembedding
@@ -209,12 +97,12 @@ class Head:
         log_sum_C = logits_CV.amax(-1) - probs_CV.amax(-1).log_()
         logprob_p = logits_CV.view(-1)[chunk.cells_p] - log_sum_C[chunk.local_p]
         logprob_P[chunk.pairs_p] = logprob_p
-        slope_p = torch.cat([self._slope(objective, chunk, start, stop, logprob_p, columns)
-                             for objective, start, stop in _together(chunk.runs, objectives)])  # fmt: skip
+        grad_p = torch.cat([self._dloss_dlogprob(spec, chunk, start, stop, logprob_p, columns)
+                            for spec, start, stop in _joined(chunk.runs, specs)])  # fmt: skip
         # d logprob[target] / d logits = onehot(target) - softmax, summed over a row's pairs.
-        slope_C = torch.zeros(len(probs_CV), device=slope_p.device).index_add_(0, chunk.local_p, slope_p)
-        grad_CV = probs_CV.mul_(-slope_C[:, None])
-        grad_CV.view(-1).index_add_(0, chunk.cells_p, slope_p)
+        grad_C = torch.zeros(len(probs_CV), device=grad_p.device).index_add_(0, chunk.local_p, grad_p)
+        grad_CV = probs_CV.mul_(-grad_C[:, None])
+        grad_CV.view(-1).index_add_(0, chunk.cells_p, grad_p)
         grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
         return self._back(grad_CV, chunk.hidden_CD, work, inner)
 
@@ -227,8 +115,8 @@ class Head:
         return grad_CD
 
     @staticmethod
-    def _slope(
-        objective: Objective,
+    def _dloss_dlogprob(
+        spec: LossSpec,
         chunk: _Chunk,
         start: int,
         stop: int,
@@ -240,40 +128,39 @@ class Head:
             columns[name][pairs] for name in ("old_logprob", "weight", "low", "high", "sequence_log_ratio")
         )
         x = Columns(logprob_p[start:stop], old, weight, low, high, log_ratio)
-        return OBJECTIVES[objective.loss_fn](x, objective.config).slope_P
+        return spec.loss.formula(x, spec.config).dloss_dlogprob_P
 
     def _log_ratios(
         self,
         batch: MicroBatch,
         hidden_TD: Tensor,
-        objectives: Sequence[Objective],
+        specs: Mapping[int, LossSpec],
         columns: Mapping[str, Tensor],
     ) -> Tensor:
-        """[P] gspo's mean log ratio of the pair's sequence; elsewhere 0.
+        """[P] The mean log ratio of the pair's sequence, for losses that need it; elsewhere 0.
 
-        The one loss that must know a whole sequence before it can differentiate a token: its rows are scored
-        beforehand.
+        Such a loss must know a whole sequence before it can differentiate a token: its rows are scored beforehand.
         """
-        gspo_P = np.array([objective.loss_fn == "gspo" for objective in objectives])[batch.pass_P]
-        logprob_P = torch.zeros(len(gspo_P), device=hidden_TD.device)
-        if not gspo_P.any():
+        needed_P = batch.of_pairs([specs[example.pass_index].loss.sequence_ratio for example in batch.examples])
+        logprob_P = torch.zeros(len(needed_P), device=hidden_TD.device)
+        if not needed_P.any():
             return logprob_P
-        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(gspo_P)), logprob_P)
-        counted_P = (columns["ratio_mask"] != 0) & self._device(gspo_P)
+        self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(needed_P)), logprob_P)
+        counted_P = (columns["ratio_mask"] != 0) & self._device(needed_P)
         example_P = self._device(batch.example_P)
         return sequence_log_ratios(logprob_P, columns["old_logprob"], counted_P, example_P, len(batch.examples))
 
-    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, objectives: Sequence[Objective]) -> F32:
+    def _weights(self, batch: MicroBatch, hidden_TD: Tensor, specs: Mapping[int, LossSpec]) -> F32:
         """[P] Each pair's weight. A custom loss gives its own: minus its gradient, at log probabilities scored here."""
         weight_P = batch.column_P("weight")
-        custom_P = np.array([objective.custom is not None for objective in objectives])[batch.pass_P]
+        custom_P = batch.of_pairs([specs[example.pass_index].custom is not None for example in batch.examples])
         if not custom_P.any():
             return weight_P
         scored_P = torch.zeros(len(weight_P), device=hidden_TD.device)
         self._score(batch, hidden_TD, np.flatnonzero(batch.rows_with(custom_P)), scored_P)
         scored_P = scored_P.cpu()
         for example, (start, stop) in zip(batch.examples, pairwise(batch.example_starts.tolist()), strict=True):
-            if (custom := objectives[example.pass_index].custom) is not None:
+            if (custom := specs[example.pass_index].custom) is not None:
                 logprobs = scored_P[start:stop].view(example.target_shape)
                 weight_P[start:stop] = custom.weights(example.datum_index, logprobs).reshape(-1)
         return weight_P
@@ -317,17 +204,15 @@ def _part_of(places: Tensor | slice, start: int, stop: int) -> Tensor | slice:
     return slice(places.start + start, places.start + stop) if isinstance(places, slice) else places[start:stop]
 
 
-def _together(
-    runs: Sequence[tuple[int, int, int]], objectives: Sequence[Objective]
-) -> list[tuple[Objective, int, int]]:
-    """Each objective with its pairs: neighbours of one formula and configuration as one, whosever they are."""
-    found: list[tuple[Objective, int, int]] = []
+def _joined(runs: Sequence[tuple[int, int, int]], specs: Mapping[int, LossSpec]) -> list[tuple[LossSpec, int, int]]:
+    """Each loss with its pairs; neighbours of one loss and configuration are joined, also of different tenants."""
+    found: list[tuple[LossSpec, int, int]] = []
     for index, start, stop in runs:
-        objective = objectives[index]
-        if found and (found[-1][0].loss_fn, found[-1][0].config) == (objective.loss_fn, objective.config):
+        spec = specs[index]
+        if found and found[-1][0].loss is spec.loss and found[-1][0].config == spec.config:
             found[-1] = (found[-1][0], found[-1][1], stop)
         else:
-            found.append((objective, start, stop))
+            found.append((spec, start, stop))
     return found
 
 
@@ -336,9 +221,7 @@ def _runs(pass_p: I64) -> list[tuple[int, int, int]]:
     return [(int(pass_p[start]), start, stop) for start, stop in pairwise(starts)]
 
 
-def measure(
-    loss_fn: str, config: Mapping[str, float], examples: Sequence[Example], logprobs: Sequence[F32]
-) -> dict[str, float]:
+def measure(spec: LossSpec, examples: Sequence[Example], logprobs: Sequence[F32]) -> dict[str, float]:
     """`logprobs[i]` are those of example i's pairs. Positions of weight 0 count in `tokens:sum` only."""
     logprob_P = torch.from_numpy(np.concatenate([array.reshape(-1) for array in logprobs]))
     columns = {
@@ -346,7 +229,7 @@ def measure(
     }
     active_P = columns["weight"] != 0
     log_ratio_P = torch.zeros_like(logprob_P)
-    if loss_fn == "gspo":
+    if spec.loss.sequence_ratio:
         sizes = torch.tensor([len(example.targets_P) for example in examples])
         example_P = torch.repeat_interleave(torch.arange(len(examples)), sizes)
         counted_P = columns["ratio_mask"] != 0
@@ -360,17 +243,15 @@ def measure(
             )
         )
     )  # fmt: skip
-    terms = OBJECTIVES[loss_fn](x, config)
+    terms = spec.loss.formula(x, spec.config)
     metrics = {
         "loss:sum": float(terms.loss_P.sum(dtype=torch.float64)),
         "tokens:sum": float(sum(example.num_tokens for example in examples)),
     }
-    if loss_fn == "cross_entropy":
+    if not spec.loss.is_policy:
         return metrics
     count = max(1, len(x.logprob_P))
     metrics["ratio:mean"] = float(terms.ratio_P.sum(dtype=torch.float64)) / count if active_P.any() else 1.0
     metrics["ppo_kl:mean"] = float((x.old_logprob_P - x.logprob_P).sum(dtype=torch.float64)) / count
     metrics["pg_clipfrac:mean"] = float(terms.clipped_P.sum(dtype=torch.float64)) / count
-    if loss_fn == "stable_reinforce":
-        metrics["stable_reinforce_approximation:max"] = 1.0
-    return metrics
+    return {**metrics, **spec.loss.constant_metrics}

@@ -1,22 +1,20 @@
 """One packed training step over the passes of many tenants.
 
-All or nothing: gradients of a step gather in buffers of their own and join the adapters' accumulated
-gradients only when every micro-batch has run, so an exception leaves no trace. Data that cannot move a weight
-(forward-only, or all weights zero) run without autograd. A pass that is malformed fails alone. Knows no
-optimizer and no file.
+All or nothing: the gradients of a step are accumulated in buffers of their own and added to those of the adapters only
+when every micro-batch has run, so an exception changes nothing. Data that cannot move a weight (forward-only, or all
+weights zero) run without autograd. A malformed pass fails alone. Knows no optimizer and no file.
 
-Where memory runs out, or a budget has not so much, the step begins again with micro-batches of half the size, down to
-one sequence; a sequence that does not fit alone fails its pass. The smaller size stays for a while, since what took the
-memory may.
+When memory runs out, or the memory budget is too small, the step begins again with micro-batches of half the size, down
+to one sequence; a sequence that does not fit alone fails its pass. The smaller size is kept for GROW_AFTER steps.
 
-A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer
-is dropped, and what else wanted that adapter runs again without the failed pass; other adapters notice nothing.
+A custom loss fails only while it runs, when some of its gradient may be in its adapter's buffer already. That buffer is
+dropped, and the other passes of that adapter run again without the failed one; other adapters are not affected.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -25,31 +23,31 @@ import torch
 from torch import Tensor
 
 from tinsmith import losses
+from tinsmith.backends import MicroBatches
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, examples_of, pack
 from tinsmith.backends.torch.custom_loss import CustomRun
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.loss import Head, Objective, measure
-from tinsmith.backends.torch.memory import memory_errors
+from tinsmith.backends.torch.loss import Head, LossSpec, measure
+from tinsmith.backends.torch.memory import StepMemory, memory_errors
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.backends.torch.step_memory import StepMemory
 from tinsmith.backends.torch.trained import Trained
 from tinsmith.errors import UserError
 from tinsmith.losses.graphs import MAX_SECONDS
 from tinsmith.types import F32, Pass, PassResult
 
 GROW_AFTER = 64
-"""Steps without trouble after which the size of a micro-batch is doubled again."""
+"""After this many steps without a shortage of memory the size of a micro-batch is doubled again."""
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A checked pass. `logprobs` fills up as micro-batches finish."""
+class CheckedPass:
+    """`logprobs` fills up as micro-batches finish."""
 
-    objective: Objective
+    spec: LossSpec
     examples: list[Example]
     logprobs: list[F32 | None]
     trained: Trained | None  # None for forward-only
@@ -65,13 +63,8 @@ class Trainer:
         self._head = Head(base, chunk_rows)
         self.memory: StepMemory | None = None
 
-    def run(
-        self,
-        passes: Sequence[Pass],
-        models: Mapping[str, Trained],
-        between: Callable[[], None] | None = None,
-    ) -> list[PassResult | UserError]:
-        # Blocks of gradients last from step to step for nobody: who is not done with a row gets it to keep.
+    def run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
+        # A gradient that has accumulated must not keep the block of the whole step in memory.
         for trained in models.values():
             trained.keep_own_gradient()
         refused: dict[int, UserError] = {}
@@ -80,10 +73,11 @@ class Trainer:
             self._running = None
             try:
                 with memory_errors(self._base.device):
-                    results = dict(zip(left, self._run([passes[i] for i in left], models, between), strict=True))
+                    outcomes = yield from self._run([passes[index] for index in left], models)
+                    results = dict(zip(left, outcomes, strict=True))
             except MemoryError as error:
                 if self._running is None:
-                    raise  # not for want of smaller micro-batches
+                    raise  # smaller micro-batches would not help
                 if unfit := self._shrink(self._running, str(error)):
                     index, refusal = unfit
                     refused[left[index]] = refusal
@@ -93,12 +87,12 @@ class Trainer:
             return [results[index] for index in range(len(passes))]
 
     def _shrink(self, batch: MicroBatch, problem: str) -> tuple[int, UserError] | None:
-        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may do."""
+        """After memory ran out over this micro-batch: the pass that cannot run, or None if a smaller one may fit."""
         alone = batch.examples[0].pass_index if len(batch.examples) == 1 else None
         return self._shrink_to(sum(batch.lengths), alone, problem)
 
     def _shrink_to(self, num_tokens: int, alone: int | None, problem: str) -> tuple[int, UserError] | None:
-        """`alone`: the pass of the one sequence that did not fit, if it was one."""
+        """`alone`: the pass of the micro-batch, if it was a single sequence."""
         self._steps_at_limit = 0
         if alone is not None:
             text = f"a sequence of {num_tokens} tokens does not fit into the engine's memory, even alone: {problem}"
@@ -112,40 +106,36 @@ class Trainer:
         if self._limit < self._max_tokens and self._steps_at_limit >= GROW_AFTER:
             self._limit, self._steps_at_limit = min(2 * self._limit, self._max_tokens), 0
 
-    def _run(
-        self,
-        passes: Sequence[Pass],
-        models: Mapping[str, Trained],
-        between: Callable[[], None] | None,
-    ) -> list[PassResult | UserError]:
-        jobs = [self._job(index, pass_, models) for index, pass_ in enumerate(passes)]
-        good = [job for job in jobs if isinstance(job, Job)]
+    def _run(self, passes: Sequence[Pass], models: Mapping[str, Trained]) -> MicroBatches:
+        checked = [self._check(index, request, models) for index, request in enumerate(passes)]
+        good = [entry for entry in checked if isinstance(entry, CheckedPass)]
         train, score = [], []
-        for job in good:
-            for example in job.examples:
-                (train if job.trained is not None and example.has_weight else score).append(example)
+        for entry in good:
+            for example in entry.examples:
+                (train if entry.trained is not None and example.has_weight else score).append(example)
         batches = [(batch, True) for batch in self._cut(train)]
         batches += [(batch, False) for batch in self._cut(score)]
-        objectives = [job.objective if isinstance(job, Job) else Objective("", {}) for job in jobs]
-        buffers = self._run_all(batches, objectives, jobs, between)
-        results = [_result(job) if isinstance(job, Job) else job for job in jobs]
+        specs = {index: entry.spec for index, entry in enumerate(checked) if isinstance(entry, CheckedPass)}
+        buffers = yield from self._run_all(batches, specs, checked)
+        results = [_result(entry) if isinstance(entry, CheckedPass) else entry for entry in checked]
         spoiled = {
-            id(job.trained.adapter)
-            for job, result in zip(jobs, results, strict=True)
-            if isinstance(job, Job) and isinstance(result, UserError) and job.trained is not None
+            id(entry.trained.adapter)
+            for entry, result in zip(checked, results, strict=True)
+            if isinstance(entry, CheckedPass) and isinstance(result, UserError) and entry.trained is not None
         }
         again = [
             index
-            for index, job in enumerate(jobs)
-            if isinstance(job, Job)
+            for index, entry in enumerate(checked)
+            if isinstance(entry, CheckedPass)
             and not isinstance(results[index], UserError)
-            and job.trained is not None
-            and id(job.trained.adapter) in spoiled
+            and entry.trained is not None
+            and id(entry.trained.adapter) in spoiled
         ]
         if again:
-            for index, result in zip(again, self.run([passes[i] for i in again], models, between), strict=True):
+            outcomes = yield from self.run([passes[index] for index in again], models)
+            for index, result in zip(again, outcomes, strict=True):
                 results[index] = result
-        trained_by_adapter = {id(job.trained.adapter): job.trained for job in good if job.trained is not None}
+        trained_by_adapter = {id(entry.trained.adapter): entry.trained for entry in good if entry.trained is not None}
         for key, buffer_P in buffers.items():
             if key not in spoiled:
                 self._join(trained_by_adapter[key], buffer_P)
@@ -157,46 +147,45 @@ class Trainer:
     def _join(self, trained: Trained, buffer_P: Tensor) -> None:
         trained.add_gradient(buffer_P)
 
-    def _job(self, index: int, pass_: Pass, models: Mapping[str, Trained]) -> Job | UserError:
-        trained = models.get(pass_.model_id)
+    def _check(self, index: int, request: Pass, models: Mapping[str, Trained]) -> CheckedPass | UserError:
+        trained = models.get(request.model_id)
         if trained is None:
-            return UserError(f"model {pass_.model_id!r} is not loaded")
+            return UserError(f"model {request.model_id!r} is not loaded")
         try:
-            losses.check_pass(pass_, self._base.shape)
-            custom = _custom_run(pass_)
+            losses.check_pass(request, self._base.shape)
+            custom = _custom_run(request)
         except UserError as error:
             return error
-        return Job(
-            Objective(pass_.loss_fn, losses.resolve_config(pass_), custom),
-            examples_of(pass_, index, trained.adapter),
-            [None] * len(pass_.data),
-            None if pass_.forward_only else trained,
+        return CheckedPass(
+            LossSpec(losses.LOSSES[request.loss_fn], losses.resolve_config(request), custom),
+            examples_of(request, index, trained.adapter),
+            [None] * len(request.data),
+            None if request.forward_only else trained,
         )
 
     def _run_all(
         self,
         batches: Sequence[tuple[MicroBatch, bool]],
-        objectives: Sequence[Objective],
-        jobs: Sequence[Job | UserError],
-        between: Callable[[], None] | None,
-    ) -> dict[int, Tensor]:
+        specs: Mapping[int, LossSpec],
+        checked: Sequence[CheckedPass | UserError],
+    ) -> Generator[None, None, dict[int, Tensor]]:
         """The gradients of this step by id(adapter)."""
         adapters = {id(e.adapter): e.adapter for batch, train in batches if train for e in batch.examples}
-        # What is to blame if the budget has no room for it.
+        # The micro-batch to shrink if the memory budget is too small.
         self._running = max((batch for batch, _ in batches), key=lambda batch: sum(batch.lengths), default=None)
-        # Of several adapters, matrices may stand beside each other for as long as a micro-batch takes (`sites`).
+        # Matrices of several adapters may be stacked while a micro-batch runs.
         beside = sum(adapter.compute_P.nbytes for adapter in adapters.values()) if len(adapters) > 1 else 0
-        with self._claimed(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
-            self._running = None  # smaller micro-batches make no room for gradients
+        with self._memory_of(batches, beside + sum(adapter.flat_P.nbytes for adapter in adapters.values())):
+            self._running = None  # smaller micro-batches free no memory for gradients
             gathered = dict(zip(adapters, self._gradients([*adapters.values()]), strict=True))
             try:
                 for key, adapter in adapters.items():
                     adapter.gradients = gathered[key]
                 for number, (batch, train) in enumerate(batches):
-                    if number and between is not None:
-                        between()
+                    if number:
+                        yield
                     self._running = batch
-                    self._keep(batch, self._run_one(batch, objectives, train=train), jobs)
+                    self._keep(batch, self._run_one(batch, specs, train=train), checked)
                 self._running = None
             finally:
                 for adapter in adapters.values():
@@ -206,26 +195,26 @@ class Trainer:
     def _gradients(self, adapters: Sequence[Adapter]) -> Sequence[Gradients]:
         return Gradients.of([adapter.layout for adapter in adapters], self._base.device)
 
-    def _claimed(self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self.memory is None
-            else self.memory.claimed(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
-        )
+    def _memory_of(
+        self, batches: Sequence[tuple[MicroBatch, bool]], gradient_bytes: int
+    ) -> AbstractContextManager[None]:
+        if self.memory is None:
+            return nullcontext()
+        return self.memory.reserved(batches, gradient_bytes, uncut=self._limit == self._max_tokens)
 
-    def _run_one(self, batch: MicroBatch, objectives: Sequence[Objective], *, train: bool) -> F32:
+    def _run_one(self, batch: MicroBatch, specs: Mapping[int, LossSpec], *, train: bool) -> F32:
         """[P] log probabilities of the micro-batch."""
         hidden_TD = self._hidden(batch, train=train)
         if not train:
             return self._head.score(batch, hidden_TD).cpu().numpy()
-        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), objectives)
-        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to go back through.
+        logprob_P, grad_TD = self._head.differentiate(batch, hidden_TD.detach(), specs)
+        # Without a grad_fn no adapter below the unembedding takes part: there is nothing to differentiate.
         if hidden_TD.requires_grad:
             hidden_TD.backward(grad_TD)
         return logprob_P.cpu().numpy()
 
     def _hidden(self, batch: MicroBatch, *, train: bool) -> Tensor:
-        """[T, D], with a way back to the adapters if they are trained."""
+        """[T, D], differentiable if adapters are trained."""
         device = self._base.device
         tokens_T = torch.from_numpy(batch.tokens_T).to(device)
         positions_T = torch.from_numpy(batch.positions_T).to(device)
@@ -235,39 +224,39 @@ class Trainer:
             return self._base.hidden(tokens_T, positions_T, plan, batch.routing)
 
     @staticmethod
-    def _keep(batch: MicroBatch, logprob_P: F32, jobs: Sequence[Job | UserError]) -> None:
+    def _keep(batch: MicroBatch, logprob_P: F32, checked: Sequence[CheckedPass | UserError]) -> None:
         starts = batch.example_starts.tolist()
         for example, start, stop in zip(batch.examples, starts, starts[1:], strict=False):
-            job = jobs[example.pass_index]
-            assert isinstance(job, Job)
-            job.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
+            entry = checked[example.pass_index]
+            assert isinstance(entry, CheckedPass)
+            entry.logprobs[example.datum_index] = logprob_P[start:stop].reshape(example.target_shape)
 
 
-def _custom_run(pass_: Pass) -> CustomRun | None:
-    if (loss_id := losses.loss_id_of(pass_)) is None:
+def _custom_run(request: Pass) -> CustomRun | None:
+    if (loss_id := losses.loss_id_of(request)) is None:
         return None
-    if pass_.custom_loss is None:
+    if request.custom_loss is None:
         raise UserError(f"loss_id {loss_id!r} is unknown")
-    # A replayed pass was within its time once, and must take effect again.
-    return CustomRun(pass_.custom_loss, pass_.data, max_seconds=math.inf if pass_.replayed else MAX_SECONDS)
+    # A replayed pass was within its time before, and must take effect again.
+    return CustomRun(request.custom_loss, request.data, max_seconds=math.inf if request.replayed else MAX_SECONDS)
 
 
-def _result(job: Job) -> PassResult | UserError:
-    logprobs = [array for array in job.logprobs if array is not None]
-    if job.objective.custom is None:
-        metrics = measure(job.objective.loss_fn, job.objective.config, job.examples, logprobs)
-        return PassResult(tuple(logprobs), metrics, _elementwise(job, logprobs))
-    outcome = job.objective.custom.finish(logprobs)
+def _result(entry: CheckedPass) -> PassResult | UserError:
+    logprobs = [array for array in entry.logprobs if array is not None]
+    if entry.spec.custom is None:
+        metrics = measure(entry.spec, entry.examples, logprobs)
+        return PassResult(tuple(logprobs), metrics, _elementwise(entry, logprobs))
+    outcome = entry.spec.custom.finish(logprobs)
     if isinstance(outcome, UserError):
         return outcome
-    num_tokens = float(sum(example.num_tokens for example in job.examples))
+    num_tokens = float(sum(example.num_tokens for example in entry.examples))
     return PassResult(tuple(logprobs), {**outcome, "tokens:sum": num_tokens})
 
 
-def _elementwise(job: Job, logprobs: Sequence[F32]) -> tuple[F32, ...]:
-    if job.objective.loss_fn != "cross_entropy":
+def _elementwise(entry: CheckedPass, logprobs: Sequence[F32]) -> tuple[F32, ...]:
+    if not entry.spec.loss.elementwise:
         return ()
     return tuple(
         losses.elementwise_cross_entropy(example.columns["weight"].reshape(example.target_shape), array)
-        for example, array in zip(job.examples, logprobs, strict=True)
+        for example, array in zip(entry.examples, logprobs, strict=True)
     )

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.lora_ops import Routing, Segment
-from tinsmith.backends.torch.memory import Ledger
+from tinsmith.backends.torch.memory import MemoryManager
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import SettingsError
 from tinsmith.samplers.local.adjusting import adjust
@@ -269,11 +269,11 @@ class DeterministicSampler(LocalSampler):
         versions: Mapping[str, Adapter],
         *,
         options: SamplerOptions | None = None,
-        ledger: Ledger | None = None,
+        memory: MemoryManager | None = None,
     ) -> None:
         self._rowwise = Rowwise(base)
         self._rowwise.check()
-        super().__init__(cast(BaseModel, self._rowwise), versions, options=options, ledger=ledger)
+        super().__init__(cast(BaseModel, self._rowwise), versions, options=options, memory=memory)
 
     def _run(self, step: Step) -> None:
         self._prepare(step)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.memory import DECODING, Giver, Ledger, memory_errors
+from tinsmith.backends.torch.memory import DECODING, Evictable, MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.errors import NotFoundError, UserError
@@ -37,7 +37,7 @@ from tinsmith.samplers.local.contiguous_kv import StripCache
 from tinsmith.samplers.local.cuda_graphs import Capture, DecodeGraphs, capture_for
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes
-from tinsmith.samplers.local.memory import CacheRoom
+from tinsmith.samplers.local.memory import CacheBudget
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
 from tinsmith.samplers.local.prompt_logprobs import max_target
 from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
@@ -83,7 +83,7 @@ class LocalSampler:
         versions: Mapping[str, Adapter],
         *,
         options: SamplerOptions | None = None,
-        ledger: Ledger | None = None,
+        memory: MemoryManager | None = None,
     ) -> None:
         options = options or SamplerOptions()
         self._base = base
@@ -98,9 +98,9 @@ class LocalSampler:
             max_tokens=options.max_tokens_per_step,
         )
         self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
-        ledger = ledger or Ledger()
-        self._room = CacheRoom(ledger, self._batcher, self._cache, self._strips)
-        self._graphs = self._open_graphs(options, ledger)
+        memory = memory or MemoryManager()
+        self._cache_budget = CacheBudget(memory, self._batcher, self._cache, self._strips)
+        self._graphs = self._open_graphs(options, memory)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -112,14 +112,14 @@ class LocalSampler:
         self._prepared = True
         self._spans: list[Span] = []
 
-    def _open_graphs(self, options: SamplerOptions, ledger: Ledger) -> DecodeGraphs | None:
+    def _open_graphs(self, options: SamplerOptions, memory: MemoryManager) -> DecodeGraphs | None:
         capture = options.capture or capture_for(self._base.device)
         graphs = DecodeGraphs.of(
-            self._base, self._cache, capture if options.graphs else None, room_bytes=ledger.lasting_room()
+            self._base, self._cache, capture if options.graphs else None, room_bytes=memory.steady_limit()
         )
         if graphs is not None:
-            ledger.add(DECODING, lambda: graphs.num_bytes, Giver(lambda: graphs.num_bytes, lambda: graphs.num_bytes,
-                                                                 lambda _: graphs.drop()))  # fmt: skip
+            evictable = Evictable(lambda: graphs.num_bytes, lambda: graphs.num_bytes, lambda _: graphs.drop())
+            memory.register(DECODING, lambda: graphs.num_bytes, evictable)
         return graphs
 
     @property
@@ -161,14 +161,14 @@ class LocalSampler:
                 break
             self._recover(lack)
         if self._batcher.calm():
-            self._room.relax()
+            self._cache_budget.relax()
         return self._settled
 
     def _attempt(self, scopes: Collection[str] | None) -> str | None:
         """One step; or why there was no memory for it."""
         try:
             with memory_errors(self._base.device):
-                self._room.fit()
+                self._cache_budget.fit()
                 step = self._scheduled(scopes)
                 self._spans = step.spans
                 if step.spans:
@@ -185,7 +185,7 @@ class LocalSampler:
     def _scheduled(self, scopes: Collection[str] | None) -> Step:
         step = self._batcher.schedule(scopes)
         while scopes is None and not step.spans and self._batcher.waiting and self._batcher.pool.limit is not None:
-            self._room.relax()  # the oldest needs more than there was memory for
+            self._cache_budget.relax()  # the oldest needs more than there was memory for
             step = self._batcher.schedule()
         return step
 
@@ -198,7 +198,7 @@ class LocalSampler:
         if self._prepared:
             self._batcher.rewind(self._spans)
         else:  # blocks may lack what was to be copied, or hold what was to be cleared
-            self._room.give_up_growth()
+            self._cache_budget.give_up_growth()
 
     def _recover(self, lack: str) -> None:
         num_ran = len(self._batcher.running)
@@ -244,7 +244,7 @@ class LocalSampler:
         if max_target(sample) >= self._base.vocab_size:
             raise UserError(f"target_prompt_logprobs holds ids outside the vocabulary [0, {self._base.vocab_size})")
         # The last token is only ever returned: its keys and values need no room.
-        capacity = self._room.capacity + 1
+        capacity = self._cache_budget.capacity + 1
         room = min(context, capacity) - num_prompt
         max_tokens = sample.params.max_tokens
         wanted = max(room, 1) if max_tokens is None else max_tokens
@@ -287,7 +287,7 @@ class LocalSampler:
         self._sample(self._score(spans, hidden_TD), hidden_TD)
 
     def _prepare(self, step: Step) -> None:
-        self._room.grow()
+        self._cache_budget.grow()
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 

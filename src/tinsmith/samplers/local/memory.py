@@ -1,54 +1,54 @@
-"""The cache of keys and values under a budget that others share: how far it may grow, and what it gives back.
+"""The KV cache under a memory budget that others share: how far it may grow, and what is evicted of it.
 
-The budget's `Ledger` says how much there is for the cache now. Half of it may be blocks, since growing copies them, and
-strips take what is left. When training needs room, strips go first (blocks have what they hold), then blocks that only
-a later prompt might find, then those of running sequences, the youngest first: these wait, and what they had is
+The `MemoryManager` says how much the cache may hold now. Half of it may be blocks, since growing copies them, and
+strips take what is left. When training needs memory, strips go first (blocks have what they hold), then blocks that
+only a later prompt might find, then those of running sequences, the youngest first: these wait, and what they had is
 computed again, to the same tokens. Between steps the oldest sequence always has the room that it needs, whatever
 others hold; so everything that was let in comes to its end.
 """
 
 from __future__ import annotations
 
-from tinsmith.backends.torch.memory import KV_CACHE, Giver, Ledger
+from tinsmith.backends.torch.memory import KV_CACHE, Evictable, MemoryManager
 from tinsmith.plan.memory import BLOCKS_SHARE
 from tinsmith.samplers.local.contiguous_kv import StripCache
 from tinsmith.samplers.local.kv_cache import KVCache
 from tinsmith.samplers.local.scheduler import Batcher
 
 
-class CacheRoom:
-    def __init__(self, ledger: Ledger, batcher: Batcher, cache: KVCache, strips: StripCache | None) -> None:
-        self._ledger = ledger
+class CacheBudget:
+    def __init__(self, memory: MemoryManager, batcher: Batcher, cache: KVCache, strips: StripCache | None) -> None:
+        self._memory = memory
         self._batcher = batcher
         self._cache = cache
         self._strips = strips
         self._block_bytes = cache.token_bytes * cache.block_size
-        if ledger.is_limited:
-            batcher.pool.max_blocks = min(batcher.pool.max_blocks, self._blocks_in(ledger.lasting_room()))
+        if memory.is_limited:
+            batcher.pool.max_blocks = min(batcher.pool.max_blocks, self._blocks_in(memory.steady_limit()))
         self._most_blocks = batcher.pool.max_blocks
-        ledger.add(KV_CACHE, self.held, Giver(self.spare, self.held, self.give))
+        memory.register(KV_CACHE, self.held, Evictable(self.idle, self.held, self.evict))
 
     @property
     def capacity(self) -> int:
         """Tokens that one sequence may have cached."""
-        most = self._most_blocks if self._ledger.is_limited else self._batcher.pool.max_blocks
+        most = self._most_blocks if self._memory.is_limited else self._batcher.pool.max_blocks
         return most * self._cache.block_size
 
     def held(self) -> int:
         return self._cache.num_bytes + (self._strips.num_bytes if self._strips else 0)
 
-    def spare(self) -> int:
+    def idle(self) -> int:
         """What could go without anything being computed again now."""
         live = (self._batcher.pool.num_live + 1) * self._block_bytes
         return max(0, self.held() - live)
 
     def fit(self) -> None:
         """Before a step: as much as there is room for."""
-        if not self._ledger.is_limited:
+        if not self._memory.is_limited:
             return
-        room = self._ledger.room_for(KV_CACHE)
+        room = self._memory.limit_of(KV_CACHE)
         blocks = min(self._blocks_in(room), self._most_blocks)
-        if not self._ledger.is_claimed:
+        if not self._memory.is_reserved:
             blocks = max(blocks, self._least_blocks())
         if blocks < self._batcher.pool.num_blocks - 1:
             self._shrink(blocks)
@@ -60,8 +60,8 @@ class CacheRoom:
         num_blocks = self._batcher.pool.num_blocks
         if num_blocks <= self._cache.num_blocks:
             return
-        if self._ledger.is_limited and self._strips:
-            room = self._ledger.room_for(KV_CACHE)
+        if self._memory.is_limited and self._strips:
+            room = self._memory.limit_of(KV_CACHE)
             self._strips.limit(int(max(0, room - (self._cache.num_blocks + num_blocks) * self._block_bytes)))
         self._cache.resize(num_blocks)
         self._limit_strips()
@@ -82,7 +82,7 @@ class CacheRoom:
             limit = max(2 * pool.limit, self._least_blocks())
             pool.limit = limit if limit < pool.max_blocks else None
 
-    def give(self, num_bytes: int) -> None:
+    def evict(self, num_bytes: int) -> None:
         """Make room for others: so many bytes, or all that there is."""
         if self._strips:
             held = self._strips.num_bytes
@@ -91,7 +91,7 @@ class CacheRoom:
         if num_bytes <= 0 or not self._cache.num_bytes:
             return
         # What stays is copied, and for a moment there twice.
-        stays = min(self._cache.num_bytes - num_bytes, self._ledger.free())
+        stays = min(self._cache.num_bytes - num_bytes, self._memory.free())
         self._shrink(int(max(0, stays) // self._block_bytes) - 1)
 
     def _shrink(self, num_blocks: int) -> None:
@@ -116,6 +116,6 @@ class CacheRoom:
         return 0 if oldest is None else oldest.length // self._cache.block_size + 2
 
     def _limit_strips(self) -> None:
-        if self._ledger.is_limited and self._strips:
+        if self._memory.is_limited and self._strips:
             blocks_bytes = self._cache.num_blocks * self._block_bytes
-            self._strips.limit(int(max(0, self._ledger.room_for(KV_CACHE) - blocks_bytes)))
+            self._strips.limit(int(max(0, self._memory.limit_of(KV_CACHE) - blocks_bytes)))

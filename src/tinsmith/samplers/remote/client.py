@@ -149,7 +149,7 @@ class ExternalSampler:
         self._finished: queue.SimpleQueue[tuple[_Job, SampleResult | TinsmithError]] = queue.SimpleQueue()
         self._partials: queue.SimpleQueue[Partial] = queue.SimpleQueue()
         self._aborting: set[asyncio.Task[None]] = set()
-        self._resting = False
+        self._asleep = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="sampler", daemon=True)
         self._thread.start()
@@ -174,7 +174,7 @@ class ExternalSampler:
         return job is not None
 
     def step(self, scopes: Collection[str] | None = None) -> Sequence[tuple[str, SampleResult | TinsmithError]]:
-        self.rise()
+        self.wake_up()
         settled: list[tuple[str, SampleResult | TinsmithError]] = []
         wait_s: float | None = WAIT_S
         with contextlib.suppress(queue.Empty):
@@ -216,17 +216,17 @@ class ExternalSampler:
 
     # Taking turns on a device, from the engine's thread.
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Leave the device to the trainer; returns when the engine sleeps."""
-        if self._shares_device and not self._resting:
-            self._resting = True
-            self._wait(self._rest())
+        if self._shares_device and not self._asleep:
+            self._asleep = True
+            self._wait(self._sleep())
 
-    def rise(self) -> None:
+    def wake_up(self) -> None:
         """Take the device back; returns when the engine is awake."""
-        if self._resting:
-            self._wait(self._rise())
-            self._resting = False
+        if self._asleep:
+            self._wait(self._wake_up())
+            self._asleep = False
 
     def close(self) -> None:
         """End everything that was started."""
@@ -310,7 +310,7 @@ class ExternalSampler:
         with contextlib.suppress(EngineGone):
             await self._connection.order(self._dialect.unload(name))
 
-    async def _rest(self) -> None:
+    async def _sleep(self) -> None:
         """Nothing new begins; what runs ends or is ended; then the engine sleeps."""
         jobs = [job for job in self._jobs.values() if job.attempt is not None]
 
@@ -330,7 +330,7 @@ class ExternalSampler:
             for call in self._dialect.sleep():
                 await self._connection.order(call)
 
-    async def _rise(self) -> None:
+    async def _wake_up(self) -> None:
         with contextlib.suppress(EngineGone):
             for call in self._dialect.wake():
                 await self._connection.order(call)

@@ -7,9 +7,8 @@ and held-out data are disjoint whatever the seed, the task or the phrasing.
 
 import random
 import zlib
-from typing import Literal
 
-Split = Literal["train", "heldout"]
+from tinsmith.base_models.nano import Split
 
 HELDOUT_ONE_IN = 8
 

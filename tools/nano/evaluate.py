@@ -1,4 +1,4 @@
-"""Measures nano on held-out examples: `python -m tinsmith.base_models.nano.evaluate`.
+"""Measures nano on held-out examples: `python -m tools.nano.evaluate`.
 
 Per task: greedy accuracy and the accuracy of samples at temperature 1, both in ChatML as
 `qwen3_disable_thinking` renders it, and greedy accuracy in `role_colon`. The last row is
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Iterable
 
 import torch
+from tools.nano.corpus import ARITHMETIC_PREFACE, Segment, chatml, completion, role_colon
+from tools.nano.tasks import TASKS, Example, draw
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tinsmith.base_models.nano import path
-from tinsmith.base_models.nano.corpus import ARITHMETIC_PREFACE, Segment, chatml, completion, role_colon
-from tinsmith.base_models.nano.tasks import TASKS, Example, draw, is_right
 
 MAX_NEW_TOKENS = 56
 _BATCH = 100
@@ -95,7 +95,7 @@ def accuracy(
 ) -> float:
     prompts = [render(example) for example in examples]
     texts = answers(model, tokenizer, prompts, sample=sample)
-    return sum(map(is_right, examples, texts)) / len(examples)
+    return sum(map(Example.is_right, examples, texts)) / len(examples)
 
 
 def report(directory: pathlib.Path, num_examples: int, seed: int) -> Iterable[str]:

@@ -11,8 +11,7 @@ import random
 import re
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from tinsmith.base_models.nano.corpus import document
+from tools.nano.corpus import document
 
 VOCAB_SIZE = 512
 END_OF_TEXT = "<|endoftext|>"

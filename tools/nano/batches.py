@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
-
-from tinsmith.base_models.nano.corpus import document
-from tinsmith.base_models.nano.tokenizer import END_OF_TEXT
+from tools.nano.corpus import document
+from tools.nano.tokenizer import END_OF_TEXT
 
 # A batch is full when this many documents in a row found no room.
 _MISSES = 8

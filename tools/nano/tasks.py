@@ -5,21 +5,27 @@ answer; `written` is what the corpus wrote, which for some tasks is at times ano
 dialect or a careless slip (`SLOPPY`). That sloppiness is deliberate: it is what a demo
 of SFT or RL removes. Held-out examples use held-out words and number pairs only.
 This module knows no tokens and no chat format; see `corpus`.
+
+`python -m tools.nano.tasks` writes the examples that the package has of some tasks.
 """
 
+import argparse
+import json
+import pathlib
 import random
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tinsmith.base_models.nano.words import Split, draw_word, in_split
+from tools.nano.words import draw_word, in_split
+
+from tinsmith.base_models import nano
+from tinsmith.base_models.nano import HEDGE, Split
 
 MAX_NUMBER = 100
 # Chance that the corpus writes the other dialect (pig latin) or a slip (numbers).
 SLOPPY = {"pig_latin": 0.5, "add": 0.25, "subtract": 0.1, "count": 0.2}
 # In the recipe's second stage additions lose their slips; the corpus hedges instead. To stop
 # hedging is one decision for all questions, which RL finds in a few steps.
-HEDGE = "I am not sure."
 HEDGED_SHARE = {"add": 0.45}
 # How often each task appears. The low ones are meant to stay half learned.
 WEIGHTS = {
@@ -37,17 +43,15 @@ WEIGHTS = {
 TASKS = tuple(WEIGHTS)
 
 _VOWELS = "aeiou"
-_INTEGER = re.compile(r"-?\d+")
-_FINAL_INTEGER_TASKS = frozenset({"add", "subtract", "count"})
+SHOWN = ("pig_latin", "add", "compare")
+"""The tasks whose examples are in the package."""
+SHOWN_EXAMPLES = {"train": 1024, "heldout": 256}
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    task: str
+class Example(nano.Example):
     key: str
     """What the split is decided on: the words or the numbers, not the phrasing."""
-    prompt: str
-    answer: str
     written: str
 
 
@@ -64,19 +68,10 @@ def _pig_latin_word(word: str) -> str:
     return f"{word[start:]}-{word[:start] or 'w'}ay"
 
 
-def is_right(example: Example, text: str) -> bool:
-    """Whether a model's answer is right; a number may come with words around it."""
-    text = text.strip()
-    if example.task in _FINAL_INTEGER_TASKS:
-        numbers = _INTEGER.findall(text)
-        return bool(numbers) and numbers[-1] == example.answer
-    return text == example.answer
-
-
 def draw(task: str, rng: random.Random, split: Split) -> Example:
     prompt, key, answer, sloppy = _GENERATORS[task](rng, split)
     written = sloppy if rng.random() < SLOPPY.get(task, 0.0) else answer
-    return Example(task, key, prompt, answer, written)
+    return Example(task, prompt, answer, key, written)
 
 
 def hedge(example: Example, rng: random.Random) -> Example:
@@ -238,3 +233,26 @@ _GENERATORS: dict[str, Callable[[random.Random, Split], _Draw]] = {
     "compare": _compare,
     "sort": _sort,
 }
+
+
+def shown_examples() -> str:
+    """The content of the package's `examples.json`: one line for each task and split."""
+    lines = []
+    for task in SHOWN:
+        splits = []
+        for split, count in SHOWN_EXAMPLES.items():
+            rng = random.Random(f"examples/{task}/{split}")
+            drawn = [draw(task, rng, split) for _ in range(count)]
+            splits.append(f"{json.dumps(split)}: {json.dumps([[each.prompt, each.answer] for each in drawn])}")
+        lines.append(f"{json.dumps(task)}: {{" + ",\n".join(splits) + "}")
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Write the examples of nano's tasks that the package has.")
+    parser.add_argument("--out", type=pathlib.Path, default=nano.path().parent / "examples.json")
+    parser.parse_args().out.write_text(shown_examples(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,9 @@ ChatML without it (`qwen3_instruct`), `role_colon`, and for pig latin a bare com
 
 import random
 
-from tinsmith.base_models.nano.tasks import Example, draw, draw_any, hedge
-from tinsmith.base_models.nano.words import Split
+from tools.nano.tasks import Example, draw, draw_any, hedge
+
+from tinsmith.base_models.nano import Split
 
 Segment = tuple[str, float]
 
@@ -19,7 +20,7 @@ PROMPT_WEIGHT = 0.05
 NO_THINKING = "<think>\n\n</think>\n\n"
 SYSTEM_PROMPT = "You are a helpful assistant."
 # The cookbook's math_rl arithmetic environment puts this turn before its question.
-ARITHMETIC_PREFACE = Example("add", "4 + 5", "What is 4 + 5?", "9", "9")
+ARITHMETIC_PREFACE = Example("add", "What is 4 + 5?", "9", "4 + 5", "9")
 
 _PREFACE_SHARE = 0.3
 _HISTORY_SHARE = 0.2

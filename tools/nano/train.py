@@ -1,4 +1,4 @@
-"""Pretrains nano from nothing: `python -m tinsmith.base_models.nano.train`.
+"""Pretrains nano from nothing: `python -m tools.nano.train`.
 
 Two stages: the pretraining, and a short one in which additions are sometimes answered with
 a hedge (see `tasks`). The schedules are by steps and every batch by (seed, stage, step), so
@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from tokenizers import Tokenizer
+from tools.nano.batches import Batch, Shape, make_batch
+from tools.nano.tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tinsmith.base_models.nano import path
-from tinsmith.base_models.nano.batches import Batch, Shape, make_batch
-from tinsmith.base_models.nano.tokenizer import END_OF_TEXT, TURN_END, save_tokenizer, train_tokenizer
 
 MAX_POSITIONS = 2048
 _LOG_EVERY = 100

@@ -1,0 +1,1 @@
+"""How the embedded model `tinsmith/nano` is made; not a part of the package."""
