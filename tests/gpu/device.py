@@ -13,7 +13,6 @@ import torch
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local.cuda_graphs import Capture, capture_for, plain
 from tinsmith.types import LoraSpec, ModelShape
 
 NAMED = bool(os.environ.get("TEST_DEVICE"))
@@ -26,10 +25,6 @@ only_cuda = pytest.mark.skipif(not ON_CUDA, reason="there is no such kernel for 
 def device() -> torch.device:
     """With its number, as tensors on it have it."""
     return torch.empty(0, device=DEVICE).device
-
-
-def capture() -> Capture:
-    return capture_for(device()) or plain
 
 
 def pair(shape: ModelShape, **options: str | int) -> tuple[TorchBackend, TorchBackend]:

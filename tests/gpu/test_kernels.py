@@ -13,7 +13,6 @@ from support.local_sampling import make_prompt, make_sample
 from tinsmith.backends.torch import TorchBackend, grouped, varlen
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.quantization import QuantisedLinear
-from tinsmith.samplers.local.cuda_graphs import capture_for, plain
 from tinsmith.types import ModelShape
 
 
@@ -88,33 +87,6 @@ def test_grouped_products_are_the_products_one_by_one(seed: int) -> None:
     ):
         assert grouped.suits(x_TI, given)
         assert relative(grouped.grouped_product(x_TI, given, ends_S), torch.cat(expected)) < 0.01
-
-
-def test_a_capture_reads_and_writes_where_it_did() -> None:
-    given = torch.zeros(8, device=DEVICE)
-    written = torch.zeros(8, device=DEVICE)
-
-    def run() -> Tensor:
-        written.copy_(given * 3)
-        return given.cumsum(0) + 1
-
-    launch = (capture_for(device()) or plain)(run)
-    for value in (1.0, -2.0, 5.0):
-        given.fill_(value)
-        result = launch()
-        assert result.tolist() == [value * (i + 1) + 1 for i in range(8)]
-        assert written.tolist() == [3 * value] * 8
-
-
-@only_cuda
-def test_a_capture_that_looks_at_the_device_fails_and_harms_nothing() -> None:
-    given = torch.ones(8, device=DEVICE)
-    capture = capture_for(device())
-    assert capture is not None
-    with pytest.raises(RuntimeError):
-        capture(lambda: given * float(given.sum()))
-    torch.cuda.synchronize()
-    assert capture(lambda: given + 1)().tolist() == [2.0] * 8
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,6 @@ from tinsmith.backends.torch.fused_linear import Adding, Fuse, FusedLinear, Plai
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.products import HAS_ONEDNN
-from tinsmith.backends.torch.slots import SegmentWork, Slots
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -94,7 +93,6 @@ class Decoder:
         self._banks: dict[int, Bank] = {}
         self._final = _norm(modules, "norm")
         self._rotary = (torch.empty(0), torch.empty(0))
-        self.slots = Slots(())
         self.packs = next(modules.parameters()).device.type == "cpu"
         """Whether the weights are laid out anew, for oneDNN."""
 
@@ -127,7 +125,6 @@ class Decoder:
         self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
         self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
         self._banked = list(self._linears)
-        self.slots = Slots(self._linears)
         if self.packs:
             self._head = FusedLinear([self._unembedding], self._threads)
             self._banked.append(self._head)
@@ -162,13 +159,7 @@ class Decoder:
         return _Ending(rows_n, self._work(routing.only(wanted), len(rows_n)))
 
     def _work(self, routing: Routing, num_rows: int) -> Adding:
-        segments = None if self.packs else SegmentWork.of(self.slots, routing, self._final.weight.device)
-        return segments or Work(routing, num_rows, self._banks, self._banked)
-
-    def through(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, work: Adding) -> Tensor:
-        """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""
-        x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        return self._through(x_TD, self._rotation_of(x_TD, positions_T), plan, work, len(tokens_T))
+        return Work(routing, num_rows, self._banks, self._banked)
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
         """[T, V] float32; None if the unembedding is not laid out anew. What adapters add is rounded apart, as it is in
@@ -179,10 +170,6 @@ class Decoder:
         work = Work(routing, len(hidden_TD), self._banks, self._banked)
         with self._threads.mixed(len(hidden_TD)):
             return self._head(hidden_TD, work, torch.float32)
-
-    @property
-    def linears(self) -> Sequence[FusedLinear]:
-        return self._linears
 
     def _through(
         self,

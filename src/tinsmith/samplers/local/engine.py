@@ -27,14 +27,13 @@ from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.memory import DECODING, Giver, Ledger, memory_errors
+from tinsmith.backends.torch.memory import Ledger, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
 from tinsmith.errors import NotFoundError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import StripCache
-from tinsmith.samplers.local.cuda_graphs import Capture, DecodeGraphs, capture_for
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.local.memory import CacheRoom
@@ -65,12 +64,6 @@ class SamplerOptions:
     max_tokens_per_step: int = 512
     """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
 
-    graphs: bool = True
-    """Whether decode steps are captured as graphs, on devices where that pays."""
-
-    capture: Capture | None = None
-    """How they are captured. None: as suits the device."""
-
 
 class LocalSampler:
     """Implements the Sampler protocol."""
@@ -100,7 +93,6 @@ class LocalSampler:
         self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
         ledger = ledger or Ledger()
         self._room = CacheRoom(ledger, self._batcher, self._cache, self._strips)
-        self._graphs = self._open_graphs(options, ledger)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -111,16 +103,6 @@ class LocalSampler:
         self._can_retry = True
         self._prepared = True
         self._spans: list[Span] = []
-
-    def _open_graphs(self, options: SamplerOptions, ledger: Ledger) -> DecodeGraphs | None:
-        capture = options.capture or capture_for(self._base.device)
-        graphs = DecodeGraphs.of(
-            self._base, self._cache, capture if options.graphs else None, room_bytes=ledger.lasting_room()
-        )
-        if graphs is not None:
-            ledger.add(DECODING, lambda: graphs.num_bytes, Giver(lambda: graphs.num_bytes, lambda: graphs.num_bytes,
-                                                                 lambda _: graphs.drop()))  # fmt: skip
-        return graphs
 
     @property
     def has_work(self) -> bool:
@@ -193,8 +175,6 @@ class LocalSampler:
         """The sampler as if the step that was cut off had not been begun; what it has settled stays settled."""
         if self._strips:
             self._strips.clear()
-        if self._graphs:
-            self._graphs.drop()
         if self._prepared:
             self._batcher.rewind(self._spans)
         else:  # blocks may lack what was to be copied, or hold what was to be cleared
@@ -281,7 +261,7 @@ class LocalSampler:
 
     def _run(self, step: Step) -> None:
         self._prepare(step)
-        spans, hidden_TD = self._compute(step.spans)
+        spans, hidden_TD = self._through_layers(step.spans)
         for span, _ in spans:
             self._batcher.advance(span)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
@@ -291,21 +271,8 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _compute(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
-        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
-        if self._graphs is None:
-            return self._through_layers(spans)
-        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        launched = self._graphs.compute(decoding)
-        if launched is None:
-            return self._through_layers(spans)
-        decoded = [(span, 1) for span in launched[0]]
-        if len(decoding) == len(spans):
-            return decoded, launched[1]
-        rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
-        return [*decoded, *rest], torch.cat([launched[1], rest_TD])
-
     def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
         spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
         adapters = [span.sequence.request.weights.adapter for span in spans]
