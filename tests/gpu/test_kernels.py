@@ -10,7 +10,7 @@ from torch import Tensor
 from gpu.device import DEVICE, device, only_cuda
 from support import tiny_models
 from support.local_sampling import make_prompt, make_sample
-from tinsmith.backends.torch import TorchBackend, grouped, varlen
+from tinsmith.backends.torch import TorchBackend, varlen
 from tinsmith.backends.torch.attention import PackedCausal
 from tinsmith.backends.torch.quantization import QuantisedLinear
 from tinsmith.types import ModelShape
@@ -25,8 +25,6 @@ def test_the_kernels_are_right_here() -> None:
     capability = torch.cuda.get_device_capability(device())
     if capability >= varlen.LEAST_CAPABILITY:
         assert varlen.is_right_on(device())
-    if capability >= grouped.GRAPHED_CAPABILITY:
-        assert grouped.is_right_on(device())
 
 
 @only_cuda
@@ -68,25 +66,6 @@ def test_packed_attention_is_what_padded_batches_compute(
     for ours, healthy in zip([out, *(leaf.grad for leaf in leaves)], found[0], strict=True):
         assert ours is not None and healthy is not None
         assert relative(ours[others], healthy[others]) < 0.01
-
-
-@only_cuda
-@pytest.mark.parametrize("seed", range(4))
-def test_grouped_products_are_the_products_one_by_one(seed: int) -> None:
-    if not grouped.is_right_on(device()):
-        pytest.skip("not to be had here")
-    rng = np.random.default_rng(seed)
-    sizes = [int(n) for n in rng.integers(1, 400, 9)]
-    inputs, outputs = int(rng.integers(1, 40)) * 8, int(rng.integers(1, 40)) * 8
-    x_TI = torch.randn(sum(sizes), inputs, device=DEVICE).bfloat16()
-    matrices_SOI = torch.randn(len(sizes), outputs, inputs, device=DEVICE).bfloat16()
-    ends_S = grouped.offsets_of(sizes, device())
-    for given, expected in (
-        (matrices_SOI.mT, [x @ m.t() for x, m in zip(x_TI.split(sizes), matrices_SOI, strict=True)]),
-        (matrices_SOI.mT.contiguous(), [x @ m.t() for x, m in zip(x_TI.split(sizes), matrices_SOI, strict=True)]),
-    ):
-        assert grouped.suits(x_TI, given)
-        assert relative(grouped.grouped_product(x_TI, given, ends_S), torch.cat(expected)) < 0.01
 
 
 @pytest.fixture(scope="module")
