@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 
 from tinsmith.backends.torch import TorchBackend
@@ -18,8 +17,6 @@ from tinsmith.types import LoraSpec, ModelShape
 NAMED = bool(os.environ.get("TEST_DEVICE"))
 DEVICE = os.environ.get("TEST_DEVICE") or "cuda"
 ON_CUDA = DEVICE.startswith("cuda")
-
-only_cuda = pytest.mark.skipif(not ON_CUDA, reason="there is no such kernel for a CPU")
 
 
 def device() -> torch.device:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from tinsmith.backends.torch import varlen
 from tinsmith.errors import SettingsError
 
 ATTENTION_NAME = "tinsmith"
@@ -112,11 +111,10 @@ class PackedCausal:
     """Whole sequences one after the other in one row, each causal within itself.
 
     Sequences of similar length share one batched kernel call, padded on the right with rows of their own,
-    whose results and gradients are dropped. On a GPU one kernel takes them as they are, where it can (`varlen`).
+    whose results and gradients are dropped.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._ends = varlen.Ends(lengths)
         self._groups = _grouped(lengths, torch.device(device))
         self._order = None
         if len(self._groups) > 1 or self._groups[0].rows is not None:
@@ -138,8 +136,6 @@ class PackedCausal:
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        if varlen.suits(q_THD, k_TGD, v_TGD, softcap, sinks_H):
-            return varlen.attend(q_THD, k_TGD, v_TGD, self._ends, scale, window)
         outputs = []
         for group in self._groups:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
