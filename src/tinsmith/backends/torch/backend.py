@@ -112,11 +112,10 @@ class TorchBackend:
         return (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
 
     def _make_sampler(self) -> LocalSampler:
-        from tinsmith.samplers.local.deterministic import DeterministicSampler
-        from tinsmith.samplers.local.engine import LocalSampler
+        from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 
-        kind = DeterministicSampler if self._deterministic else LocalSampler
-        return kind(self._base, self._versions, ledger=self._ledger)
+        options = SamplerOptions(deterministic=self._deterministic)
+        return LocalSampler(self._base, self._versions, options=options, ledger=self._ledger)
 
     def _open_ledger(self, budget_bytes: int, chunk_rows: int) -> Ledger:
         """Raises SettingsError if the budget is too small for anything."""

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.lora_ops import Routing
+from tinsmith.backends.torch.lora_ops import Routing, Segment
 from tinsmith.backends.torch.memory import Ledger, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import StripCache
@@ -43,9 +43,14 @@ from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, Span, Step
 from tinsmith.samplers.local.scoring import score_prompt
-from tinsmith.types import Grammar, Partial, Sample, SampleResult
+from tinsmith.types import I32, Grammar, Partial, Sample, SampleResult
 
 log = structlog.get_logger()
+
+PIECE_ROWS = 16
+"""Rows of a forward of the deterministic mode: fewer waste less in decode steps, more cost less for prompts. Of a
+mixture of experts one: an expert meets as many rows as choose it.
+"""
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
@@ -63,6 +68,9 @@ class SamplerOptions:
 
     max_tokens_per_step: int = 512
     """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
+
+    deterministic: bool = False
+    """Whether every sequence goes through the model alone, in forwards of fixed shapes (`_through_pieces`)."""
 
 
 class LocalSampler:
@@ -90,7 +98,13 @@ class LocalSampler:
             max_sequences=options.max_sequences,
             max_tokens=options.max_tokens_per_step,
         )
-        self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
+        self._deterministic = options.deterministic
+        has_experts = any("expert" in name for name, _ in base.model.named_modules())
+        self._piece_rows = 1 if has_experts else PIECE_ROWS
+        if self._deterministic:
+            self._check_repeatable()
+        in_strips = base.device.type == "cpu" and not self._deterministic
+        self._strips = StripCache(self._cache, budget, base.device) if in_strips else None
         ledger = ledger or Ledger()
         self._room = CacheRoom(ledger, self._batcher, self._cache, self._strips)
         self._requests: dict[str, list[Sequence]] = {}
@@ -261,7 +275,8 @@ class LocalSampler:
 
     def _run(self, step: Step) -> None:
         self._prepare(step)
-        spans, hidden_TD = self._through_layers(step.spans)
+        through = self._through_pieces if self._deterministic else self._through_layers
+        spans, hidden_TD = through(step.spans)
         for span, _ in spans:
             self._batcher.advance(span)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
@@ -292,6 +307,49 @@ class LocalSampler:
         )
         return list(zip(spans, counts, strict=True)), hidden_TD
 
+    def _through_pieces(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
+
+        A kernel adds in an order that it chooses by the shapes that it is given. So a position is always computed in
+        the same place of the same piece of its sequence, beside nothing else: those before it are computed again, and
+        places behind it hold copies of the last token, whose keys and values are dropped.
+        """
+        found = []
+        for span in spans:
+            begin = span.start - span.start % self._piece_rows
+            for first in range(begin, span.stop, self._piece_rows):
+                wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
+                tokens_T = span.sequence.tokens_T[first : first + wanted.stop]
+                request, blocks = span.sequence.request, span.sequence.blocks
+                found.append(self._piece(self._cache, tokens_T, first, blocks, request.weights.adapter, wanted))
+        return [(span, span.stop - span.start) for span in spans], torch.cat(found)
+
+    def _piece(
+        self, cache: KVCache, tokens_T: I32, first: int, blocks: Seq[int], adapter: Adapter | None, wanted: slice
+    ) -> Tensor:
+        """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`."""
+        num = self._piece_rows
+        tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
+        rows = Rows(first, first + num, [*blocks, *[0] * num])
+        plan = PagedPlan(cache, [rows], self._base.device, written=wanted)
+        tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        return self._base.hidden(tokens_T, plan.positions_T, plan, Routing([Segment(0, num, adapter)]))[wanted]
+
+    @torch.inference_mode()
+    def _check_repeatable(self) -> None:
+        """Raises SettingsError if the same call gives other bits when it is made again."""
+        num = self._piece_rows
+        tokens_T = (7 * np.arange(2 * num) % self._base.shape.vocab_size).astype(np.int32)
+        found = []
+        for _ in range(2):
+            cache = KVCache(layer_shapes(self._base), num, self._base.device)
+            cache.resize(3)  # block 0 is the null block
+            pieces = [self._piece(cache, tokens_T[at : at + num], at, [1, 2], None, slice(num)) for at in (0, num)]
+            logits_1V = self._base.logits(pieces[1][-1:], Routing([Segment(0, 1, None)]))
+            found.append([*pieces, logits_1V])
+        if not all(torch.equal(ours, again) for ours, again in zip(*found, strict=True)):
+            raise SettingsError("the same rows give other bits from call to call on this machine: not deterministic")
+
     def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:
         """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
         complete, end = [], 0
@@ -299,7 +357,7 @@ class LocalSampler:
             begin, end = end, end + num_rows
             request = span.sequence.request
             if request.scores.next_row is not None and not score_prompt(
-                self._base, request, hidden_TD[begin:end], span.start
+                self._base, request, hidden_TD[begin:end], span.start, 1 if self._deterministic else None
             ):
                 self._settle(request, UserError(NOT_FINITE))
             elif span.completes:
@@ -308,6 +366,10 @@ class LocalSampler:
 
     def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
         """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
+        if self._deterministic and len(spans) > 1:
+            for span in spans:
+                self._sample([span], hidden_TD)
+            return
         if not spans:
             return
         # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
@@ -318,6 +380,11 @@ class LocalSampler:
         logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
+        if self._deterministic:
+            for sequence in sequences:
+                own_1V = logits_BV.clone()  # `choose` works in place
+                self._append([sequence], choose(own_1V, draws_of([sequence]), adjust(own_1V, [sequence])))
+            return
         if len(sequences) > len(spans):
             sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
             logits_BV = logits_BV.repeat_interleave(sizes, 0)

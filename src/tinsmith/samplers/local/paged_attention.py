@@ -30,6 +30,7 @@ I64 = npt.NDArray[np.int64]
 
 MAX_WASTE = 0.25  # of a group's longest member; below MIN_WASTE positions nobody minds
 MIN_WASTE = 64
+ALL = slice(None)
 
 
 class Rows(NamedTuple):
@@ -57,11 +58,20 @@ class _Group:
 
 
 class PagedPlan:
-    """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`."""
+    """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`. Keys and values of the
+    rows in `written` go into the cache.
+    """
 
     def __init__(
-        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, strips: StripCache | None = None
+        self,
+        cache: KVCache,
+        sequences: Sequence[Rows],
+        device: torch.device,
+        strips: StripCache | None = None,
+        *,
+        written: slice = ALL,
     ) -> None:
+        self._written = written
         self._cache = cache
         self._device = device
         start_N = np.array([s.start for s in sequences], np.int64)
@@ -104,7 +114,7 @@ class PagedPlan:
         softcap: float | None = None,
         sinks_H: Tensor | None = None,
     ) -> Tensor:
-        self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
+        self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
         out_THD = None
         for strips in self._strips:
             options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
