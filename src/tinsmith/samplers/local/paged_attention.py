@@ -7,7 +7,7 @@ cache, and chunks that continue a prompt together. Every sequence has a batch ro
 padding is its own last row or the null block, so a NaN stays with its sequence.
 
 Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached
-positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim; b = n * G, M = R * L.
+positions padded, C blocks of a table, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.backends.torch.attention import SHORT, AttentionOptions
+from tinsmith.backends.torch.attention import AttentionOptions
 from tinsmith.samplers.local.contiguous_kv import Decoding, StripCache, StripStep
 from tinsmith.samplers.local.kv_cache import KVCache
 
@@ -88,7 +88,6 @@ class PagedPlan:
         slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
         self.positions_T = self._tensor(positions_T)
         self._slots_T = self._tensor(slots_T)
-        self._biases: dict[tuple[int, int], Tensor] = {}
         self._strips: list[StripStep] = []
         kept_N = np.ones(len(sequences), np.bool_)
         if strips is not None:
@@ -132,10 +131,7 @@ class PagedPlan:
                 k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
             mask = self._mask(group, window, k_nGKD)
             if softcap is None and sinks_H is None:
-                if mask is None and _is_short(rows_nLHD):
-                    part = self._short(rows_nLHD, k_nGKD, v_nGKD, scale)
-                else:
-                    part = _fused(rows_nLHD, k_nGKD, v_nGKD, mask, scale)
+                part = _fused(rows_nLHD, k_nGKD, v_nGKD, mask, scale)
             else:
                 if mask is None:
                     mask = self._visible(group, k_nGKD.shape[2], None, q_THD.dtype)
@@ -151,30 +147,6 @@ class PagedPlan:
                 out_THD.index_copy_(0, rows, part.index_select(0, cells))
         assert out_THD is not None
         return out_THD
-
-    def _short(self, q_nLHD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
-        """[n * L, H, D]. Scores and their softmax in float32, as the fused kernel has them."""
-        num, length, num_heads, _ = q_nLHD.shape
-        num_keys = k_nGLD.shape[1]
-        q_nGRLD = q_nLHD.unflatten(2, (num_keys, -1)).permute(0, 2, 3, 1, 4)
-        q_bMD = q_nGRLD.to(torch.float32, memory_format=torch.contiguous_format).view(
-            num * num_keys, -1, q_nLHD.shape[3]
-        )
-        k_bLD = k_nGLD.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
-        repeat = num_heads // num_keys
-        scores_bML = torch.baddbmm(self._bias(length, repeat), q_bMD, k_bLD.mT, alpha=scale)
-        probs_bML = torch.softmax(scores_bML, -1).to(v_nGLD.dtype)
-        out_bMD = torch.bmm(probs_bML, v_nGLD.flatten(0, 1))
-        return (
-            out_bMD.view(num, num_keys, repeat, length, -1).permute(0, 3, 1, 2, 4).reshape(num * length, num_heads, -1)
-        )
-
-    def _bias(self, length: int, repeat: int) -> Tensor:
-        """[M, L]: 0 where a row of its sequence sees another, else -inf. Made once for all layers."""
-        if (length, repeat) not in self._biases:
-            bias_LL = torch.full((length, length), float("-inf")).triu_(1)
-            self._biases[length, repeat] = bias_LL.repeat(repeat, 1)
-        return self._biases[length, repeat]
 
     def _tensor(self, array: I64) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -249,10 +221,6 @@ def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I
             buckets.append(np.sort(order[begin:end]))
             begin = end
     return buckets
-
-
-def _is_short(q_nLHD: Tensor) -> bool:
-    return q_nLHD.device.type == "cpu" and q_nLHD.dtype == torch.bfloat16 and 1 < q_nLHD.shape[1] <= SHORT
 
 
 def _fused(q_nLHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
