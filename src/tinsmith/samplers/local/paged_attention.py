@@ -14,15 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.backends.torch.attention import AttentionOptions
+from tinsmith.backends.torch.attention import AttentionOptions, decode, prefill
 from tinsmith.samplers.local.contiguous_kv import Decoding, StripCache, StripStep
 from tinsmith.samplers.local.kv_cache import KVCache
 
@@ -102,21 +101,11 @@ class PagedPlan:
         ]
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
         out_THD = None
         for strips in self._strips:
-            options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
             part = strips.attend(layer, q_THD, k_TGD, v_TGD, **options)
             if strips.row_n is None:
                 return part
@@ -124,18 +113,7 @@ class PagedPlan:
                 out_THD = part.new_empty(len(q_THD), *part.shape[1:])
             out_THD.index_copy_(0, strips.row_n, part)
         for group in self._groups:
-            rows_nLHD = self._own(group, q_THD)
-            if group.blocks_nC is None:
-                k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
-            else:
-                k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
-            mask = self._mask(group, window, k_nGKD)
-            if softcap is None and sinks_H is None:
-                part = _fused(rows_nLHD, k_nGKD, v_nGKD, mask, scale)
-            else:
-                if mask is None:
-                    mask = self._visible(group, k_nGKD.shape[2], None, q_THD.dtype)
-                part = _plain(rows_nLHD, k_nGKD, v_nGKD, mask, scale, softcap, sinks_H)
+            part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
             if len(part) == len(q_THD) and group.real is None:
                 return part
             if out_THD is None:
@@ -147,6 +125,21 @@ class PagedPlan:
                 out_THD.index_copy_(0, rows, part.index_select(0, cells))
         assert out_THD is not None
         return out_THD
+
+    def _attend_group(
+        self, group: _Group, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:  # fmt: skip
+        """[n * L, H, D]"""
+        q_nLHD = self._own(group, q_THD)
+        if group.blocks_nC is None:
+            k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
+        else:
+            k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
+        mask = self._mask(group, options.get("window"), k_nGKD)
+        if mask is not None and group.num_rows == 1:
+            return decode(q_nLHD[:, 0], k_nGKD, v_nGKD, mask, **options)
+        return prefill(q_nLHD.transpose(1, 2), k_nGKD, v_nGKD, mask, **options).transpose(1, 2).flatten(0, 1)
 
     def _tensor(self, array: I64) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -221,47 +214,3 @@ def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I
             buckets.append(np.sort(order[begin:end]))
             begin = end
     return buckets
-
-
-def _fused(q_nLHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[n * L, H, D]"""
-    num, length, num_heads, _ = q_nLHD.shape
-    num_groups = k_nGKD.shape[1]
-    if length == 1:
-        # Query heads of one key head act as its rows: keys are read once for all of them, and never repeated.
-        q_nGRD = q_nLHD.view(num, num_groups, num_heads // num_groups, -1)
-        return scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=scale).reshape(num, num_heads, -1)
-    out_nHLD = scaled_dot_product_attention(
-        q_nLHD.transpose(1, 2),
-        k_nGKD,
-        v_nGKD,
-        mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=num_heads != num_groups,
-    )
-    return out_nHLD.transpose(1, 2).flatten(0, 1)
-
-
-def _plain(
-    q_nLHD: Tensor,
-    k_nGKD: Tensor,
-    v_nGKD: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """[n * L, H, D], for what the fused kernels cannot do: capped scores and sinks."""
-    repeat = q_nLHD.shape[2] // k_nGKD.shape[1]
-    k_nHKD, v_nHKD = k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
-    scores_nHLK = (q_nLHD.transpose(1, 2) @ k_nHKD.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores_nHLK = softcap * torch.tanh(scores_nHLK / softcap)
-    scores_nHLK = scores_nHLK + mask
-    if sinks_H is not None:
-        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLK.shape[:3], 1)
-        probs_nHLK = torch.softmax(torch.cat([scores_nHLK, sinks], -1), -1)[..., :-1]
-    else:
-        probs_nHLK = torch.softmax(scores_nHLK, -1)
-    return (probs_nHLK.to(v_nHKD.dtype) @ v_nHKD).transpose(1, 2).flatten(0, 1)
