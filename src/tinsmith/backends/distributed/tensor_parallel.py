@@ -194,7 +194,7 @@ class PartedAdapter(Adapter):
         self.refresh()
 
     def refresh(self) -> None:
-        self.fused.clear()
+        self.version += 1
         own = [self.compute[piece.name][piece.matrix] for piece in self.pieces]
         given = [_at(self.weights[piece.name][piece.matrix], piece) for piece in self.pieces]
         torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]

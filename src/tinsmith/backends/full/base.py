@@ -108,7 +108,7 @@ class FullWeights(Adapter):
         self.compute_P = flat_P
         self.weights = layout.views(flat_P)
         self.compute = {}
-        self.fused = {}
+        self.version = 0
         self.shares = {}
         self.gradients = None
 

@@ -12,6 +12,7 @@ a site (r for each of its linears that the adapter has).
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -32,6 +33,9 @@ needs copies of all matrices beside each other. In bfloat16 a batched product is
 """
 
 
+MOST_KEPT, MOST_KEPT_BYTES = 4, 2**28
+"""Stacks of a site that sampling keeps from step to step, and the bytes of the adapters of each."""
+
 Stacks = tuple[list[tuple[Block, Tensor]], list[tuple[Member, Tensor]]]
 
 
@@ -42,6 +46,7 @@ class Site:
         self._names = tuple(target.name for target in targets)
         ends = accumulate((target.out_features for target in targets), initial=0)
         self._columns = [slice(*span) for span in pairwise(ends)]
+        self._kept: OrderedDict[tuple[int, ...], Stacks | None] = OrderedDict()
 
     def work(self, routing: Routing) -> list[Run]:
         """The runs whose adapters have any of these linears; short ones together where that is faster."""
@@ -53,6 +58,14 @@ class Site:
                 continue
             work += [run] if self._is_batched(run) else run.apart()
         return work
+
+    def reference_(self, y_TO: Tensor, x_TI: Tensor, routing: Routing) -> None:
+        """Add to y what each segment's adapter adds, one product after another: the oracle of `forward_`."""
+        for start, stop, adapter in routing.segments:
+            for name, columns in zip(self._names, self._columns, strict=True):
+                if adapter is not None and name in adapter.compute:
+                    a_rI, b_Or = adapter.compute[name]
+                    y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
 
     def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
         """Add to y; returns each run's scale * x A^T [n, R] or [S, n, R], which backward needs again."""
@@ -132,18 +145,36 @@ class Site:
 
     def _stacks(self, run: Run) -> Stacks:
         """Each block's A's and each member's B's as one tensor; the layouts, and so the shares, are alike."""
-        if self not in run.stacks:
-            shares = [self._shares(adapter) for adapter in run.adapters]
-            blocks = zip(*(share.blocks for share in shares), strict=True)
-            members = zip(*(share.members for share in shares), strict=True)
-            run.stacks[self] = (
-                [(some[0], torch.stack([block.a_RI for block in some])) for some in blocks],
-                [(some[0], torch.stack([member.b_Or for member in some])) for some in members],
-            )
-        return run.stacks[self]
+        if (found := run.stacks.get(self)) is None:
+            found = run.stacks[self] = (self._kept.get(run.versions) if _is_sampling() else None) or self._stacked(run)
+            if _is_sampling():
+                self._kept[run.versions] = found
+        return found
+
+    def _stacked(self, run: Run) -> Stacks:
+        shares = [self._shares(adapter) for adapter in run.adapters]
+        blocks = zip(*(share.blocks for share in shares), strict=True)
+        members = zip(*(share.members for share in shares), strict=True)
+        return (
+            [(some[0], torch.stack([block.a_RI for block in some])) for some in blocks],
+            [(some[0], torch.stack([member.b_Or for member in some])) for some in members],
+        )
+
+    def _is_worth_stacking(self, run: Run) -> bool:
+        """In sampling: whether these adapters met here lately, so that their stack serves many steps."""
+        if sum(adapter.compute_P.nbytes for adapter in run.adapters) > MOST_KEPT_BYTES:
+            return False
+        known = run.versions in self._kept
+        self._kept.setdefault(run.versions, None)
+        self._kept.move_to_end(run.versions)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return known
 
     def _is_batched(self, run: Run) -> bool:
         if len(run.adapters) == 1 or run.length > BATCHED_ROWS:
+            return False
+        if _is_sampling() and not self._is_worth_stacking(run):
             return False
         blocks, members = self._shares(run.adapters[0])
         largest = max(*(block.a_RI.numel() for block in blocks), *(member.b_Or.numel() for member in members))
@@ -220,6 +251,11 @@ class Run:
         return self._groups[1]
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the adapters' weights."""
+        return tuple(adapter.version for adapter in self.adapters)
+
+    @property
     def stop(self) -> int:
         return self.start + self.length * len(self.adapters)
 
@@ -291,6 +327,10 @@ class Routing:
                 if segment.start < stop and segment.stop > start
             ]
         )
+
+
+def _is_sampling() -> bool:
+    return torch.is_inference_mode_enabled()
 
 
 def _runs(segments: Iterable[Segment]) -> list[Run]:

@@ -15,6 +15,7 @@ Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -289,7 +290,12 @@ class LocalSampler:
     def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
         """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
-        spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
+        # Those of adapters that have equally many do, too: they are one batched product.
+        num_rows: Counter[int] = Counter()
+        for span in spans:
+            num_rows[span.sequence.request.weights.number] += span.stop - span.start
+        numbers = {id(span): span.sequence.request.weights.number for span in spans}
+        spans = sorted(spans, key=lambda span: (num_rows[numbers[id(span)]], numbers[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
@@ -373,10 +379,10 @@ class LocalSampler:
         if not spans:
             return
         # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
-        last, repeated = spans[-1], round_up(len(spans)) - len(spans)
-        computed = [*spans, *[last] * repeated]
-        rows = torch.tensor([row for _, row in computed], device=hidden_TD.device)
-        routing = Routing.of([span.sequence.request.weights.adapter for span, _ in computed], [1] * len(computed))
+        repeated = round_up(len(spans)) - len(spans)
+        rows = torch.tensor([row for _, row in [*spans, *[spans[-1]] * repeated]], device=hidden_TD.device)
+        adapters = [span.sequence.request.weights.adapter for span, _ in spans]
+        routing = Routing.of([*adapters, *[None] * repeated], [1] * len(rows))
         logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
