@@ -7,10 +7,9 @@
 All is in bfloat16, adapters in float32, rank 32 on every linear. What is compared takes turns, run by run; medians and
 their spread are shown. Training: forward, backward and an optimizer step, of one adapter and of many; PEFT does one
 tenant after the other, padded. Sampling: as many prompts of 64 tokens as there are at once, 64 new tokens each;
-`graphs` has decode steps captured as CUDA graphs, `eager` has not, and transformers' `generate` has no adapter. Peak
-memory is what a run takes of the device beside what lay there before it (weights, caches, adapters). How far sampled
-logprobs are from those that training computes for the same tokens is shown, too: a figure that is fast and wrong is
-none.
+transformers' `generate` has no adapter. Peak memory is what a run takes of the device beside what lay there before it
+(weights, caches, adapters). How far sampled logprobs are from those that training computes for the same tokens is
+shown, too: a figure that is fast and wrong is none.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,8 +34,7 @@ from training import LEARNING_RATE, RANK, WORKS, Work, packed_step, sequences
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.base_models import read_shape
-from tinsmith.samplers.local.cuda_graphs import capture_for, plain
-from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
+from tinsmith.samplers.local.engine import LocalSampler
 from tinsmith.types import AdamParams, Datum, LoraSpec, ModelShape, OptimStep, Pass, PassResult, Sample, SamplingParams
 
 AT_ONCE = (1, 16, 64, 256)
@@ -151,14 +148,6 @@ def with_peft(directory: Path, device: Device) -> torch.nn.Module:
 # Sampling.
 
 
-@contextmanager
-def sampler_of(backend: TorchBackend, *, graphs: bool) -> Iterator[LocalSampler]:
-    # Where there is nothing to capture with, captured steps are run again: slower, and the same.
-    capture = (capture_for(backend.base.device) or plain) if graphs else None
-    yield LocalSampler(backend.base, backend._versions, options=SamplerOptions(graphs=graphs, capture=capture))
-    gc.collect()
-
-
 def our_samples(sampler: LocalSampler, at_once: int, adapters: int) -> Run:
     params = SamplingParams(max_tokens=NEW, temperature=1.0, stop_eos=False)
 
@@ -249,22 +238,20 @@ def measure(shape: ModelShape, device: Device, *, runs: int, quick: bool) -> dic
     for index in range(max(ADAPTERS)):
         backend.create_model(f"m{index}", LoraSpec(RANK, seed=index))
         backend.publish(f"m{index}", f"v{index}")
-    with sampler_of(backend, graphs=True) as graphed, sampler_of(backend, graphs=False) as eager:
-        for at_once in (2,) if quick else AT_ONCE:
-            for adapters in ADAPTERS:
-                tokens = at_once * NEW
-                contestants = [
-                    Contestant("graphs", our_samples(graphed, at_once, adapters), tokens),
-                    Contestant("eager", our_samples(eager, at_once, adapters), tokens),
-                ]
-                if not adapters:
-                    contestants.append(Contestant("generate", generated(unadapted, at_once), tokens))
-                device.in_turns(contestants, runs)
-                name = f"sampling, {at_once} at once, {adapters} adapters"
-                figures[name] = {each.name: each.figures() for each in contestants}
-        figures["publish and first token, ms"] = statistics.median(publish_ms(backend, graphed, device, max(runs, 3)))
-        figures["sampled logprobs from trained ones, mean"] = agreement(backend, graphed)
-        figures["captures"] = graphed._graphs.num_captures if graphed._graphs else 0
+    sampler = LocalSampler(backend.base, backend._versions)
+    for at_once in (2,) if quick else AT_ONCE:
+        for adapters in ADAPTERS:
+            tokens = at_once * NEW
+            contestants = [
+                Contestant("Tinsmith", our_samples(sampler, at_once, adapters), tokens),
+            ]
+            if not adapters:
+                contestants.append(Contestant("generate", generated(unadapted, at_once), tokens))
+            device.in_turns(contestants, runs)
+            name = f"sampling, {at_once} at once, {adapters} adapters"
+            figures[name] = {each.name: each.figures() for each in contestants}
+    figures["publish and first token, ms"] = statistics.median(publish_ms(backend, sampler, device, max(runs, 3)))
+    figures["sampled logprobs from trained ones, mean"] = agreement(backend, sampler)
     return figures
 
 

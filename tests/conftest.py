@@ -39,14 +39,30 @@ EXTENDED = {"e2e", "fault", "cluster", "fuzz", "browser", "recipes"}
 """Directories of which `make test` runs only what is marked `smoke`: one journey of each kind."""
 
 
-LONG_FILES = """
-    unit/test_nano.py cluster/test_ranks.py contract/test_isolation.py e2e/test_openai_live.py
-    integration/test_settling.py unit/test_local_sampler.py unit/test_db.py unit/test_adjusting.py
-    integration/test_openai_batches.py fault/test_durability.py integration/test_batch_sql.py
-    integration/test_external_sampler.py unit/test_families.py integration/test_custom_loss.py
-    integration/test_batch_resume.py integration/test_engine.py unit/test_architecture.py integration/test_full.py
-    unit/test_torch_backend.py integration/test_sampling_polls.py unit/test_usage.py unit/test_batch_state.py
-""".split()
+LONG_FILES = [
+    "unit/test_nano.py",
+    "cluster/test_ranks.py",
+    "contract/test_isolation.py",
+    "e2e/test_openai_live.py",
+    "integration/test_settling.py",
+    "unit/test_local_sampler.py",
+    "unit/test_db.py",
+    "unit/test_adjusting.py",
+    "integration/test_openai_batches.py",
+    "fault/test_durability.py",
+    "integration/test_batch_sql.py",
+    "integration/test_external_sampler.py",
+    "unit/test_families.py",
+    "integration/test_custom_loss.py",
+    "integration/test_batch_resume.py",
+    "integration/test_engine.py",
+    "unit/test_architecture.py",
+    "integration/test_full.py",
+    "unit/test_torch_backend.py",
+    "integration/test_sampling_polls.py",
+    "unit/test_usage.py",
+    "unit/test_batch_state.py",
+]
 """The files that take longest, longest first. They start first, so that the workers of `make test` end together."""
 
 

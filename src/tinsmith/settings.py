@@ -112,9 +112,6 @@ class Settings(BaseSettings):
     quantize: str = "off"
     """Base model's linears: `off`, `int8` or `nf4`, which need `tinsmith[quantize]`."""
 
-    cuda_graphs: bool = True
-    """Whether decode steps on a GPU are captured (docs/howto/gpu.md)."""
-
     data_parallel: int = Field(default=1, ge=1)
     """Devices that share the sequences of a step (docs/howto/several-devices.md)."""
 

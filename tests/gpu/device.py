@@ -7,29 +7,21 @@ from __future__ import annotations
 
 import os
 
-import pytest
 import torch
 
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local.cuda_graphs import Capture, capture_for, plain
 from tinsmith.types import LoraSpec, ModelShape
 
 NAMED = bool(os.environ.get("TEST_DEVICE"))
 DEVICE = os.environ.get("TEST_DEVICE") or "cuda"
 ON_CUDA = DEVICE.startswith("cuda")
 
-only_cuda = pytest.mark.skipif(not ON_CUDA, reason="there is no such kernel for a CPU")
-
 
 def device() -> torch.device:
     """With its number, as tensors on it have it."""
     return torch.empty(0, device=DEVICE).device
-
-
-def capture() -> Capture:
-    return capture_for(device()) or plain
 
 
 def pair(shape: ModelShape, **options: str | int) -> tuple[TorchBackend, TorchBackend]:

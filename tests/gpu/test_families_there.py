@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpu.device import capture, pair
+from gpu.device import pair
 from support.families import FAMILIES, Family, make
 from support.local_sampling import assert_same, make_prompt, make_sample, run
 from tinsmith.backends import run_to_end
@@ -28,7 +28,7 @@ def test_a_family_is_what_it_is_on_the_cpu(family: Family, tmp_path: Path) -> No
         backend.publish("m", "v")
         (scored,) = run_to_end(backend.run_passes([batch("m", 7, forward_only=True)]))
         assert isinstance(scored, PassResult)
-        sampler = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4, capture=capture()))
+        sampler = LocalSampler(backend.base, backend._versions, options=SamplerOptions(block_size=4))
         samples = [
             make_sample(f"s{n}", make_prompt(n), GREEDY, version_id="v", prompt_logprobs=True) for n in (1, 7, 30)
         ]

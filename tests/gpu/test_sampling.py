@@ -1,4 +1,4 @@
-"""Sampling on the device against sampling on the CPU, and captured steps against steps that are not."""
+"""Sampling on the device against sampling on the CPU."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.device import DEVICE, ON_CUDA, adapter_on, capture
+from gpu.device import DEVICE, adapter_on
 from support import tiny_models
 from support.local_sampling import HOT, assert_same, finish, make_prompt, make_sample, run
 from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local.cuda_graphs import DecodeGraphs
-from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
-from tinsmith.types import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, Sample, SamplingParams
+from tinsmith.samplers.local.engine import LocalSampler
+from tinsmith.types import Adjustments, Datum, LoraSpec, ModelShape, Pass, PassResult, SamplingParams
 from unit.test_local_sampler import _crowd
 
 SEEDS = {"a": (1, 4), "b": (2, 16), "c": (3, 5), "d": (4, 8)}
@@ -36,17 +35,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def sampler_on(
-    shape: ModelShape, where: str = DEVICE, dtype: str = "float32", *, graphs: bool = True
+    shape: ModelShape, where: str = DEVICE, dtype: str = "float32"
 ) -> tuple[LocalSampler, dict[str, Adapter]]:
     base = BaseModel.load(shape, device=where, dtype=dtype)
     versions = {name: adapter_on(base, seed, rank=rank) for name, (seed, rank) in SEEDS.items()}
-    options = SamplerOptions(graphs=graphs, capture=capture() if where == DEVICE else None)
-    return LocalSampler(base, versions, options=options), versions
-
-
-def graphs_of(sampler: LocalSampler) -> DecodeGraphs:
-    assert sampler._graphs is not None
-    return sampler._graphs
+    return LocalSampler(base, versions), versions
 
 
 def test_answers_of_all_kinds_are_the_cpus(shape: ModelShape) -> None:
@@ -106,34 +99,9 @@ def test_a_cached_prompt_and_a_stop_are_what_they_are_on_the_cpu(llama: ModelSha
     assert found[1][1].prompt_cache_hit_tokens and found[1][1].sequences[0].stop_reason == "stop"
 
 
-def long_crowd(seed: int, num: int) -> list[Sample]:
-    rng = np.random.default_rng(seed)
-    samples = []
-    for i in range(num):
-        prompt = make_prompt(int(rng.integers(1, 150)), seed=seed + i)
-        temperature = float(rng.choice([0.0, 0.8, 1.0]))
-        params = SamplingParams(max_tokens=int(rng.integers(1, 60)), temperature=temperature, stop_eos=False, seed=i)
-        version = [None, *SEEDS][int(rng.integers(len(SEEDS) + 1))]
-        samples.append(make_sample(f"s{i}", prompt, params, version_id=version, num_samples=int(rng.integers(1, 3))))
-    return samples
-
-
-def test_answers_of_graphs_are_those_of_steps_that_are_not(llama: ModelShape) -> None:
-    samples = long_crowd(3, 40)
-    graphed, _ = sampler_on(llama)
-    found = run(graphed, *samples)
-    expected = run(sampler_on(llama, graphs=False)[0], *samples)
-    for sample in samples:
-        assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
-    assert graphs_of(graphed).num_captures > 1
-    assert not graphs_of(graphed)._failed
-
-
-def test_in_bfloat16_a_trainer_finds_what_a_graph_drew(llama: ModelShape) -> None:
+def test_in_bfloat16_a_trainer_finds_what_was_drawn(llama: ModelShape) -> None:
     backend = TorchBackend(llama, device=DEVICE, dtype="bfloat16")
-    backend._sampler = sampler = LocalSampler(
-        backend.base, backend._versions, options=SamplerOptions(capture=capture())
-    )
+    backend._sampler = sampler = LocalSampler(backend.base, backend._versions)
     for number, rank in enumerate((8, 8, 16)):
         backend.create_model(f"m{number}", LoraSpec(rank, seed=number))
         backend._models[f"m{number}"].adapter.flat_P.copy_(adapter_on(backend.base, number, rank=rank).flat_P)
@@ -152,24 +120,6 @@ def test_in_bfloat16_a_trainer_finds_what_a_graph_drew(llama: ModelShape) -> Non
         assert isinstance(result, PassResult)
         errors.append(np.abs(result.logprobs[0][-len(answer.tokens_T) :] - answer.logprobs_T))
     assert float(np.mean(np.concatenate(errors))) < 0.05
-    assert graphs_of(sampler).num_captures and not graphs_of(sampler)._failed
-
-
-def test_a_publish_needs_no_capture(llama: ModelShape) -> None:
-    sampler, versions = sampler_on(llama)
-    params = replace(HOT, max_tokens=20)
-    samples = [make_sample(f"s{i}", make_prompt(20, i), params, version_id="ad"[i % 2]) for i in range(4)]
-    run(sampler, *samples)
-    before = graphs_of(sampler).num_captures
-    for number in range(12):
-        versions["ad"[number % 2]] = adapter_on(sampler._base, 10 + number)
-        found = run(sampler, *samples)
-        plain, own = sampler_on(llama, graphs=False)
-        own.update(versions)
-        expected = run(plain, *samples)
-        for sample in samples:
-            assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
-    assert graphs_of(sampler).num_captures == before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -200,16 +150,6 @@ def test_rows_that_pad_and_weights_that_are_not_finite_touch_nobody(llama: Model
             assert_same(found[sample.request_id], expected[sample.request_id], atol=3e-4)
     for store in sampler._cache._stores.values():
         assert not store[:, 0].any(), "the null block is zero"
-
-
-@pytest.mark.skipif(not ON_CUDA, reason="memory of a GPU")
-def test_graphs_share_one_pool(llama: ModelShape) -> None:
-    sampler, _ = sampler_on(llama)
-    run(sampler, *long_crowd(4, 30))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_reserved()
-    run(sampler, *long_crowd(5, 30))
-    assert torch.cuda.memory_reserved() - before < 256 * 2**20
 
 
 def test_files_of_a_version_made_on_the_device_are_read_on_the_cpu(llama: ModelShape, tmp_path: Path) -> None:

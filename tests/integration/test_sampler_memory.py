@@ -17,8 +17,7 @@ from support.local_sampling import assert_same, finish, make_adapter, make_promp
 from tinsmith.backends.torch.adapters import Adapter
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.errors import UserError
-from tinsmith.samplers.local import deterministic, engine
-from tinsmith.samplers.local.deterministic import DeterministicSampler
+from tinsmith.samplers.local import engine
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.scheduler import RELAXED_AFTER
 from tinsmith.store.sampling_sessions import NewSamplingSession
@@ -64,13 +63,12 @@ class Shortage:
         self.first = self.num = 0
         self.calls = 0
         self._error = error
-        module = deterministic if isinstance(sampler, DeterministicSampler) else engine
         for holder, name in (
             (sampler._cache, "resize"),
             (sampler._cache, "prepare"),
             (sampler._cache, "write"),
             (engine, "score_prompt"),
-            (module, "choose"),
+            (engine, "choose"),
         ):
             patch.setattr(holder, name, self._short(getattr(holder, name)))
 
@@ -97,32 +95,32 @@ def outcomes(sampler: LocalSampler) -> dict[str, SampleResult]:
 Make = Callable[[BaseModel, Mapping[str, Adapter]], LocalSampler]
 
 
-def small(kind: type[LocalSampler]) -> Make:
-    options = SamplerOptions(block_size=4, max_tokens_per_step=64)
-    return lambda base, versions: kind(base, versions, options=options)
+def small(*, deterministic: bool = False) -> Make:
+    options = SamplerOptions(block_size=4, max_tokens_per_step=64, deterministic=deterministic)
+    return lambda base, versions: LocalSampler(base, versions, options=options)
 
 
 @pytest.mark.parametrize("num", [1, 2])
-@pytest.mark.parametrize("kind", [LocalSampler, DeterministicSampler])
+@pytest.mark.parametrize("deterministic", [False, True])
 def test_results_are_those_of_an_undisturbed_run_wherever_memory_runs_out(
-    base: BaseModel, versions: dict[str, Adapter], kind: type[LocalSampler], num: int
+    base: BaseModel, versions: dict[str, Adapter], deterministic: bool, num: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        sampler = small(kind)(base, versions)
+        sampler = small(deterministic=deterministic)(base, versions)
         counted = Shortage(sampler, patch, MemoryError)
         expected = outcomes(sampler)
     assert counted.calls > 50
     for index, first in enumerate(range(0, counted.calls, max(1, counted.calls // 12))):
         with pytest.MonkeyPatch.context() as patch:
-            sampler = small(kind)(base, versions)
+            sampler = small(deterministic=deterministic)(base, versions)
             shortage = Shortage(sampler, patch, ERRORS[index % len(ERRORS)])
             shortage.first, shortage.num = first, num
             found = outcomes(sampler)
         assert found.keys() == expected.keys()
         for name, result in found.items():
             assert isinstance(result, SampleResult), (first, name, result)
-            assert_same(result, expected[name], atol=0.0 if kind is DeterministicSampler else 2e-5)
-            if kind is DeterministicSampler:
+            assert_same(result, expected[name], atol=0.0 if deterministic else 2e-5)
+            if deterministic:
                 for ours, theirs in zip(result.sequences, expected[name].sequences, strict=True):
                     assert ours.logprobs_T.tobytes() == theirs.logprobs_T.tobytes(), (first, name)
 
@@ -130,7 +128,7 @@ def test_results_are_those_of_an_undisturbed_run_wherever_memory_runs_out(
 def test_the_youngest_half_waits_and_the_others_go_on(
     base: BaseModel, versions: dict[str, Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = small(LocalSampler)(base, versions)
+    sampler = small()(base, versions)
     for number in range(8):
         sampler.submit(make_sample(str(number), make_prompt(4, number), replace(HOT, max_tokens=40)))
     while len(sampler._batcher.running) < 8:
@@ -145,16 +143,16 @@ def test_the_youngest_half_waits_and_the_others_go_on(
     assert finish(sampler).keys() == {str(number) for number in range(8)}
 
 
-@pytest.mark.parametrize("kind", [LocalSampler, DeterministicSampler])
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("lacking", ["rows", "cache"])
 def test_only_the_request_that_does_not_fit_alone_fails(
     base: BaseModel,
     versions: dict[str, Adapter],
-    kind: type[LocalSampler],
+    deterministic: bool,
     lacking: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sampler = small(kind)(base, versions)
+    sampler = small(deterministic=deterministic)(base, versions)
     if lacking == "cache":
         resize = sampler._cache.resize
 
@@ -173,7 +171,7 @@ def test_only_the_request_that_does_not_fit_alone_fails(
             prepare(copies, fresh)
 
         monkeypatch.setattr(sampler._cache, "prepare", narrow)
-    expected = {name: alone_on(kind, base, versions, name) for name in ("short", "plain")}
+    expected = {name: alone_on(base, versions, name, deterministic=deterministic) for name in ("short", "plain")}
     large = make_sample("large", make_prompt(250), replace(HOT, max_tokens=4))
     sampler.submit(next(one for one in samples() if one.request_id == "short"))
     sampler.submit(large)
@@ -186,8 +184,8 @@ def test_only_the_request_that_does_not_fit_alone_fails(
         assert_same(result, expected[name])
 
 
-def alone_on(kind: type[LocalSampler], base: BaseModel, versions: Mapping[str, Adapter], name: str) -> SampleResult:
-    sampler = small(kind)(base, versions)
+def alone_on(base: BaseModel, versions: Mapping[str, Adapter], name: str, *, deterministic: bool) -> SampleResult:
+    sampler = small(deterministic=deterministic)(base, versions)
     sampler.submit(next(one for one in samples() if one.request_id == name))
     return finish(sampler)[name]
 

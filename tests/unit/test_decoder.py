@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from support import tiny_models
-from tinsmith.backends.torch import banks as banks_module
-from tinsmith.backends.torch import fused_linear
+from tinsmith.backends.torch import lora_ops
 from tinsmith.backends.torch import transformer as decoder_module
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
@@ -154,14 +153,6 @@ def stepped(base: BaseModel, adapters: list[Adapter | None], lengths: list[int])
         return base._through_modules(*given), base.hidden(*given)
 
 
-@pytest.fixture(params=["beside", "apart"])
-def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the B's of linears that read the same rows are one matrix among zeros, or one each as in large models."""
-    least = 1 << 60 if request.param == "beside" else 1
-    monkeypatch.setattr(fused_linear, "LARGE_B", dict.fromkeys((torch.float32, torch.bfloat16), least))
-
-
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
@@ -178,44 +169,35 @@ def test_many_adapters_at_once_are_the_modules_own_however_their_rows_are_spread
         ([many[0], other], [2, 2]),
         (list(many[::-1]), [3] * 6),
     ]
-    batched = []
     for adapters, lengths in works:
         modules, ours = stepped(base, adapters, lengths)
-        bank = base._written_out._banks.get(8)
-        batched.append(bank is not None and bank._clock)
         if dtype == "float32":
             torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
         else:
             assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
-    assert batched == [False, 1, 2, 3, 4, 4, 5], "the first time, and with a rank of another class, by segment"
 
 
-def test_a_bank_gives_slots_to_whoever_comes_and_notices_new_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stacks_that_sampling_keeps_are_few_and_follow_new_weights(tmp_path: Path) -> None:
     base = loaded(tmp_path, "llama")
-    monkeypatch.setattr(banks_module, "MOST_SLOTS", 3)
     many = [adapter(base, seed, 4) for seed in range(5)]
-    with torch.inference_mode():  # as the sampler does; the bank outlives it
-        stepped(base, [*many[:3]], [1, 1, 1])
-        stepped(base, [*many[:3]], [1, 1, 1])
-    for chosen in ((0, 1, 2), (3, 4), (4, 3), (0, 4, 2), (1, 2), (0, 1, 2, 3)):
+    with torch.inference_mode():  # as the sampler does
+        for chosen in ((0, 1, 2), (3, 4), (4, 3), (0, 4, 2), (1, 2), (0, 1, 2, 3)):
+            for _ in range(3):
+                modules, ours = stepped(base, [many[i] for i in chosen], [2] * len(chosen))
+                torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
         for _ in range(2):
-            modules, ours = stepped(base, [many[i] for i in chosen], [2] * len(chosen))
-            torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
-    many[1].flat_P.mul_(1.5)
-    many[1].refresh()
-    for _ in range(2):
-        modules, ours = stepped(base, [many[1], many[2]], [1, 1])
-        torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
+            many[1].flat_P.mul_(1.5)
+            many[1].refresh()
+            for _ in range(3):
+                modules, ours = stepped(base, [many[1], many[2]], [1, 1])
+                torch.testing.assert_close(ours, modules, rtol=2e-5, atol=2e-5)
     assert base._written_out is not None
-    (bank,) = base._written_out._banks.values()
-    assert len(bank._tokens) == 3
+    kept = base._written_out._layers[0].down.site._kept
+    assert len(kept) == lora_ops.MOST_KEPT and any(stacks is not None for stacks in kept.values())
 
 
-@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_in_a_bank_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dtype: str) -> None:
+def test_in_a_batched_product_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dtype: str) -> None:
     base = loaded(tmp_path, "qwen3", dtype)
     if base._written_out is None:
         pytest.skip("this processor multiplies no bfloat16")
@@ -230,27 +212,8 @@ def test_in_a_bank_what_is_not_finite_stays_with_its_own_rows(tmp_path: Path, dt
     others = torch.cat((beside[:2], beside[4:])), torch.cat((alone[:2], alone[4:]))
     if dtype == "float32":
         assert torch.equal(*others)
-    else:  # in another slot, an adapter's rows go through other kernels
+    else:
         assert float((others[0] - others[1]).float().norm() / others[1].float().norm()) < 0.05
-
-
-def test_one_adapter_is_the_same_by_matrices_that_are_packed_and_anew_once_it_has_changed(tmp_path: Path) -> None:
-    base = loaded(tmp_path, "qwen3", "bfloat16")
-    if base._written_out is None:
-        pytest.skip("this processor multiplies no bfloat16")
-    one = adapter(base, 1, 8)
-    for scale in (1.0, 1.5):
-        one.flat_P.mul_(scale)
-        one.refresh()
-        works: list[tuple[list[Adapter | None], list[int]]] = [
-            ([one], [4]),
-            ([one], [4]),
-            ([None, one, None], [1, 4, 2]),
-        ]
-        for adapters, lengths in works:
-            modules, ours = stepped(base, adapters, lengths)
-            assert float((ours - modules).float().norm() / modules.float().norm()) < 0.03
-        assert all(fused is not None and fused[1].is_mkldnn for fused in one.fused.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -273,7 +236,6 @@ def test_logits_to_draw_from_are_those_of_the_unembedding(tmp_path: Path, dtype:
             torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
         else:
             assert float((found - expected).norm() / expected.norm()) < 0.01
-    assert base._written_out is not None and base._written_out._banks[8]._clock > 1
 
 
 def test_numbers_of_rows_are_few_and_not_much_larger() -> None:
@@ -302,7 +264,7 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda num: now.__setitem__(0, num))
     used: dict[str, set[int]] = {}
-    for module, name in ((fused_linear, "linear_product"), (decoder_module, "rms_norm"), (banks_module, "product")):
+    for module, name in ((decoder_module, "linear_product"), (decoder_module, "rms_norm"), (lora_ops, "product")):
         own = getattr(module, name)
 
         def noted(*given: object, own=own, name: str = name) -> torch.Tensor:
@@ -310,6 +272,8 @@ def test_in_a_decode_step_only_large_kernels_have_all_threads(
             return own(*given)
 
         monkeypatch.setattr(module, name, noted)
-    stepped(base, [*one], [rows])
+    tokens_T = torch.zeros(rows, dtype=torch.int64)
+    with torch.no_grad():
+        base.hidden(tokens_T, torch.arange(rows), PackedCausal([rows]), Routing.of(one, [rows]))
     assert used == {"linear_product": {3}, "rms_norm": {small}, "product": {small}}
     assert now == [3], "as before"

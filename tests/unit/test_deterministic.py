@@ -19,7 +19,6 @@ from tinsmith.backends import run_to_end
 from tinsmith.backends.torch import TorchBackend
 from tinsmith.backends.torch.threads import Threads
 from tinsmith.errors import SettingsError, UserError
-from tinsmith.samplers.local.deterministic import DeterministicSampler, Rowwise
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.types import (
     AdamParams,
@@ -235,7 +234,8 @@ NOISE = [
 
 
 def sampler_of(backend: TorchBackend, **options: int) -> LocalSampler:
-    return type(backend.sampler)(backend.base, backend._versions, options=SamplerOptions(**options))
+    chosen = SamplerOptions(deterministic=backend._deterministic, **options)
+    return LocalSampler(backend.base, backend._versions, options=chosen)
 
 
 def outcomes(sampler: LocalSampler, samples: list[Sample], at_once: int = 100) -> dict[str, bytes]:
@@ -319,36 +319,10 @@ def test_a_prefix_that_an_answer_has_cached_gives_the_bits_of_a_prompt(shapes: d
 def test_without_it_the_same_samples_differ(shapes: dict[str, ModelShape]) -> None:
     backend = backend_of(shapes["qwen3"], "bfloat16", deterministic="off")
     published(backend)
-    assert type(backend.sampler) is LocalSampler
     assert own_of(outcomes(sampler_of(backend), [*NOISE, *OWN])) != alone(backend)
 
 
 # The check of the kernels
-
-
-def test_rows_of_dense_models_go_together_and_those_of_experts_apart(shapes: dict[str, ModelShape]) -> None:
-    rows = {arch: backend_of(shapes[arch]).sampler for arch in ("qwen3", "gpt_oss")}
-    assert all(isinstance(sampler, DeterministicSampler) for sampler in rows.values())
-    assert [sampler._rowwise.rows for sampler in rows.values()] == [16, 1]  # pyright: ignore
-
-
-def test_where_a_rows_place_matters_rows_go_one_at_a_time(
-    shapes: dict[str, ModelShape], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = backend_of(shapes["qwen3"]).base
-    hidden = base.hidden
-
-    def uneven(*given: object) -> torch.Tensor:
-        found = hidden(*given)  # pyright: ignore[reportArgumentType]
-        if len(found) > 9:
-            found = found.clone()
-            found[9, 3] = torch.nextafter(found[9, 3], torch.tensor(torch.inf))
-        return found
-
-    monkeypatch.setattr(base, "hidden", uneven)
-    rowwise = Rowwise(base)
-    rowwise.check()
-    assert rowwise.rows == 1
 
 
 def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
@@ -358,7 +332,7 @@ def test_a_machine_whose_bits_change_from_call_to_call_is_refused(
     hidden, rng = base.hidden, np.random.default_rng(0)
     monkeypatch.setattr(base, "hidden", lambda *given: hidden(*given) * (1 + 1e-6 * rng.random()))
     with pytest.raises(SettingsError, match="other bits from call to call"):
-        Rowwise(base).check()
+        LocalSampler(base, {}, options=SamplerOptions(deterministic=True))
 
 
 def test_it_is_on_or_off_and_of_the_cpu(shapes: dict[str, ModelShape]) -> None:

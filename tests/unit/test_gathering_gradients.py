@@ -191,6 +191,36 @@ def test_a_site_adds_and_differentiates_as_plain_products_in_float64(
         assert float((one.double() - wanted).norm()) <= tolerance * max(float(wanted.norm()), 1e-6)
 
 
+@examples(20)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(-1, 3)), min_size=1, max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_site_adds_what_the_reference_adds_also_where_sampling_keeps_stacks(
+    parts: list[tuple[int, int]], dtype: torch.dtype, equal: bool, seed: int
+) -> None:
+    owners = [make((24, (16, 8, 8)), rank, place, dtype) for place, rank in enumerate((32, 32, 32, 5))]
+    site = Site(owners[0].layout.targets)
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [2 if equal else length for length, _ in parts]
+    x_TI = torch.randn(sum(lengths), 24, generator=generator).to(dtype)
+    chosen = [owners[i] if i >= 0 else None for _, i in parts]
+    for changed in (False, True):
+        if changed:
+            owners[0].flat_P.mul_(1.5)
+            owners[0].refresh()
+        expected_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
+        site.reference_(expected_TO, x_TI, Routing.of(chosen, lengths))
+        with torch.inference_mode():
+            for _ in range(3):
+                found_TO = torch.zeros(sum(lengths), 32, dtype=dtype)
+                site.forward_(found_TO, x_TI, site.work(Routing.of(chosen, lengths)))
+                error = float((found_TO - expected_TO).norm())
+                assert error <= (1e-5 if dtype == torch.float32 else 0.02) * max(float(expected_TO.norm()), 1e-6)
+
+
 def test_a_large_site_is_one_batched_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     batched: list[int] = []
     bmm, add_products_ = torch.bmm, lora_ops.add_products_

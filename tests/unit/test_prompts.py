@@ -16,10 +16,8 @@ from support.local_sampling import alone, assert_same, make_adapter, make_prompt
 from support.properties import examples
 from tinsmith.backends.torch.adapters import Adapter, initialise, layout_for
 from tinsmith.backends.torch.attention import PackedCausal
-from tinsmith.backends.torch.banks import MANY_ROWS
 from tinsmith.backends.torch.lora_ops import Routing
 from tinsmith.backends.torch.model import BaseModel
-from tinsmith.samplers.local import paged_attention as paged_module
 from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.samplers.local.paged_attention import PagedPlan, Rows
@@ -151,21 +149,6 @@ def test_a_prompt_of_nans_leaves_its_neighbours_alone(lengths: Sequence[int]) ->
     assert found_THD[: bad.start].isfinite().all() and found_THD[bad.stop :].isfinite().all()
 
 
-def test_short_prompts_in_bfloat16_are_about_as_exact_as_by_the_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(4 * 64, heads, 8, generator=generator).bfloat16() for heads in (HEADS, 2, 2))
-    rows = [Rows(0, 64, list(range(20 * i + 1, 20 * i + 21))) for i in range(4)]
-    expected = torch.cat([_reference(q[at : at + 64], k[at : at + 64], v[at : at + 64]) for at in range(0, 256, 64)])
-    errors = []
-    for longest in (paged_module.SHORT, 0):
-        monkeypatch.setattr(paged_module, "SHORT", longest)
-        cache = KVCache({0: GROUPED._replace(value_dim=8)}, 4, torch.device("cpu"))
-        cache.resize(100)
-        found = PagedPlan(cache, rows, torch.device("cpu")).attend(0, q, k, v, scale=0.4).double()
-        errors.append(float((found - expected).abs().mean()))
-    assert errors[0] < 1.3 * errors[1], "the kernel rounds weights before they are shares, here after"
-
-
 @pytest.mark.parametrize("groups", [{}, {"attn": False}, {"mlp": False}])
 def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, groups: dict[str, bool]) -> None:
     base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
@@ -175,7 +158,7 @@ def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, gro
     for _, b_Or in layout.views(flat_P).values():
         b_Or.normal_(0, 0.05, generator=torch.Generator().manual_seed(2))
     adapter = Adapter(spec, layout, flat_P, base.dtype)
-    lengths = [40, 130, MANY_ROWS - 130, 50]
+    lengths = [40, 130, 126, 50]
     tokens_T = torch.randint(0, tiny_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(0))
     positions_T = torch.cat([torch.arange(n) for n in lengths])
     routing = Routing.of([None, adapter, adapter, None], lengths)
@@ -184,29 +167,7 @@ def test_of_many_rows_of_an_adapter_each_linear_adds_its_own(tmp_path: Path, gro
         expected_TD = base._through_modules(*given).float()
         found_TD = base.hidden(*given).float()
         plain_TD = base.hidden(*given[:3], Routing.of([None], [sum(lengths)])).float()
-    own = slice(40, 40 + MANY_ROWS)
+    own = slice(40, 296)
     assert float((found_TD - expected_TD).norm() / expected_TD.norm()) < 0.03
     assert float((plain_TD - expected_TD)[own].norm() / expected_TD[own].norm()) > 0.1, "the adapter matters"
     assert torch.equal(found_TD[:40], plain_TD[:40]), "others' rows are as they were"
-
-
-@pytest.mark.parametrize("rank", [4, 6])
-def test_the_first_rows_of_new_weights_have_the_bits_of_all_later_ones(tmp_path: Path, rank: int) -> None:
-    base = BaseModel.load(tiny_models.make(tmp_path, "qwen3"), device="cpu", dtype="bfloat16")
-    if base._written_out is None:
-        pytest.skip("this processor multiplies no bfloat16")
-    adapter = make_adapter(base, 1, rank=rank)
-    tokens_T = torch.randint(0, tiny_models.VOCAB, (20,), generator=torch.Generator().manual_seed(0))
-    given = tokens_T, torch.arange(20), PackedCausal([20]), Routing.of([adapter], [20])
-    found, kept = [], []
-    with torch.inference_mode():
-        base.hidden(*given[:3], Routing.of([None], [20]))
-        adapter.fused.clear()
-        for _ in range(3):
-            found.append(base.hidden(*given))
-            kept.append(adapter.fused[base._written_out.linears[0].name])
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    if rank == 4:
-        assert len(kept[0]) == 1, "no B was copied before the first rows"
-        assert kept[0][0].data_ptr() == next(iter(adapter.compute.values()))[0].data_ptr(), "and no A"
-    assert len(kept[1]) == 2 and kept[1][1].is_mkldnn

@@ -387,8 +387,6 @@ def _options(settings: Settings) -> dict[str, str]:
     given |= _degrees(settings) if settings.resolved_backend == "sharded" else {}
     if settings.memory_budget:
         given["memory_budget"] = str(int(settings.memory_budget))
-    if not settings.cuda_graphs:
-        given["cuda_graphs"] = "off"
     return {**given, "deterministic": deterministic}
 
 

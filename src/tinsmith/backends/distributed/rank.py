@@ -69,7 +69,7 @@ class RankBackend(TorchBackend):
         return RankedTrainer(self._base, max_tokens, chunk_rows, self.ranks)
 
     def _make_sampler(self) -> RankSampler:
-        return RankSampler(self._base, self._versions, self.ranks, graphs=self._graphs)
+        return RankSampler(self._base, self._versions, self.ranks)
 
     def _adapter(self, spec: LoraSpec, layout: Layout, flat_P: Tensor) -> Adapter:
         if isinstance(self._base, PartedBase):

@@ -47,11 +47,11 @@ Finished = list[tuple[str, SampleResult | UserError]]
 
 
 class RankSampler(LocalSampler):
-    def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks, *, graphs: bool = True) -> None:
+    def __init__(self, base: BaseModel, versions: Mapping[str, Adapter], ranks: Ranks) -> None:
         token_bytes = sum(shape.num_bytes for shape in layer_shapes(base).values())
         # Free memory differs from device to device; the schedule must not.
         budget = min(cast("list[int]", ranks.gather(default_bytes(base, token_bytes))))
-        super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget, graphs=graphs))
+        super().__init__(base, versions, options=SamplerOptions(kv_cache_bytes=budget))
         self._ranks = ranks
         self._ran = False
         # Where ranks compute together, a rank that repeats a step would be alone in it.

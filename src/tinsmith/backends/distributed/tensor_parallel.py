@@ -30,7 +30,7 @@ from transformers import PreTrainedConfig
 from tinsmith.backends.distributed.ranks import Ranks
 from tinsmith.backends.torch.adapters import Adapter, Layout, Target
 from tinsmith.backends.torch.lora import MultiLoRALinear, Switchboard
-from tinsmith.backends.torch.lora_ops import Run, Stretch
+from tinsmith.backends.torch.lora_ops import Run
 from tinsmith.errors import SettingsError
 from tinsmith.types import LoraSpec
 
@@ -127,13 +127,13 @@ class GatheredLinear(PartedLinear):
         super().__init__(own, switchboard, ranks, COLUMN)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run | Stretch], out_dtype: torch.dtype | None = None
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         y_TO, inner = super().forward_rows(x_TI, work, out_dtype)
         return self.ranks.beside(y_TO), inner
 
     def backward_rows(
-        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run | Stretch], inner: Sequence[Tensor], *, need_input: bool
+        self, grad_TO: Tensor, x_TI: Tensor, work: Sequence[Run], inner: Sequence[Tensor], *, need_input: bool
     ) -> Tensor | None:
         own_TO = grad_TO[:, self.part].contiguous()
         grad_TI = super().backward_rows(own_TO, x_TI, work, inner, need_input=need_input)
@@ -193,7 +193,7 @@ class PartedAdapter(Adapter):
         self.refresh()
 
     def refresh(self) -> None:
-        self.fused.clear()
+        self.version += 1
         own = [self.compute[piece.name][piece.matrix] for piece in self.pieces]
         given = [_at(self.weights[piece.name][piece.matrix], piece) for piece in self.pieces]
         torch._foreach_copy_(own, given)  # pyright: ignore[reportPrivateImportUsage]

@@ -52,7 +52,7 @@ from tinsmith.backends.torch.attention import ATTENTION_NAME, PackedCausal
 from tinsmith.backends.torch.batch import Example, MicroBatch, pack
 from tinsmith.backends.torch.checkpoint import read_tensors, write_tensors
 from tinsmith.backends.torch.gradients import Gradients
-from tinsmith.backends.torch.lora_ops import Routing, Run, Segment, Stretch
+from tinsmith.backends.torch.lora_ops import Routing, Run, Segment
 from tinsmith.backends.torch.loss import Head, LossSpec
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.trained import Trained
@@ -108,7 +108,7 @@ class FullWeights(Adapter):
         self.compute_P = flat_P
         self.weights = layout.views(flat_P)
         self.compute = {}
-        self.fused = {}
+        self.version = 0
         self.shares = {}
         self.gradients = None
 
@@ -278,9 +278,7 @@ class FullSampler(LocalSampler):
 
 
 class FullHead(Head):
-    def _back(
-        self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run | Stretch], inner: Sequence[Tensor]
-    ) -> Tensor:
+    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
         unembedding = self._base.unembedding
         assert unembedding.weight.grad is not None
         unembedding.weight.grad.addmm_(grad_CV.t(), hidden_CD)

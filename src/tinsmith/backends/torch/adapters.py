@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ like.
 
 
 Pair = tuple[Tensor, Tensor]
+
+_versions = count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class Adapter:
     """One adapter's weights. Published versions are never written to again; see `share`.
 
     `flat_P` and `weights` (views of it) are float32; `compute` holds what the model multiplies with: the same
-    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `fused` keeps what
-    others derive from `compute`, until then; `shares` are views of it by site. `gradients` is None but during a
+    tensors, or copies in the model's dtype that `refresh` renews after the weights change. `version` is
+    another number then; `shares` are views of `compute` by site. `gradients` is None but during a
     training step, when it maps a name to the float32 buffers that backward adds to.
     """
 
@@ -112,12 +114,12 @@ class Adapter:
         "compute",
         "compute_P",
         "flat_P",
-        "fused",
         "gradients",
         "layout",
         "scale",
         "shares",
         "spec",
+        "version",
         "weights",
     )
 
@@ -129,9 +131,9 @@ class Adapter:
         self.weights = layout.views(flat_P)
         self.compute_P = flat_P if dtype == torch.float32 else flat_P.to(dtype)
         self.compute = self.weights if self.compute_P is flat_P else layout.views(self.compute_P)
-        self.fused: dict[str, tuple[Tensor, ...] | None] = {}
         self.shares: dict[object, Shares] = {}  # by site (`lora_ops.Site`)
         self.gradients: Mapping[str, Pair] | None = None
+        self.version = next(_versions)
 
     @property
     def num_bytes(self) -> int:
@@ -139,7 +141,7 @@ class Adapter:
 
     def refresh(self) -> None:
         """Bring `compute` up to date with `flat_P`."""
-        self.fused.clear()
+        self.version = next(_versions)
         if self.compute_P is not self.flat_P:
             self.compute_P.copy_(self.flat_P)
 
@@ -153,9 +155,9 @@ class Adapter:
 
     def share(self) -> Adapter:
         """Another adapter of the same numbers, which nobody may write to as long as both are there."""
-        # What is derived while sampling cannot be differentiated: each has its own `fused` and `shares`.
+        # Views that are made in inference mode cannot be differentiated: each has its own.
         other = copy(self)
-        other.fused, other.shares, other.gradients = {}, {}, None
+        other.shares, other.gradients = {}, None
         return other
 
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol, TypedDict, cast
+from typing import NamedTuple, Protocol, Required, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
-from tinsmith.backends.torch import varlen
 from tinsmith.errors import SettingsError
 
 ATTENTION_NAME = "tinsmith"
@@ -43,30 +42,20 @@ MAX_WASTE = 0.25
 """A sequence joins a group of longer ones only if at most this share of its row is padding (or 16 rows)."""
 
 
-SHORT = 256
-"""Up to this length a CPU is faster with all scores at once than with its fused kernel, whose backward is slow in
-bfloat16 (4 times at 32 rows, twice at 256, no more at 512; in float32 never).
-"""
+class AttentionOptions(TypedDict, total=False):
+    """`softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's sum."""
+
+    scale: Required[float]
+    window: int | None
+    softcap: float | None
+    sinks_H: Tensor | None
 
 
 class AttentionPlan(Protocol):
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window).
-
-        `softcap` c turns scores s into c * tanh(s / c); `sinks_H` adds one logit per head to the softmax's
-        sum.
-        """
+        """[T, H, D]. Row i sees row j of its own sequence if 0 <= i - j (and i - j < window)."""
         ...
 
 
@@ -88,21 +77,11 @@ class NotingPlan:
 
     @property
     def windows(self) -> dict[int, list[int | None]]:
-        return {layer: [each.options["window"] for each in asked] for layer, asked in self.asked.items()}
+        return {layer: [each.options.get("window") for each in asked] for layer, asked in self.asked.items()}
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
         asked = Asked(k_TGD.shape[1], k_TGD.shape[2], v_TGD.shape[2], k_TGD.dtype, options)
         self.asked.setdefault(layer, []).append(asked)
         return q_THD.new_zeros(*q_THD.shape[:2], v_TGD.shape[2])
@@ -112,11 +91,10 @@ class PackedCausal:
     """Whole sequences one after the other in one row, each causal within itself.
 
     Sequences of similar length share one batched kernel call, padded on the right with rows of their own,
-    whose results and gradients are dropped. On a GPU one kernel takes them as they are, where it can (`varlen`).
+    whose results and gradients are dropped.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._ends = varlen.Ends(lengths)
         self._groups = _grouped(lengths, torch.device(device))
         self._order = None
         if len(self._groups) > 1 or self._groups[0].rows is not None:
@@ -124,57 +102,25 @@ class PackedCausal:
             if not torch.equal(kept, torch.arange(len(kept), device=device)):
                 self._order = torch.argsort(kept)
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self._biases: dict[tuple[int, int | None], Tensor] = {}
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        if varlen.suits(q_THD, k_TGD, v_TGD, softcap, sinks_H):
-            return varlen.attend(q_THD, k_TGD, v_TGD, self._ends, scale, window)
         outputs = []
         for group in self._groups:
             q_nHLD, k_nGLD, v_nGLD = (_padded(x, group) for x in (q_THD, k_TGD, v_TGD))
-            if softcap is None and sinks_H is None and _is_short(q_nHLD):
-                bias_LL = self._bias(group.length, window)
-                out_nHLD = cast(Tensor, _ShortCausal.apply(q_nHLD, k_nGLD, v_nGLD, bias_LL, scale))
-            elif softcap is None and sinks_H is None:
-                mask_LL = self._window_mask(group.length, window, q_THD.device)
-                if mask_LL is not None:
-                    # With a mask, CUDA's fused kernels want as many key heads as query heads.
-                    repeat = q_nHLD.shape[1] // k_nGLD.shape[1]
-                    k_nGLD, v_nGLD = (x.repeat_interleave(repeat, 1) for x in (k_nGLD, v_nGLD))
-                out_nHLD = nn.functional.scaled_dot_product_attention(
-                    q_nHLD, k_nGLD, v_nGLD, mask_LL, is_causal=mask_LL is None, scale=scale,
-                    enable_gqa=q_nHLD.shape[1] != k_nGLD.shape[1],
-                )  # fmt: skip
-            else:
-                out_nHLD = _plain_attention(q_nHLD, k_nGLD, v_nGLD, scale, window, softcap, sinks_H)
-            outputs.append(_unpadded(out_nHLD, group))
+            mask = self._mask(group.length, options.get("window"), q_THD)
+            outputs.append(_unpadded(prefill(q_nHLD, k_nGLD, v_nGLD, mask, **options), group))
         out_THD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out_THD if self._order is None else _Select.apply(out_THD, self._order)
 
-    def _window_mask(self, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, length: int, window: int | None, q_THD: Tensor) -> Tensor | None:
+        """[L, L] 0 where a row may look, -inf elsewhere; None if it is causal alone. Made once for all layers."""
         if window is None or length <= window:
             return None
         if (length, window) not in self._masks:
-            self._masks[length, window] = _visible(length, window, device)
+            self._masks[length, window] = causal_mask(length, window, q_THD)
         return self._masks[length, window]
-
-    def _bias(self, length: int, window: int | None) -> Tensor:
-        """[L, L] 0 where a row may look, -inf elsewhere."""
-        if (length, window) not in self._biases:
-            hidden_LL = ~_visible(length, window, torch.device("cpu"))
-            self._biases[length, window] = torch.zeros(length, length).masked_fill_(hidden_LL, float("-inf"))
-        return self._biases[length, window]
 
 
 class _Group(NamedTuple):
@@ -286,70 +232,60 @@ class _Select(torch.autograd.Function):
         return torch.empty_like(grad).index_copy_(0, ctx.order, grad), None
 
 
-def _is_short(q_nHLD: Tensor) -> bool:
-    on_cpu = q_nHLD.device.type == "cpu" and q_nHLD.dtype == torch.bfloat16
-    return on_cpu and q_nHLD.requires_grad and q_nHLD.shape[2] <= SHORT
+def causal_mask(length: int, window: int | None, like: Tensor) -> Tensor:
+    """[L, L] 0 where a row sees another, -inf elsewhere."""
+    mask_LL = torch.full((length, length), float("-inf"), dtype=like.dtype, device=like.device).triu_(1)
+    if window is not None:
+        mask_LL += torch.full_like(mask_LL, float("-inf")).tril_(-window)
+    return mask_LL
 
 
-class _ShortCausal(torch.autograd.Function):
-    """Scores and their softmax in float32, as the fused kernel has them; products of probabilities in bfloat16."""
-
-    @staticmethod
-    def forward(ctx, q_nHLD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, bias_LL: Tensor, scale: float) -> Tensor:
-        num_keys, length = k_nGLD.shape[1:3]
-        q_NRD = q_nHLD.unflatten(1, (num_keys, -1)).flatten(2, 3).flatten(0, 1)
-        k_NLD, v_NLD = k_nGLD.flatten(0, 1), v_nGLD.flatten(0, 1)
-        scores_NRL = torch.bmm(q_NRD.float().mul_(scale), k_NLD.float().mT)
-        scores_NRL.view(-1, length, length).add_(bias_LL)
-        probs_NRL = torch.softmax(scores_NRL, -1).to(v_NLD.dtype)
-        out_NRD = torch.bmm(probs_NRL, v_NLD)
-        ctx.save_for_backward(q_NRD, k_NLD, v_NLD, probs_NRL, out_NRD)
-        ctx.scale, ctx.shape = scale, (q_nHLD.shape, k_nGLD.shape)
-        return out_NRD.view(q_nHLD.shape)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_nHLD: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q_NRD, k_NLD, v_NLD, probs_NRL, out_NRD = ctx.saved_tensors
-        q_shape, k_shape = ctx.shape
-        grad_NRD = grad_nHLD.reshape(out_NRD.shape)
-        grad_v_NLD = torch.bmm(probs_NRL.mT, grad_NRD)
-        grad_NRL = torch.bmm(grad_NRD, v_NLD.mT)
-        # Of a softmax: p (g - sum p g), and that sum is the output's product with its gradient.
-        grad_NRL.sub_((grad_NRD * out_NRD).sum(-1, keepdim=True)).mul_(probs_NRL).mul_(ctx.scale)
-        grad_q_NRD, grad_k_NLD = torch.bmm(grad_NRL, k_NLD), torch.bmm(grad_NRL.mT, q_NRD)
-        return grad_q_NRD.view(q_shape), grad_k_NLD.view(k_shape), grad_v_NLD.view(k_shape), None, None
-
-
-def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
-    back_LL = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    visible_LL = back_LL >= 0
-    return visible_LL if window is None else visible_LL & (back_LL < window)
-
-
-def _plain_attention(
-    q_nHLD: Tensor,
-    k_nGLD: Tensor,
-    v_nGLD: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+def prefill(
+    q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
 ) -> Tensor:
-    """For what the fused kernels cannot do: capped scores and sinks."""
-    repeat = q_nHLD.shape[1] // k_nGLD.shape[1]
-    k_nHLD, v_nHLD = k_nGLD.repeat_interleave(repeat, 1), v_nGLD.repeat_interleave(repeat, 1)
-    scores_nHLL = (q_nHLD @ k_nHLD.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores_nHLL = softcap * torch.tanh(scores_nHLL / softcap)
-    visible_LL = _visible(q_nHLD.shape[2], window, q_nHLD.device)
-    scores_nHLL = scores_nHLL.masked_fill(~visible_LL, float("-inf"))
-    if sinks_H is not None:
-        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLL.shape[:3], 1)
-        probs_nHLL = torch.softmax(torch.cat([scores_nHLL, sinks], -1), -1)[..., :-1]
-    else:
-        probs_nHLL = torch.softmax(scores_nHLL, -1)
-    return probs_nHLL.to(v_nHLD.dtype) @ v_nHLD
+    """[n, H, L, D]. The mask, [.., L, K], is added to scores, and windows are in it; None: causal, L = K."""
+    if options.get("softcap") is not None or options.get("sinks_H") is not None:
+        return reference(q_nHLD, k_nGKD, v_nGKD, mask, **options)
+    if mask is not None and q_nHLD.is_cuda:
+        # With a mask, CUDA's fused kernels want as many key heads as query heads.
+        k_nGKD, v_nGKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
+    return nn.functional.scaled_dot_product_attention(
+        q_nHLD, k_nGKD, v_nGKD, mask, is_causal=mask is None, scale=options["scale"],
+        enable_gqa=q_nHLD.shape[1] != k_nGKD.shape[1],
+    )  # fmt: skip
+
+
+def decode(q_nHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor, **options: Unpack[AttentionOptions]) -> Tensor:
+    """[n, H, D]: one row a sequence."""
+    if options.get("softcap") is not None or options.get("sinks_H") is not None:
+        return reference(q_nHD[:, :, None], k_nGKD, v_nGKD, mask, **options)[:, :, 0]
+    # Query heads of one key head act as its rows: keys are read once for all of them, and never repeated.
+    q_nGRD = q_nHD.unflatten(1, (k_nGKD.shape[1], -1))
+    return nn.functional.scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=options["scale"]).flatten(
+        1, 2
+    )
+
+
+def reference(
+    q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, **options: Unpack[AttentionOptions]
+) -> Tensor:
+    """The same in plain arithmetic: the oracle, and what is used for capped scores and sinks."""
+    k_nHKD, v_nHKD = _repeated(q_nHLD, k_nGKD, v_nGKD)
+    scores_nHLK = (q_nHLD @ k_nHKD.transpose(2, 3)).float() * options["scale"]
+    if (softcap := options.get("softcap")) is not None:
+        scores_nHLK = softcap * torch.tanh(scores_nHLK / softcap)
+    scores_nHLK = scores_nHLK + (causal_mask(q_nHLD.shape[2], None, scores_nHLK) if mask is None else mask)
+    if (sinks_H := options.get("sinks_H")) is None:
+        return torch.softmax(scores_nHLK, -1).to(v_nHKD.dtype) @ v_nHKD
+    sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLK.shape[:3], 1)
+    probs_nHLK = torch.softmax(torch.cat([scores_nHLK, sinks], -1), -1)[..., :-1]
+    return probs_nHLK.to(v_nHKD.dtype) @ v_nHKD
+
+
+def _repeated(q_nHLD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of each query head."""
+    repeat = q_nHLD.shape[1] // k_nGKD.shape[1]
+    return k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
 
 
 def register() -> None:
@@ -376,13 +312,6 @@ def _dispatch(
     options = _options(module, query, kwargs)
     rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return plan.attend(cast(int, module.layer_idx), *rows, **options)[None], None
-
-
-class AttentionOptions(TypedDict):
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks_H: Tensor | None
 
 
 def _options(module: nn.Module, query: Tensor, kwargs: dict[str, object]) -> AttentionOptions:

@@ -67,8 +67,7 @@ class TorchBackend:
     `recompute` ('auto', 'on', 'off') trades a third more compute for activations that need not be kept.
     `deterministic` ('on', 'off') makes every bit of a result independent of what is computed beside it. `quantize`
     ('off', 'int8', 'nf4') keeps the base in fewer bits. `memory_budget` is how many bytes of the device all of it may
-    take together; 0 leaves everyone to bounds of their own. `cuda_graphs` ('on', 'off') has decode steps on a GPU
-    captured as graphs.
+    take together; 0 leaves everyone to bounds of their own.
     """
 
     def __init__(  # noqa: PLR0913 - one parameter an option
@@ -83,11 +82,9 @@ class TorchBackend:
         deterministic: str = "off",
         quantize: str = "off",
         memory_budget: int | str = 0,
-        cuda_graphs: str = "on",
     ) -> None:
-        for option, value in (("deterministic", deterministic), ("cuda_graphs", cuda_graphs)):
-            if value not in ("on", "off"):
-                raise SettingsError(f"backend option {option} is {value!r}; choose 'on' or 'off'")
+        if deterministic not in ("on", "off"):
+            raise SettingsError(f"backend option deterministic is {deterministic!r}; choose 'on' or 'off'")
         if logits_chunk != "auto":
             logits_chunk = positive("logits_chunk", logits_chunk)
         self._base = self._load_base(shape, device=device, dtype=dtype, recompute=recompute, quantize=quantize)
@@ -96,7 +93,6 @@ class TorchBackend:
         max_tokens = positive("max_tokens_per_microbatch", max_tokens_per_microbatch)
         self._module_names = [name for name, _ in self._base.model.named_modules()]
         self._deterministic = deterministic == "on"
-        self._graphs = cuda_graphs == "on"
         if self._deterministic:
             pin(self._base)
         if not isinstance(logits_chunk, int):
@@ -116,12 +112,10 @@ class TorchBackend:
         return (DeterministicTrainer if self._deterministic else Trainer)(self._base, max_tokens, chunk_rows)
 
     def _make_sampler(self) -> LocalSampler:
-        from tinsmith.samplers.local.deterministic import DeterministicSampler
         from tinsmith.samplers.local.engine import LocalSampler, SamplerOptions
 
-        kind = DeterministicSampler if self._deterministic else LocalSampler
-        options = SamplerOptions(graphs=self._graphs)
-        return kind(self._base, self._versions, options=options, memory=self._memory)
+        options = SamplerOptions(deterministic=self._deterministic)
+        return LocalSampler(self._base, self._versions, options=options, memory=self._memory)
 
     def _open_memory(self, budget_bytes: int, chunk_rows: int) -> MemoryManager:
         """Raises SettingsError if the budget is too small for anything."""

@@ -27,7 +27,7 @@ from tinsmith.backends.torch.attention import AttentionOptions, AttentionPlan, P
 from tinsmith.backends.torch.lora import MultiLoRALinear
 from tinsmith.backends.torch.lora_ops import Routing, Site
 from tinsmith.backends.torch.products import product
-from tinsmith.backends.torch.transformer import DOWN, GATE_UP, OUT, QKV, are_known, asked_of_attention
+from tinsmith.backends.torch.transformer import DOWN, GATE_UP, OUT, QKV, are_known, asked_of_attention, linears_of
 from tinsmith.types import LoraSpec
 
 
@@ -308,7 +308,7 @@ def _joined(linears: Sequence[MultiLoRALinear]) -> Tensor:
 def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
-    qkv = _linears(layer, QKV)
+    qkv = linears_of(layer, QKV)
     num_heads, num_keys = (linear.out_features // head_dim for linear in qkv[:2])
     head_norm = None
     if hasattr(own, "q_norm"):
@@ -322,19 +322,15 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions) -> _Layer:
         before_attention=_norm(layer, "input_layernorm"),
         qkv=JoinedLinears(qkv),
         head_norm=head_norm,
-        out=JoinedLinears(_linears(layer, [OUT])),
+        out=JoinedLinears(linears_of(layer, [OUT])),
         before_mlp=_norm(layer, "post_attention_layernorm"),
-        gate_up=JoinedLinears(_linears(layer, GATE_UP)),
-        down=JoinedLinears(_linears(layer, [DOWN])),
+        gate_up=JoinedLinears(linears_of(layer, GATE_UP)),
+        down=JoinedLinears(linears_of(layer, [DOWN])),
         num_heads=num_heads,
         num_keys=num_keys,
         head_dim=head_dim,
         attention=attention,
     )
-
-
-def _linears(layer: nn.Module, names: Sequence[str]) -> list[MultiLoRALinear]:
-    return [cast(MultiLoRALinear, layer.get_submodule(name)) for name in names]
 
 
 def _norm(parent: nn.Module, name: str) -> _Norm:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tinsmith.backends.torch.adapters import Target
-from tinsmith.backends.torch.lora_ops import Routing, Run, Site, Stretch
+from tinsmith.backends.torch.lora_ops import Routing, Run, Site
 from tinsmith.backends.torch.products import product
 
 
@@ -66,12 +66,12 @@ class MultiLoRALinear(nn.Module):
         x_TI = x.reshape(-1, self.in_features)
         return self.forward_rows(x_TI, work)[0].view(*x.shape[:-1], -1)
 
-    def work(self, routing: Routing) -> list[Run | Stretch]:
+    def work(self, routing: Routing) -> list[Run]:
         """The runs whose adapters have this linear."""
         return self._site.work(routing)
 
     def forward_rows(
-        self, x_TI: Tensor, work: Sequence[Run | Stretch], out_dtype: torch.dtype | None = None
+        self, x_TI: Tensor, work: Sequence[Run], out_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """y [T, O], and each run's scale * x A^T, which backward needs again."""
         y_TO = product(x_TI, self.weight.t(), out_dtype or x_TI.dtype)
@@ -83,7 +83,7 @@ class MultiLoRALinear(nn.Module):
         self,
         grad_TO: Tensor,
         x_TI: Tensor,
-        work: Sequence[Run | Stretch],
+        work: Sequence[Run],
         inner: Sequence[Tensor],
         *,
         need_input: bool,
@@ -105,7 +105,7 @@ class MultiLoRALinear(nn.Module):
 
 class _LoRALinearFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run | Stretch]) -> Tensor:
+    def forward(ctx, x: Tensor, anchor: Tensor, module: MultiLoRALinear, work: list[Run]) -> Tensor:
         x_TI = x.reshape(-1, module.in_features)
         y_TO, ctx.inner = module.forward_rows(x_TI, work)
         ctx.save_for_backward(x)

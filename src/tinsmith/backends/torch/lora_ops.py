@@ -7,27 +7,19 @@ own. Gradients of A and B are added straight into the adapters' own buffers.
 
 Shapes: T rows of a packed batch, n rows of a segment, S segments of a run, I inputs, O outputs, r rank, R inner rows of
 a site (r for each of its linears that the adapter has).
-
-Neighbouring segments of unequal lengths, whose adapters are of one layout: each adapter's low-rank products with its
-own rows, in one kernel for all of them (`grouped`).
-
-What the kernel cannot take, and what it is not right for, goes segment by segment, here as everywhere. So do gradients
-of matrices: each is added to its adapter's own float32 buffer, and the grouped kernel would round it to bfloat16 first.
-
-Shapes: n rows of a stretch, S segments, I inputs, O outputs, r rank, R inner rows of a site.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tinsmith.backends.torch import grouped
 from tinsmith.backends.torch.adapters import Adapter, Block, Member, Shares, Target
 from tinsmith.backends.torch.gradients import A, B, Group, claim, gather_, groups_of, put_
 from tinsmith.backends.torch.products import add_product_, add_products_, column_product, column_products, product
@@ -41,6 +33,9 @@ needs copies of all matrices beside each other. In bfloat16 a batched product is
 """
 
 
+MOST_KEPT, MOST_KEPT_BYTES = 4, 2**28
+"""Stacks of a site that sampling keeps from step to step, and the bytes of the adapters of each."""
+
 Stacks = tuple[list[tuple[Block, Tensor]], list[tuple[Member, Tensor]]]
 
 
@@ -51,28 +46,31 @@ class Site:
         self._names = tuple(target.name for target in targets)
         ends = accumulate((target.out_features for target in targets), initial=0)
         self._columns = [slice(*span) for span in pairwise(ends)]
+        self._kept: OrderedDict[tuple[int, ...], Stacks | None] = OrderedDict()
 
-    def work(self, routing: Routing) -> list[Run | Stretch]:
+    def work(self, routing: Routing) -> list[Run]:
         """The runs whose adapters have any of these linears; short ones together where that is faster."""
         if (known := routing.work.get(self)) is not None:
             return known
         work = routing.work[self] = []
-        for run in routing.stretches:
+        for run in routing.runs:
             if run.adapters[0].compute.keys().isdisjoint(self._names):
-                continue
-            if isinstance(run, Stretch):
-                work.append(run)
                 continue
             work += [run] if self._is_batched(run) else run.apart()
         return work
 
-    def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run | Stretch]) -> list[Tensor]:
+    def reference_(self, y_TO: Tensor, x_TI: Tensor, routing: Routing) -> None:
+        """Add to y what each segment's adapter adds, one product after another: the oracle of `forward_`."""
+        for start, stop, adapter in routing.segments:
+            for name, columns in zip(self._names, self._columns, strict=True):
+                if adapter is not None and name in adapter.compute:
+                    a_rI, b_Or = adapter.compute[name]
+                    y_TO[start:stop, columns] += adapter.scale * (x_TI[start:stop] @ a_rI.t() @ b_Or.t())
+
+    def forward_(self, y_TO: Tensor, x_TI: Tensor, work: Sequence[Run]) -> list[Tensor]:
         """Add to y; returns each run's scale * x A^T [n, R] or [S, n, R], which backward needs again."""
         inner = []
         for run in work:
-            if isinstance(run, Stretch):
-                inner.append(forward_(y_TO, x_TI, run, self._stacks(run)))
-                continue
             own = self._alone_forward_ if len(run.adapters) == 1 else self._together_forward_
             inner.append(own(y_TO, x_TI, run))
         return inner
@@ -82,14 +80,11 @@ class Site:
         grad_TI: Tensor | None,
         grad_TO: Tensor,
         x_TI: Tensor,
-        work: Sequence[Run | Stretch],
+        work: Sequence[Run],
         inner: Sequence[Tensor],
     ) -> None:
         """Add to the gradient of x, if there is one, and to the adapters' own where these exist."""
         for run, u in zip(work, inner, strict=True):
-            if isinstance(run, Stretch):
-                backward_(grad_TI, grad_TO, x_TI, run, self._stacks(run), u)
-                continue
             own = self._alone_backward_ if len(run.adapters) == 1 else self._together_backward_
             own(grad_TI, grad_TO, x_TI, run, u)
 
@@ -148,20 +143,38 @@ class Site:
             if grad_TI is not None:
                 add_products_(run.rows(grad_TI), grad_SnR[..., first.ranks], a_SRI)
 
-    def _stacks(self, run: Run | Stretch) -> Stacks:
+    def _stacks(self, run: Run) -> Stacks:
         """Each block's A's and each member's B's as one tensor; the layouts, and so the shares, are alike."""
-        if self not in run.stacks:
-            shares = [self._shares(adapter) for adapter in run.adapters]
-            blocks = zip(*(share.blocks for share in shares), strict=True)
-            members = zip(*(share.members for share in shares), strict=True)
-            run.stacks[self] = (
-                [(some[0], torch.stack([block.a_RI for block in some])) for some in blocks],
-                [(some[0], torch.stack([member.b_Or for member in some])) for some in members],
-            )
-        return run.stacks[self]
+        if (found := run.stacks.get(self)) is None:
+            found = run.stacks[self] = (self._kept.get(run.versions) if _is_sampling() else None) or self._stacked(run)
+            if _is_sampling():
+                self._kept[run.versions] = found
+        return found
+
+    def _stacked(self, run: Run) -> Stacks:
+        shares = [self._shares(adapter) for adapter in run.adapters]
+        blocks = zip(*(share.blocks for share in shares), strict=True)
+        members = zip(*(share.members for share in shares), strict=True)
+        return (
+            [(some[0], torch.stack([block.a_RI for block in some])) for some in blocks],
+            [(some[0], torch.stack([member.b_Or for member in some])) for some in members],
+        )
+
+    def _is_worth_stacking(self, run: Run) -> bool:
+        """In sampling: whether these adapters met here lately, so that their stack serves many steps."""
+        if sum(adapter.compute_P.nbytes for adapter in run.adapters) > MOST_KEPT_BYTES:
+            return False
+        known = run.versions in self._kept
+        self._kept.setdefault(run.versions, None)
+        self._kept.move_to_end(run.versions)
+        while len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return known
 
     def _is_batched(self, run: Run) -> bool:
         if len(run.adapters) == 1 or run.length > BATCHED_ROWS:
+            return False
+        if _is_sampling() and not self._is_worth_stacking(run):
             return False
         blocks, members = self._shares(run.adapters[0])
         largest = max(*(block.a_RI.numel() for block in blocks), *(member.b_Or.numel() for member in members))
@@ -238,6 +251,11 @@ class Run:
         return self._groups[1]
 
     @property
+    def versions(self) -> tuple[int, ...]:
+        """Of the adapters' weights."""
+        return tuple(adapter.version for adapter in self.adapters)
+
+    @property
     def stop(self) -> int:
         return self.start + self.length * len(self.adapters)
 
@@ -261,7 +279,7 @@ class Routing:
     keeps what each site has found to do.
     """
 
-    __slots__ = ("_runs", "_stretches", "num_rows", "segments", "work")
+    __slots__ = ("_runs", "num_rows", "segments", "work")
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         end = 0
@@ -271,8 +289,7 @@ class Routing:
             end = segment.stop
         self.segments = tuple(segments)
         self._runs: list[Run] | None = None
-        self._stretches: list[Run | Stretch] | None = None
-        self.work: dict[Site, list[Run | Stretch]] = {}
+        self.work: dict[Site, list[Run]] = {}
         self.num_rows = end
 
     @property
@@ -280,14 +297,6 @@ class Routing:
         if self._runs is None:
             self._runs = _runs(self.segments)
         return self._runs
-
-    @property
-    def stretches(self) -> list[Run | Stretch]:
-        """The runs, but neighbours of unequal lengths together where one kernel takes them all (`stretches`)."""
-        if self._stretches is None:
-            found = stretches_of(self.segments)
-            self._stretches = [*self.runs] if found is None else [_run_or_stretch(each) for each in found]
-        return self._stretches
 
     @classmethod
     def of(cls, adapters: Iterable[Adapter | None], lengths: Iterable[int]) -> Routing:
@@ -320,10 +329,8 @@ class Routing:
         )
 
 
-def _run_or_stretch(stretch: Stretch) -> Run | Stretch:
-    if len(stretch.adapters) > 1:
-        return stretch
-    return Run(stretch.start, stretch.sizes[0], stretch.adapters)
+def _is_sampling() -> bool:
+    return torch.is_inference_mode_enabled()
 
 
 def _runs(segments: Iterable[Segment]) -> list[Run]:
@@ -337,112 +344,3 @@ def _runs(segments: Iterable[Segment]) -> list[Run]:
         else:
             runs.append(Run(start, stop - start, [adapter]))
     return runs
-
-
-if TYPE_CHECKING:
-    from tinsmith.backends.torch.adapters import Adapter, Block, Member
-
-    pass
-
-
-class Stretch:
-    """Segments one after the other from row `start`. `stacks` keeps what sites made of their matrices."""
-
-    __slots__ = ("_ends_S", "adapters", "sizes", "stacks", "start")
-
-    def __init__(self, start: int, sizes: list[int], adapters: list[Adapter]) -> None:
-        self.start = start
-        self.sizes = sizes
-        self.adapters = adapters
-        self.stacks: dict[Site, Stacks] = {}
-        self._ends_S: Tensor | None = None
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.start + sum(self.sizes))
-
-    @property
-    def segments(self) -> list[slice]:
-        """Counted from the stretch's first row."""
-        return [slice(*span) for span in pairwise(accumulate(self.sizes, initial=0))]
-
-    def products(self, x_nI: Tensor, matrices_SIO: Tensor) -> Tensor:
-        """[n, O]: each segment's rows with its own matrix."""
-        if grouped.suits(x_nI, matrices_SIO):
-            if self._ends_S is None:
-                self._ends_S = grouped.offsets_of(self.sizes, x_nI.device)
-            return grouped.grouped_product(x_nI, matrices_SIO, self._ends_S)
-        parts = zip(self.segments, matrices_SIO, strict=True)
-        return torch.cat([product(x_nI[rows], matrix_IO, x_nI.dtype) for rows, matrix_IO in parts])
-
-
-def stretches_of(segments: Iterable[Segment]) -> list[Stretch] | None:
-    """Neighbours of one layout together; None where products one by one are as good: on a CPU, in other formats than
-    bfloat16, or where nobody has a neighbour.
-    """
-    found: list[Stretch] = []
-    end = -1
-    for start, stop, adapter in segments:
-        if adapter is None:
-            continue
-        if not grouped.is_used_on(adapter.compute_P.device) or adapter.compute_P.dtype != torch.bfloat16:
-            return None
-        if found and start == end and adapter.layout is found[-1].adapters[0].layout:
-            found[-1].adapters.append(adapter)
-            found[-1].sizes.append(stop - start)
-        else:
-            found.append(Stretch(start, [stop - start], [adapter]))
-        end = stop
-    return found if any(len(stretch.adapters) > 1 for stretch in found) else None
-
-
-def forward_(y_TO: Tensor, x_TI: Tensor, stretch: Stretch, stacks: Stacks) -> Tensor:
-    """Add to y; returns scale * x A^T [n, R], which `backward_` needs again."""
-    blocks, members = stacks
-    x_nI, y_nO = x_TI[stretch.rows], y_TO[stretch.rows]
-    u_nR = torch.cat([stretch.products(x_nI, a_SRI.mT) for _, a_SRI in blocks], -1)
-    u_nR *= stretch.adapters[0].scale
-    for first, b_SOr in members:
-        if y_TO.dtype == x_TI.dtype:
-            y_nO[:, first.columns] += stretch.products(u_nR[:, first.ranks], b_SOr.mT)
-            continue
-        for rows, b_Or in zip(stretch.segments, b_SOr, strict=True):  # logits, which are not rounded
-            add_product_(y_nO[rows, first.columns], u_nR[rows, first.ranks], b_Or.t(), 1.0)
-    return u_nR
-
-
-def backward_(
-    grad_TI: Tensor | None, grad_TO: Tensor, x_TI: Tensor, stretch: Stretch, stacks: Stacks, u_nR: Tensor
-) -> None:
-    """Add to the gradient of x, if there is one, and to the adapters' own where these exist."""
-    blocks, members = stacks
-    x_nI, grad_nO = x_TI[stretch.rows], grad_TO[stretch.rows]
-    grad_nR = torch.cat([stretch.products(grad_nO[:, first.columns], b_SOr) for first, b_SOr in members], -1)
-    grad_nR *= stretch.adapters[0].scale
-    for rows, adapter in zip(stretch.segments, stretch.adapters, strict=True):
-        _add_gradients(adapter, [m for m, _ in members], [b for b, _ in blocks], grad_nO[rows], u_nR[rows],
-                       grad_nR[rows], x_nI[rows])  # fmt: skip
-    if grad_TI is not None:
-        for first, a_SRI in blocks:
-            grad_TI[stretch.rows] += stretch.products(grad_nR[:, first.ranks], a_SRI)
-
-
-def _add_gradients(
-    adapter: Adapter,
-    members: Sequence[Member],
-    blocks: Sequence[Block],
-    grad_nO: Tensor,
-    u_nR: Tensor,
-    grad_nR: Tensor,
-    x_nI: Tensor,
-) -> None:
-    if adapter.gradients is None:
-        return
-    # Every linear's inner rows with every linear's outputs, as in `sites`.
-    found_OR = column_product(grad_nO, u_nR)
-    for name, columns, ranks, _ in members:
-        adapter.gradients[name][1].add_(found_OR[columns, ranks])
-    for names, ranks, a_RI in blocks:
-        own_rI, *_ = (adapter.gradients[name][0] for name in names)
-        own_RI = own_rI.as_strided((len(a_RI), own_rI.shape[1]), (own_rI.shape[1], 1))
-        add_product_(own_RI, grad_nR[:, ranks].t(), x_nI, 1.0)

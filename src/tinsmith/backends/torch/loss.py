@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tinsmith.backends.torch.batch import COLUMNS, Example, MicroBatch
 from tinsmith.backends.torch.custom_loss import CustomRun
-from tinsmith.backends.torch.lora_ops import Routing, Run, Stretch
+from tinsmith.backends.torch.lora_ops import Routing, Run
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.losses import Loss
 from tinsmith.losses.formulas import Columns, sequence_log_ratios
@@ -106,9 +106,7 @@ class Head:
         grad_CV = self._base.unfinish_gradient_(grad_CV, logits_CV).to(chunk.hidden_CD.dtype)
         return self._back(grad_CV, chunk.hidden_CD, work, inner)
 
-    def _back(
-        self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run | Stretch], inner: Sequence[Tensor]
-    ) -> Tensor:
+    def _back(self, grad_CV: Tensor, hidden_CD: Tensor, work: Sequence[Run], inner: Sequence[Tensor]) -> Tensor:
         """[C, D] the gradient of the hidden states; the unembedding's adapters get theirs."""
         grad_CD = self._base.unembedding.backward_rows(grad_CV, hidden_CD, work, inner, need_input=True)
         assert grad_CD is not None

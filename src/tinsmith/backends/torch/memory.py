@@ -73,7 +73,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 BASE, MODELS, VERSIONS, SAMPLING = "base", "models", "versions", "sampling"
-ACTIVATIONS, KV_CACHE, DECODING = "activations", "kv_cache", "decoding"
+ACTIVATIONS, KV_CACHE = "activations", "kv_cache"
 MEBIBYTE = 2**20
 
 VERSIONS_SHARE = 0.1

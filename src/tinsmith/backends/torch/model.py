@@ -151,14 +151,9 @@ class BaseModel:
                   for tensor in (*self.model.parameters(), *self.model.buffers())}  # fmt: skip
         codes = sum(linear.num_bytes for linear in self.targets.values() if isinstance(linear, QuantisedLinear))
         packed = 0
-        if self._written_out is not None and self._written_out.packs:
+        if self._written_out is not None:
             packed = sum(linear.weight.nbytes for linear in self.targets.values())
         return sum(stores.values()) + codes + packed
-
-    @property
-    def written_out(self) -> Decoder | None:
-        """The layers that are written out for rows without gradients, once such rows have gone through them."""
-        return self._written_out if self._written_out is not None and self._written_out.ready else None
 
     def adaptable(self) -> list[Target]:
         experts = [target for module in self.experts for target in module.targets]

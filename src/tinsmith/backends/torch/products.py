@@ -26,9 +26,8 @@ ONEDNN_COLUMN = 256
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
-# The overloads themselves: to choose one by its arguments takes 3 us a call, of which a decode step has a hundred.
+# The overload itself: to choose it by its arguments takes 3 us a call, of which a decode step has a hundred.
 _linear = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.default if HAS_ONEDNN else None)
-_linear_and = cast("Callable[..., Tensor]", torch.ops.mkldnn._linear_pointwise.binary if HAS_ONEDNN else None)
 
 
 def product(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -78,26 +77,14 @@ def add_products_(out: Tensor, a: Tensor, b: Tensor) -> None:
         out.add_(torch.bmm(a, b))
 
 
-def suits_linear(x: Tensor) -> bool:
-    """Whether rows go through `linear_product` and `add_linear`: bfloat16 on a CPU, where narrow products take two
-    thirds of the time of torch's own way.
-    """
-    return HAS_ONEDNN and x.dtype == torch.bfloat16 and x.device.type == "cpu"
-
-
 def packed(weight: Tensor) -> Tensor:
-    """Laid out for oneDNN, for `linear_product` and `add_linear` alone: a copy."""
+    """Laid out for oneDNN, for `linear_product` alone: a copy."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 def linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight^T + bias; the weight may be packed."""
     return _linear(x, weight, bias, "none", [], "")
-
-
-def add_linear(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """y + x @ weight^T, rounded once; the weight may be packed."""
-    return _linear_and(x, y, weight, None, "add")
 
 
 def _suits_onednn(a: Tensor, b: Tensor) -> bool:

@@ -2,8 +2,8 @@
 gradient will be asked of.
 
 Llama, Mistral, Qwen2 and Qwen3 are the same layers but for biases, norms of queries and keys, and windows. Here the
-linears that read the same input are one product, on a CPU over weights packed once for oneDNN; adapters' matrices go
-with them in two products (`banks`), and norms and rotations take all heads together. The modules stay the oracle:
+linears that read the same input are one product over weights packed once for oneDNN, and norms and rotations take all
+heads together. The modules stay the oracle:
 whatever is not exactly those layers is refused (None from `of`), and at load the base model compares the two.
 
 Packed weights are a second copy, made when the first rows come, and only where there is memory to spare. Knows no
@@ -25,12 +25,9 @@ from torch.nn.functional import pad, rms_norm, silu
 from transformers.activations import SiLUActivation
 
 from tinsmith.backends.torch.attention import PLAN_KEY, AttentionOptions, AttentionPlan, NotingPlan
-from tinsmith.backends.torch.banks import Bank, Work
-from tinsmith.backends.torch.fused_linear import Adding, Fuse, FusedLinear, PlainFusedLinear, linears_of
 from tinsmith.backends.torch.lora import MultiLoRALinear
-from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.products import HAS_ONEDNN
-from tinsmith.backends.torch.slots import SegmentWork, Slots
+from tinsmith.backends.torch.lora_ops import Routing, Site
+from tinsmith.backends.torch.products import HAS_ONEDNN, linear_product, packed
 from tinsmith.backends.torch.threads import WIDE_ATTENTION, Threads
 
 LAYERS = frozenset({"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"})
@@ -57,16 +54,37 @@ class _Norm:
         return rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
+class PackedLinear:
+    """Linears that read the same rows, as one product over their packed weights, with what adapters add."""
+
+    def __init__(self, linears: Sequence[MultiLoRALinear], threads: Threads) -> None:
+        self.site = Site([linear.target for linear in linears])
+        self._threads = threads
+        self._weight_OI = packed(torch.cat([linear.weight for linear in linears]))
+        biases = [linear.bias for linear in linears]
+        self._bias_O = None if biases[0] is None else torch.cat(cast("list[Tensor]", biases))
+
+    def __call__(self, x_TI: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+        """[T, O]: every linear's outputs, one after the other; in `dtype`, to which adapters' are added. Rows behind
+        the routing's are of the base model.
+        """
+        self._threads.wide()
+        y_TO = linear_product(x_TI, self._weight_OI, self._bias_O).to(dtype or x_TI.dtype)
+        self._threads.narrow()
+        self.site.forward_(y_TO, x_TI, self.site.work(routing))
+        return y_TO
+
+
 @dataclass(slots=True)
 class _Layer:
     index: int
     before_attention: _Norm
-    qkv: FusedLinear
+    qkv: PackedLinear
     head_norms: tuple[Tensor, float] | None  # [H + G, E]: a weight for each head of queries and keys
-    out: FusedLinear
+    out: PackedLinear
     before_mlp: _Norm
-    gate_up: FusedLinear
-    down: FusedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
     num_heads: int
     num_keys: int
     head_dim: int
@@ -77,7 +95,7 @@ class _Ending(NamedTuple):
     """What is left of a step behind the last layer's attention, where nobody asks for the other rows."""
 
     rows_n: Tensor
-    work: Adding
+    routing: Routing
 
 
 class Decoder:
@@ -88,23 +106,16 @@ class Decoder:
         self._threads = threads
         self._unembedding = unembedding
         self._layers: list[_Layer] = []
-        self._linears: list[FusedLinear] = []
-        self._head: FusedLinear | None = None
-        self._banked: list[FusedLinear] = []
-        self._banks: dict[int, Bank] = {}
+        self._head: PackedLinear | None = None
         self._final = _norm(modules, "norm")
         self._rotary = (torch.empty(0), torch.empty(0))
-        self.slots = Slots(())
-        self.packs = next(modules.parameters()).device.type == "cpu"
-        """Whether the weights are laid out anew, for oneDNN."""
 
     @classmethod
     def of(cls, modules: nn.Module, unembedding: MultiLoRALinear, threads: Threads) -> Decoder | None:
         """None where the modules do anything that is not written out here, or a CPU lacks oneDNN for them."""
         if not are_known(modules):
             return None
-        weight = next(modules.parameters())
-        return cls(modules, unembedding, threads) if weight.device.type != "cpu" or _has_onednn(weight) else None
+        return cls(modules, unembedding, threads) if _has_onednn(next(modules.parameters())) else None
 
     @property
     def ready(self) -> bool:
@@ -115,22 +126,12 @@ class Decoder:
         linears = [module for module in self._modules.modules() if isinstance(module, MultiLoRALinear)]
         linears.append(self._unembedding)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if self.packs and sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
+        if sum(linear.weight.nbytes for linear in linears) > SPARE_SHARE * free:
             return False
         asked = asked_of_attention(self._modules)
         layers = cast(nn.ModuleList, self._modules.layers)
-        kind = FusedLinear if self.packs else PlainFusedLinear
-
-        def fuse(linears: Sequence[MultiLoRALinear]) -> FusedLinear:
-            return kind(linears, self._threads)
-
-        self._layers = [_layer(index, layer, asked[index], fuse) for index, layer in enumerate(layers)]
-        self._linears = [one for own in self._layers for one in (own.qkv, own.out, own.gate_up, own.down)]
-        self._banked = list(self._linears)
-        self.slots = Slots(self._linears)
-        if self.packs:
-            self._head = FusedLinear([self._unembedding], self._threads)
-            self._banked.append(self._head)
+        self._layers = [_layer(index, layer, asked[index], self._threads) for index, layer in enumerate(layers)]
+        self._head = PackedLinear([self._unembedding], self._threads)
         return True
 
     def hidden(
@@ -143,32 +144,22 @@ class Decoder:
     ) -> Tensor:
         """[T, D]: hidden states after the final norm; of the `wanted` rows alone, which ascend, if these are given."""
         num_rows = len(tokens_T)
-        padding = round_up(num_rows) - num_rows if self.packs else 0
+        padding = round_up(num_rows) - num_rows
         if padding:
             # More of the last row: oneDNN compiles each product for each number of rows.
             tokens_T, positions_T = (torch.cat([x, x[-1:].expand(padding)]) for x in (tokens_T, positions_T))
-        work = self._work(routing, num_rows + padding)
         x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        rotation = self._rotation(x_TD, positions_T) if self.packs else self._rotation_of(x_TD, positions_T)
+        rotation = self._rotation(x_TD, positions_T)
         with self._threads.mixed(num_rows):
             if wanted is None:
-                return self._through(x_TD, rotation, plan, work, num_rows)[:num_rows]
+                return self._through(x_TD, rotation, plan, routing, num_rows)[:num_rows]
             ending = self._ending(routing, wanted, x_TD.device)
-            return self._through(x_TD, rotation, plan, work, num_rows, ending)[: len(wanted)]
+            return self._through(x_TD, rotation, plan, routing, num_rows, ending)[: len(wanted)]
 
     def _ending(self, routing: Routing, wanted: Sequence[int], device: torch.device) -> _Ending:
-        padding = round_up(len(wanted)) - len(wanted) if self.packs else 0
+        padding = round_up(len(wanted)) - len(wanted)
         rows_n = torch.tensor([*wanted, *[wanted[-1]] * padding], device=device)
-        return _Ending(rows_n, self._work(routing.only(wanted), len(rows_n)))
-
-    def _work(self, routing: Routing, num_rows: int) -> Adding:
-        segments = None if self.packs else SegmentWork.of(self.slots, routing, self._final.weight.device)
-        return segments or Work(routing, num_rows, self._banks, self._banked)
-
-    def through(self, tokens_T: Tensor, positions_T: Tensor, plan: AttentionPlan, work: Adding) -> Tensor:
-        """[T, D]: the same, by kernels that depend on the shapes alone: nothing is read back from the device."""
-        x_TD = cast("nn.Embedding", self._modules.embed_tokens)(tokens_T)
-        return self._through(x_TD, self._rotation_of(x_TD, positions_T), plan, work, len(tokens_T))
+        return _Ending(rows_n, routing.only(wanted))
 
     def logits(self, hidden_TD: Tensor, routing: Routing) -> Tensor | None:
         """[T, V] float32; None if the unembedding is not laid out anew. What adapters add is rounded apart, as it is in
@@ -176,32 +167,27 @@ class Decoder:
         """
         if self._head is None:
             return None
-        work = Work(routing, len(hidden_TD), self._banks, self._banked)
         with self._threads.mixed(len(hidden_TD)):
-            return self._head(hidden_TD, work, torch.float32)
-
-    @property
-    def linears(self) -> Sequence[FusedLinear]:
-        return self._linears
+            return self._head(hidden_TD, routing, torch.float32)
 
     def _through(
         self,
         x_TD: Tensor,
         rotation: tuple[Tensor, Tensor],
         plan: AttentionPlan,
-        work: Adding,
+        routing: Routing,
         num_rows: int,
         ending: _Ending | None = None,
     ) -> Tensor:
         for layer in self._layers:
-            out_TO = self._attend(layer, layer.before_attention(x_TD), rotation, plan, work, num_rows)
+            out_TO = self._attend(layer, layer.before_attention(x_TD), rotation, plan, routing, num_rows)
             if ending is not None and layer is self._layers[-1]:
                 x_TD, out_TO = x_TD.index_select(0, ending.rows_n), out_TO.index_select(0, ending.rows_n)
-                work = ending.work
-            x_TD = x_TD + layer.out(out_TO, work)
-            gate_up = layer.gate_up(layer.before_mlp(x_TD), work)
+                routing = ending.routing
+            x_TD = x_TD + layer.out(out_TO, routing)
+            gate_up = layer.gate_up(layer.before_mlp(x_TD), routing)
             gate, up = gate_up.split(gate_up.shape[1] // 2, -1)
-            x_TD += layer.down(silu(gate).mul_(up), work)
+            x_TD += layer.down(silu(gate).mul_(up), routing)
         return self._final(x_TD)
 
     def _attend(
@@ -210,11 +196,11 @@ class Decoder:
         x_TD: Tensor,
         rotation: tuple[Tensor, Tensor],
         plan: AttentionPlan,
-        work: Adding,
+        routing: Routing,
         num_rows: int,
     ) -> Tensor:
         heads, keys = layer.num_heads, layer.num_keys
-        qkv = layer.qkv(x_TD, work).view(len(x_TD), heads + 2 * keys, layer.head_dim)
+        qkv = layer.qkv(x_TD, routing).view(len(x_TD), heads + 2 * keys, layer.head_dim)
         turned = qkv[:, : heads + keys]
         if layer.head_norms is not None:
             weight, eps = layer.head_norms
@@ -230,11 +216,6 @@ class Decoder:
         if len(x_TD) > num_rows:
             out_TO = pad(out_TO, (0, 0, 0, len(x_TD) - num_rows))
         return out_TO
-
-    def _rotation_of(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_rotation`, without tables: to know how long these must be costs a look at the device."""
-        cos_1TE, sin_1TE = cast(nn.Module, self._modules.rotary_emb)(x_TD, positions_T[None])
-        return cos_1TE[0][:, None], _signed(sin_1TE)[0][:, None]
 
     def _rotation(self, x_TD: Tensor, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """[T, 1, E] each: cosines, and sines whose first half is negative, of tables that grow with the positions."""
@@ -291,9 +272,13 @@ def _is_known(layer: nn.Module) -> bool:
     )
 
 
-def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse) -> _Layer:
+def _layer(index: int, layer: nn.Module, attention: AttentionOptions, threads: Threads) -> _Layer:
     own = layer.get_submodule("self_attn")
     head_dim = cast(int, own.head_dim)
+
+    def pack(names: Sequence[str]) -> PackedLinear:
+        return PackedLinear(linears_of(layer, names), threads)
+
     qkv = linears_of(layer, QKV)
     num_heads, num_keys = (linear.out_features // head_dim for linear in qkv[:2])
     norms = None
@@ -304,12 +289,12 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse
     return _Layer(
         index=index,
         before_attention=_norm(layer, "input_layernorm"),
-        qkv=fuse(qkv),
+        qkv=pack(QKV),
         head_norms=norms,
-        out=fuse(linears_of(layer, [OUT])),
+        out=pack([OUT]),
         before_mlp=_norm(layer, "post_attention_layernorm"),
-        gate_up=fuse(linears_of(layer, GATE_UP)),
-        down=fuse(linears_of(layer, [DOWN])),
+        gate_up=pack(GATE_UP),
+        down=pack([DOWN]),
         num_heads=num_heads,
         num_keys=num_keys,
         head_dim=head_dim,
@@ -320,3 +305,7 @@ def _layer(index: int, layer: nn.Module, attention: AttentionOptions, fuse: Fuse
 def _norm(parent: nn.Module, name: str) -> _Norm:
     module = parent.get_submodule(name)
     return _Norm(cast(Tensor, module.weight), cast(float, module.variance_epsilon))
+
+
+def linears_of(layer: nn.Module, names: Sequence[str]) -> list[MultiLoRALinear]:
+    return [cast(MultiLoRALinear, layer.get_submodule(name)) for name in names]

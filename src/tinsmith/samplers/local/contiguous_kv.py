@@ -17,12 +17,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.backends.torch.attention import AttentionOptions
 from tinsmith.samplers.local.kv_cache import KVCache, LayerShape
 from tinsmith.types import I64
 
@@ -225,16 +226,7 @@ class StripStep:
     masks: dict[int | None, Tensor]
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
         """[n, H, D]"""
         keys, values, keys_bCD, values_bKD = self.layers[layer]
@@ -249,11 +241,12 @@ class StripStep:
         repeat = q_NHD.shape[1] // groups
         products_bRC = _products(q_NHD.float().reshape(num * groups, repeat, -1), keys_bCD)
         products_NGRK = products_bRC.view(num, groups, repeat, -1)[..., : self.num_seen]
-        if softcap is not None:
+        scale = options["scale"]
+        if (softcap := options.get("softcap")) is not None:
             products_NGRK, scale = softcap * torch.tanh(products_NGRK * (scale / softcap)), 1.0
         scores_NGRK = torch.empty(products_NGRK.shape, device=keys.device)
-        torch.add(self._mask(window), products_NGRK, alpha=scale, out=scores_NGRK)
-        if sinks_H is not None:
+        torch.add(self._mask(options.get("window")), products_NGRK, alpha=scale, out=scores_NGRK)
+        if (sinks_H := options.get("sinks_H")) is not None:
             sinks = sinks_H.float().view(1, groups, repeat, 1).expand(num, -1, -1, -1)
             probs_NGRK = torch.softmax(torch.cat([scores_NGRK, sinks], -1), -1)[..., :-1]
         else:

@@ -15,6 +15,7 @@ Letters: T rows of a step, D hidden size, V vocabulary, B sampled rows, k of a t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,15 +27,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.backends.torch.adapters import Adapter
-from tinsmith.backends.torch.lora_ops import Routing
-from tinsmith.backends.torch.memory import DECODING, Evictable, MemoryManager, memory_errors
+from tinsmith.backends.torch.lora_ops import Routing, Segment
+from tinsmith.backends.torch.memory import MemoryManager, memory_errors
 from tinsmith.backends.torch.model import BaseModel
 from tinsmith.backends.torch.transformer import round_up
-from tinsmith.errors import NotFoundError, UserError
+from tinsmith.errors import NotFoundError, SettingsError, UserError
 from tinsmith.samplers import CacheUse
 from tinsmith.samplers.local.adjusting import adjust
 from tinsmith.samplers.local.contiguous_kv import StripCache
-from tinsmith.samplers.local.cuda_graphs import Capture, DecodeGraphs, capture_for
 from tinsmith.samplers.local.grammar import Grammars
 from tinsmith.samplers.local.kv_cache import BlockPool, KVCache, default_bytes, layer_shapes
 from tinsmith.samplers.local.memory import CacheBudget
@@ -44,9 +44,14 @@ from tinsmith.samplers.local.request import Request, Sequence, TopRow, Weights
 from tinsmith.samplers.local.sampling import Chosen, Draws, choose, uniform
 from tinsmith.samplers.local.scheduler import Batcher, Span, Step
 from tinsmith.samplers.local.scoring import score_prompt
-from tinsmith.types import Grammar, Partial, Sample, SampleResult
+from tinsmith.types import I32, Grammar, Partial, Sample, SampleResult
 
 log = structlog.get_logger()
+
+PIECE_ROWS = 16
+"""Rows of a forward of the deterministic mode: fewer waste less in decode steps, more cost less for prompts. Of a
+mixture of experts one: an expert meets as many rows as choose it.
+"""
 
 NOT_FINITE = "the logits are not finite: the weights of this version hold, or lead to, NaN or infinite numbers"
 
@@ -65,11 +70,8 @@ class SamplerOptions:
     max_tokens_per_step: int = 512
     """Rows of one step. Smaller: decoding stalls less behind long prompts. Larger: prompts cost less."""
 
-    graphs: bool = True
-    """Whether decode steps are captured as graphs, on devices where that pays."""
-
-    capture: Capture | None = None
-    """How they are captured. None: as suits the device."""
+    deterministic: bool = False
+    """Whether every sequence goes through the model alone, in forwards of fixed shapes (`_through_pieces`)."""
 
 
 class LocalSampler:
@@ -97,10 +99,14 @@ class LocalSampler:
             max_sequences=options.max_sequences,
             max_tokens=options.max_tokens_per_step,
         )
-        self._strips = StripCache(self._cache, budget, base.device) if base.device.type == "cpu" else None
-        memory = memory or MemoryManager()
-        self._cache_budget = CacheBudget(memory, self._batcher, self._cache, self._strips)
-        self._graphs = self._open_graphs(options, memory)
+        self._deterministic = options.deterministic
+        has_experts = any("expert" in name for name, _ in base.model.named_modules())
+        self._piece_rows = 1 if has_experts else PIECE_ROWS
+        if self._deterministic:
+            self._check_repeatable()
+        in_strips = base.device.type == "cpu" and not self._deterministic
+        self._strips = StripCache(self._cache, budget, base.device) if in_strips else None
+        self._cache_budget = CacheBudget(memory or MemoryManager(), self._batcher, self._cache, self._strips)
         self._requests: dict[str, list[Sequence]] = {}
         self._settled: list[tuple[str, SampleResult | UserError]] = []
         self._weights: dict[str | None, Weights] = {None: Weights(None, 0)}
@@ -111,16 +117,6 @@ class LocalSampler:
         self._can_retry = True
         self._prepared = True
         self._spans: list[Span] = []
-
-    def _open_graphs(self, options: SamplerOptions, memory: MemoryManager) -> DecodeGraphs | None:
-        capture = options.capture or capture_for(self._base.device)
-        graphs = DecodeGraphs.of(
-            self._base, self._cache, capture if options.graphs else None, room_bytes=memory.steady_limit()
-        )
-        if graphs is not None:
-            evictable = Evictable(lambda: graphs.num_bytes, lambda: graphs.num_bytes, lambda _: graphs.drop())
-            memory.register(DECODING, lambda: graphs.num_bytes, evictable)
-        return graphs
 
     @property
     def has_work(self) -> bool:
@@ -193,8 +189,6 @@ class LocalSampler:
         """The sampler as if the step that was cut off had not been begun; what it has settled stays settled."""
         if self._strips:
             self._strips.clear()
-        if self._graphs:
-            self._graphs.drop()
         if self._prepared:
             self._batcher.rewind(self._spans)
         else:  # blocks may lack what was to be copied, or hold what was to be cleared
@@ -281,7 +275,8 @@ class LocalSampler:
 
     def _run(self, step: Step) -> None:
         self._prepare(step)
-        spans, hidden_TD = self._compute(step.spans)
+        through = self._through_pieces if self._deterministic else self._through_layers
+        spans, hidden_TD = through(step.spans)
         for span, _ in spans:
             self._batcher.advance(span)
         self._sample(self._score(spans, hidden_TD), hidden_TD)
@@ -291,23 +286,15 @@ class LocalSampler:
         self._cache.prepare(step.copies, step.fresh)
         self._prepared = True
 
-    def _compute(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
-        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
-        if self._graphs is None:
-            return self._through_layers(spans)
-        decoding = [span for span in spans if span.start > 0 and span.stop - span.start == 1]
-        launched = self._graphs.compute(decoding)
-        if launched is None:
-            return self._through_layers(spans)
-        decoded = [(span, 1) for span in launched[0]]
-        if len(decoding) == len(spans):
-            return decoded, launched[1]
-        rest, rest_TD = self._through_layers([span for span in spans if span.start == 0 or span.stop - span.start > 1])
-        return [*decoded, *rest], torch.cat([launched[1], rest_TD])
-
     def _through_layers(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """Final hidden states of the rows that matter, and each span with how many of them are its last rows."""
         # Rows of one adapter lie side by side, so that each adapter multiplies once per linear.
-        spans = sorted(spans, key=lambda span: span.sequence.request.weights.number)
+        # Those of adapters that have equally many do, too: they are one batched product.
+        num_rows: Counter[int] = Counter()
+        for span in spans:
+            num_rows[span.sequence.request.weights.number] += span.stop - span.start
+        numbers = {id(span): span.sequence.request.weights.number for span in spans}
+        spans = sorted(spans, key=lambda span: (num_rows[numbers[id(span)]], numbers[id(span)]))
         adapters = [span.sequence.request.weights.adapter for span in spans]
         rows = [Rows(span.start, span.stop, span.sequence.blocks, span.sequence) for span in spans]
         tokens_T = np.concatenate([span.sequence.tokens_T[span.start : span.stop] for span in spans])
@@ -325,6 +312,49 @@ class LocalSampler:
         )
         return list(zip(spans, counts, strict=True)), hidden_TD
 
+    def _through_pieces(self, spans: Seq[Span]) -> tuple[list[tuple[Span, int]], Tensor]:
+        """The same, of every row of the spans, in forwards whose shapes depend on positions alone.
+
+        A kernel adds in an order that it chooses by the shapes that it is given. So a position is always computed in
+        the same place of the same piece of its sequence, beside nothing else: those before it are computed again, and
+        places behind it hold copies of the last token, whose keys and values are dropped.
+        """
+        found = []
+        for span in spans:
+            begin = span.start - span.start % self._piece_rows
+            for first in range(begin, span.stop, self._piece_rows):
+                wanted = slice(max(span.start, first) - first, min(span.stop, first + self._piece_rows) - first)
+                tokens_T = span.sequence.tokens_T[first : first + wanted.stop]
+                request, blocks = span.sequence.request, span.sequence.blocks
+                found.append(self._piece(self._cache, tokens_T, first, blocks, request.weights.adapter, wanted))
+        return [(span, span.stop - span.start) for span in spans], torch.cat(found)
+
+    def _piece(
+        self, cache: KVCache, tokens_T: I32, first: int, blocks: Seq[int], adapter: Adapter | None, wanted: slice
+    ) -> Tensor:
+        """[n, D]: hidden states of the wanted rows of the piece that begins at position `first`."""
+        num = self._piece_rows
+        tokens_T = np.pad(tokens_T, (0, num - len(tokens_T)), "edge")
+        rows = Rows(first, first + num, [*blocks, *[0] * num])
+        plan = PagedPlan(cache, [rows], self._base.device, written=wanted)
+        tokens_T = torch.from_numpy(tokens_T).to(self._base.device, torch.int64)
+        return self._base.hidden(tokens_T, plan.positions_T, plan, Routing([Segment(0, num, adapter)]))[wanted]
+
+    @torch.inference_mode()
+    def _check_repeatable(self) -> None:
+        """Raises SettingsError if the same call gives other bits when it is made again."""
+        num = self._piece_rows
+        tokens_T = (7 * np.arange(2 * num) % self._base.shape.vocab_size).astype(np.int32)
+        found = []
+        for _ in range(2):
+            cache = KVCache(layer_shapes(self._base), num, self._base.device)
+            cache.resize(3)  # block 0 is the null block
+            pieces = [self._piece(cache, tokens_T[at : at + num], at, [1, 2], None, slice(num)) for at in (0, num)]
+            logits_1V = self._base.logits(pieces[1][-1:], Routing([Segment(0, 1, None)]))
+            found.append([*pieces, logits_1V])
+        if not all(torch.equal(ours, again) for ours, again in zip(*found, strict=True)):
+            raise SettingsError("the same rows give other bits from call to call on this machine: not deterministic")
+
     def _score(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> list[tuple[Span, int]]:
         """Prompt logprobs where they are asked for; then the spans to sample from, each with its last row."""
         complete, end = [], 0
@@ -332,7 +362,7 @@ class LocalSampler:
             begin, end = end, end + num_rows
             request = span.sequence.request
             if request.scores.next_row is not None and not score_prompt(
-                self._base, request, hidden_TD[begin:end], span.start
+                self._base, request, hidden_TD[begin:end], span.start, 1 if self._deterministic else None
             ):
                 self._settle(request, UserError(NOT_FINITE))
             elif span.completes:
@@ -341,16 +371,25 @@ class LocalSampler:
 
     def _sample(self, spans: Seq[tuple[Span, int]], hidden_TD: Tensor) -> None:
         """The next token of sequences whose known tokens are all computed, and of siblings at the fork."""
+        if self._deterministic and len(spans) > 1:
+            for span in spans:
+                self._sample([span], hidden_TD)
+            return
         if not spans:
             return
         # Some rows twice, as in the layers: every number of rows is a product of its own to compile.
-        last, repeated = spans[-1], round_up(len(spans)) - len(spans)
-        computed = [*spans, *[last] * repeated]
-        rows = torch.tensor([row for _, row in computed], device=hidden_TD.device)
-        routing = Routing.of([span.sequence.request.weights.adapter for span, _ in computed], [1] * len(computed))
+        repeated = round_up(len(spans)) - len(spans)
+        rows = torch.tensor([row for _, row in [*spans, *[spans[-1]] * repeated]], device=hidden_TD.device)
+        adapters = [span.sequence.request.weights.adapter for span, _ in spans]
+        routing = Routing.of([*adapters, *[None] * repeated], [1] * len(rows))
         logits_BV = self._base.next_logits(hidden_TD.index_select(0, rows), routing)[: len(spans)]
         families = [[span.sequence, *self._fork(span.sequence)] for span, _ in spans]
         sequences = [sequence for family in families for sequence in family]
+        if self._deterministic:
+            for sequence in sequences:
+                own_1V = logits_BV.clone()  # `choose` works in place
+                self._append([sequence], choose(own_1V, draws_of([sequence]), adjust(own_1V, [sequence])))
+            return
         if len(sequences) > len(spans):
             sizes = torch.tensor([len(family) for family in families], device=logits_BV.device)
             logits_BV = logits_BV.repeat_interleave(sizes, 0)

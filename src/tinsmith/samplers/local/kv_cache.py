@@ -65,8 +65,6 @@ class KVCache:
         self._stores: dict[LayerShape, Tensor] = {}  # [layers, blocks, S, G, D]
         self._layers: dict[int, Tensor] = {}  # [blocks, S, G, D]
         self.num_blocks = 0
-        self.generation = 0
-        """Another number whenever the tensors lie elsewhere."""
 
     @property
     def token_bytes(self) -> int:
@@ -91,7 +89,6 @@ class KVCache:
             self._stores[shape] = store
             self._layers.update(zip(layers, store, strict=True))
         self.num_blocks = num_blocks
-        self.generation += 1
 
     @property
     def num_bytes(self) -> int:
@@ -107,14 +104,12 @@ class KVCache:
             store = self._stores[shape] = self._stores.pop(shape).index_select(1, index)
             self._layers.update(zip(layers, store, strict=True))
         self.num_blocks = num_blocks
-        self.generation += 1
 
     def clear(self) -> None:
         """Hold nothing, until the next `resize`."""
         self._stores.clear()
         self._layers.clear()
         self.num_blocks = 0
-        self.generation += 1
 
     def prepare(self, copies: Sequence[tuple[int, int]], fresh: Sequence[int]) -> None:
         """Copy blocks (source, target), then zero the fresh ones, in all layers."""

@@ -7,22 +7,21 @@ cache, and chunks that continue a prompt together. Every sequence has a batch ro
 padding is its own last row or the null block, so a NaN stays with its sequence.
 
 Letters: T rows of the step, N sequences, n sequences of a group, L rows of a sequence padded, K cached
-positions padded, C blocks of a table, H query heads, G key heads, R = H / G, D head dim; b = n * G, M = R * L.
+positions padded, C blocks of a table, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from tinsmith.backends.torch.attention import SHORT, AttentionOptions
+from tinsmith.backends.torch.attention import AttentionOptions, decode, prefill
 from tinsmith.samplers.local.contiguous_kv import Decoding, StripCache, StripStep
 from tinsmith.samplers.local.kv_cache import KVCache
 
@@ -30,6 +29,7 @@ I64 = npt.NDArray[np.int64]
 
 MAX_WASTE = 0.25  # of a group's longest member; below MIN_WASTE positions nobody minds
 MIN_WASTE = 64
+ALL = slice(None)
 
 
 class Rows(NamedTuple):
@@ -57,11 +57,20 @@ class _Group:
 
 
 class PagedPlan:
-    """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`."""
+    """`positions_T` are the rows' positions; rows follow each other in the order of `sequences`. Keys and values of the
+    rows in `written` go into the cache.
+    """
 
     def __init__(
-        self, cache: KVCache, sequences: Sequence[Rows], device: torch.device, strips: StripCache | None = None
+        self,
+        cache: KVCache,
+        sequences: Sequence[Rows],
+        device: torch.device,
+        strips: StripCache | None = None,
+        *,
+        written: slice = ALL,
     ) -> None:
+        self._written = written
         self._cache = cache
         self._device = device
         start_N = np.array([s.start for s in sequences], np.int64)
@@ -78,7 +87,6 @@ class PagedPlan:
         slots_T = table_NC[owner_T, positions_T // block_size] * block_size + positions_T % block_size
         self.positions_T = self._tensor(positions_T)
         self._slots_T = self._tensor(slots_T)
-        self._biases: dict[tuple[int, int], Tensor] = {}
         self._strips: list[StripStep] = []
         kept_N = np.ones(len(sequences), np.bool_)
         if strips is not None:
@@ -93,21 +101,11 @@ class PagedPlan:
         ]
 
     def attend(
-        self,
-        layer: int,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, **options: Unpack[AttentionOptions]
     ) -> Tensor:
-        self._cache.write(layer, self._slots_T, k_TGD, v_TGD)
+        self._cache.write(layer, self._slots_T[self._written], k_TGD[self._written], v_TGD[self._written])
         out_THD = None
         for strips in self._strips:
-            options: AttentionOptions = {"scale": scale, "window": window, "softcap": softcap, "sinks_H": sinks_H}
             part = strips.attend(layer, q_THD, k_TGD, v_TGD, **options)
             if strips.row_n is None:
                 return part
@@ -115,21 +113,7 @@ class PagedPlan:
                 out_THD = part.new_empty(len(q_THD), *part.shape[1:])
             out_THD.index_copy_(0, strips.row_n, part)
         for group in self._groups:
-            rows_nLHD = self._own(group, q_THD)
-            if group.blocks_nC is None:
-                k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
-            else:
-                k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
-            mask = self._mask(group, window, k_nGKD)
-            if softcap is None and sinks_H is None:
-                if mask is None and _is_short(rows_nLHD):
-                    part = self._short(rows_nLHD, k_nGKD, v_nGKD, scale)
-                else:
-                    part = _fused(rows_nLHD, k_nGKD, v_nGKD, mask, scale)
-            else:
-                if mask is None:
-                    mask = self._visible(group, k_nGKD.shape[2], None, q_THD.dtype)
-                part = _plain(rows_nLHD, k_nGKD, v_nGKD, mask, scale, softcap, sinks_H)
+            part = self._attend_group(group, layer, q_THD, k_TGD, v_TGD, **options)
             if len(part) == len(q_THD) and group.real is None:
                 return part
             if out_THD is None:
@@ -142,29 +126,20 @@ class PagedPlan:
         assert out_THD is not None
         return out_THD
 
-    def _short(self, q_nLHD: Tensor, k_nGLD: Tensor, v_nGLD: Tensor, scale: float) -> Tensor:
-        """[n * L, H, D]. Scores and their softmax in float32, as the fused kernel has them."""
-        num, length, num_heads, _ = q_nLHD.shape
-        num_keys = k_nGLD.shape[1]
-        q_nGRLD = q_nLHD.unflatten(2, (num_keys, -1)).permute(0, 2, 3, 1, 4)
-        q_bMD = q_nGRLD.to(torch.float32, memory_format=torch.contiguous_format).view(
-            num * num_keys, -1, q_nLHD.shape[3]
-        )
-        k_bLD = k_nGLD.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
-        repeat = num_heads // num_keys
-        scores_bML = torch.baddbmm(self._bias(length, repeat), q_bMD, k_bLD.mT, alpha=scale)
-        probs_bML = torch.softmax(scores_bML, -1).to(v_nGLD.dtype)
-        out_bMD = torch.bmm(probs_bML, v_nGLD.flatten(0, 1))
-        return (
-            out_bMD.view(num, num_keys, repeat, length, -1).permute(0, 3, 1, 2, 4).reshape(num * length, num_heads, -1)
-        )
-
-    def _bias(self, length: int, repeat: int) -> Tensor:
-        """[M, L]: 0 where a row of its sequence sees another, else -inf. Made once for all layers."""
-        if (length, repeat) not in self._biases:
-            bias_LL = torch.full((length, length), float("-inf")).triu_(1)
-            self._biases[length, repeat] = bias_LL.repeat(repeat, 1)
-        return self._biases[length, repeat]
+    def _attend_group(
+        self, group: _Group, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> Tensor:  # fmt: skip
+        """[n * L, H, D]"""
+        q_nLHD = self._own(group, q_THD)
+        if group.blocks_nC is None:
+            k_nGKD, v_nGKD = (self._own(group, x).transpose(1, 2) for x in (k_TGD, v_TGD))
+        else:
+            k_nGKD, v_nGKD = self._cache.read(layer, group.blocks_nC)
+        mask = self._mask(group, options.get("window"), k_nGKD)
+        if mask is not None and group.num_rows == 1:
+            return decode(q_nLHD[:, 0], k_nGKD, v_nGKD, mask, **options)
+        return prefill(q_nLHD.transpose(1, 2), k_nGKD, v_nGKD, mask, **options).transpose(1, 2).flatten(0, 1)
 
     def _tensor(self, array: I64) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
@@ -239,51 +214,3 @@ def _buckets(start_N: I64, size_N: I64, kept_N: npt.NDArray[np.bool_]) -> list[I
             buckets.append(np.sort(order[begin:end]))
             begin = end
     return buckets
-
-
-def _is_short(q_nLHD: Tensor) -> bool:
-    return q_nLHD.device.type == "cpu" and q_nLHD.dtype == torch.bfloat16 and 1 < q_nLHD.shape[1] <= SHORT
-
-
-def _fused(q_nLHD: Tensor, k_nGKD: Tensor, v_nGKD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[n * L, H, D]"""
-    num, length, num_heads, _ = q_nLHD.shape
-    num_groups = k_nGKD.shape[1]
-    if length == 1:
-        # Query heads of one key head act as its rows: keys are read once for all of them, and never repeated.
-        q_nGRD = q_nLHD.view(num, num_groups, num_heads // num_groups, -1)
-        return scaled_dot_product_attention(q_nGRD, k_nGKD, v_nGKD, mask, scale=scale).reshape(num, num_heads, -1)
-    out_nHLD = scaled_dot_product_attention(
-        q_nLHD.transpose(1, 2),
-        k_nGKD,
-        v_nGKD,
-        mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=num_heads != num_groups,
-    )
-    return out_nHLD.transpose(1, 2).flatten(0, 1)
-
-
-def _plain(
-    q_nLHD: Tensor,
-    k_nGKD: Tensor,
-    v_nGKD: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
-) -> Tensor:
-    """[n * L, H, D], for what the fused kernels cannot do: capped scores and sinks."""
-    repeat = q_nLHD.shape[2] // k_nGKD.shape[1]
-    k_nHKD, v_nHKD = k_nGKD.repeat_interleave(repeat, 1), v_nGKD.repeat_interleave(repeat, 1)
-    scores_nHLK = (q_nLHD.transpose(1, 2) @ k_nHKD.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        scores_nHLK = softcap * torch.tanh(scores_nHLK / softcap)
-    scores_nHLK = scores_nHLK + mask
-    if sinks_H is not None:
-        sinks = sinks_H.float().view(1, -1, 1, 1).expand(*scores_nHLK.shape[:3], 1)
-        probs_nHLK = torch.softmax(torch.cat([scores_nHLK, sinks], -1), -1)[..., :-1]
-    else:
-        probs_nHLK = torch.softmax(scores_nHLK, -1)
-    return (probs_nHLK.to(v_nHKD.dtype) @ v_nHKD).transpose(1, 2).flatten(0, 1)

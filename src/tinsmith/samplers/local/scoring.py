@@ -25,11 +25,16 @@ SCORED_NUMBERS = 2**22
 """Rows times vocabulary of the logits computed at once: 16 MiB of float32."""
 
 
-def score_prompt(base: BaseModel, request: Request, hidden_TD: Tensor, start: int) -> bool:
-    """Fill in what hidden states of prompt tokens start.. predict. False if some logits are not finite."""
+def score_prompt(
+    base: BaseModel, request: Request, hidden_TD: Tensor, start: int, most_rows: int | None = None
+) -> bool:
+    """Fill in what hidden states of prompt tokens start.. predict. False if some logits are not finite.
+
+    Logits are computed for at most `most_rows` rows at once; None: as many as SCORED_NUMBERS has room for.
+    """
     scores = request.scores
     stop = int(np.searchsorted(scores.rows_R, start + len(hidden_TD)))
-    chunk = max(SCORED_NUMBERS // base.vocab_size, 1)
+    chunk = most_rows or max(SCORED_NUMBERS // base.vocab_size, 1)
     while scores.num_scored < stop:
         rows_R = scores.rows_R[scores.num_scored : min(scores.num_scored + chunk, stop)]
         hidden_RD = hidden_TD.index_select(0, torch.from_numpy(rows_R - start).to(hidden_TD.device))

@@ -1,0 +1,39 @@
+"""Quantised bases on the device: codes are the host's, and sampling works over them."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from gpu.device import DEVICE, device
+from support import tiny_models
+from support.local_sampling import make_prompt, make_sample
+from tinsmith.backends.torch import TorchBackend
+from tinsmith.backends.torch.quantization import QuantisedLinear
+from tinsmith.types import ModelShape
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().float() - expected.detach().float()).norm() / expected.detach().float().norm())
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    return tiny_models.make(tmp_path_factory.mktemp("llama"), "llama")
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_are_the_hosts_and_sampling_works_over_them(shape: ModelShape, kind: str, dtype: str) -> None:
+    pytest.importorskip("bitsandbytes")
+    host, there = (TorchBackend(shape, device=where, dtype=dtype, quantize=kind) for where in ("cpu", DEVICE))
+    for name, linear in there.base.targets.items():
+        if isinstance(linear, QuantisedLinear):
+            assert linear.weight.device == device()
+            found, expected = linear.weight.cpu(), host.base.targets[name].weight
+            # Codes may differ where a number lies between two of them.
+            assert relative(found, expected) < (1e-6 if kind == "int8" else 0.01), name
+    from support.local_sampling import HOT, run
+
+    answer = run(there.sampler, make_sample("s", make_prompt(12), HOT))["s"]
+    assert len(answer.sequences[0].tokens_T) == HOT.max_tokens

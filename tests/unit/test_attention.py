@@ -1,0 +1,50 @@
+"""Attention by torch's fused kernel is attention in plain arithmetic, for prompts and for decode steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.properties import examples
+from tinsmith.backends.torch.attention import AttentionOptions, causal_mask, decode, prefill, reference
+
+WINDOWS = st.none() | st.integers(1, 12)
+SIZES = {"keys": st.integers(1, 3), "repeat": st.integers(1, 3), "seed": st.integers(0, 99)}
+
+
+def rows(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@examples(40)
+@given(num=st.integers(1, 3), length=st.integers(1, 20), window=WINDOWS, **SIZES)
+def test_prefill_is_the_reference_and_so_are_its_gradients(
+    num: int, length: int, window: int | None, keys: int, repeat: int, seed: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    shapes = [(num, heads, length, 8) for heads in (keys * repeat, keys, keys, keys * repeat)]
+    *given_rows, grad = (rows(seed + i, *shape).to(dtype) for i, shape in enumerate(shapes))
+    mask = None if window is None else causal_mask(length, window, grad)
+    options: AttentionOptions = {"scale": 0.3}
+    found = []
+    for attend in (prefill, reference):
+        leaves = [x.clone().requires_grad_() for x in given_rows]
+        out = attend(*leaves, mask, **options)
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+
+
+@examples(40)
+@given(num=st.integers(1, 4), length=st.integers(1, 40), window=WINDOWS, **SIZES)
+def test_decode_is_the_reference(num: int, length: int, window: int | None, keys: int, repeat: int, seed: int) -> None:
+    q, k, v = (
+        rows(seed, num, keys * repeat, 8),
+        rows(seed + 1, num, keys, length, 8),
+        rows(seed + 2, num, keys, length, 8),
+    )
+    mask = causal_mask(length, window, q)[-1].expand(num, 1, 1, length)
+    expected = reference(q[:, :, None], k, v, mask, scale=0.3)[:, :, 0]
+    torch.testing.assert_close(decode(q, k, v, mask, scale=0.3), expected, rtol=1e-5, atol=1e-5)
