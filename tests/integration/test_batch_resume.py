@@ -168,7 +168,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
 
     output = batch.JsonWriter(f"{tmp_path}/out.jsonl")
     data = batch.read_json(str(source))
-    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function is another one: .*resume_from="):
+    with pytest.raises(JobRefusedError, match=rf"bulk job {int(job)} .* its function differs: .*resume_from="):
         data.map(other, output=output, batch_size=2, if_exists="resume", client=client)
     kwargs = {"gate": f"{tmp_path}/gate"}
     same = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
@@ -176,7 +176,7 @@ def test_a_script_with_another_function_does_not_go_on_with_the_rows_of_the_old_
     assert [row["length"] for row in lines(tmp_path / "out.jsonl")] == [1, 2, 3, 4, 5]
     done = data.map(careful, fn_kwargs=kwargs, output=output, batch_size=2, if_exists="resume", client=client)
     assert isinstance(done, Job) and int(done) == int(same), "it finds its job done"
-    with pytest.raises(JobRefusedError, match=r"is SUCCEEDED .* its function is another one"):
+    with pytest.raises(JobRefusedError, match=r"is SUCCEEDED .* its function differs"):
         data.map(careful, fn_kwargs={"gate": "x"}, output=output, if_exists="resume", client=client)
 
 

@@ -1,13 +1,13 @@
-"""What a tenant's bulk job may do: run code, and reach which files.
+"""Permissions of bulk jobs: whether a tenant may run its own code, and which files its jobs reach.
 
-A job runs code of its tenant's if its function, one of its formats or its interpreter comes with it. A job of
-operations in known formats runs none, and is open to everybody; but workers are processes of the server's user, with
-its access to files and buckets. So such a job is confined: it reads and writes below its roots only, which are the
-tenant's own directory and what the operator has named. Roots are decided here, when a job is submitted, and kept in
-its specification; workers hold every location against them again when they open it (`stores.confine`). Whoever may run
-code can reach all that the server's user can: to confine it would be a pretence.
+A job runs its tenant's code if its function, one of its formats or its interpreter comes with it. A job of operations
+in known formats runs none, and every tenant may submit one. Workers are processes of the server's user, with its access
+to files and buckets, so such a job is confined to its roots: the tenant's own directory and the locations that the
+operator has named. Roots are decided at submission and stored in the specification; workers check every location
+against them again when they open it (`locations.confine`). A tenant that may run code is not confined, since its code
+can reach everything that the server's user can.
 
-Pure but for looking at where links lead. Knows no database and no HTTP.
+Pure except for resolving links. Knows no database and no HTTP.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tinsmith.settings import Settings
 from tinsmith.storage.locations import is_below
 from tinsmith.storage.stores import join, split
 
-CONFINED_READERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.reader)
-CONFINED_WRITERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.writer)
+CONFINED_READERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.reads)
+CONFINED_WRITERS = frozenset(name for name, each in FORMATS.items() if each.confined and each.writes)
 
 
 def admitted(spec: JobSpec, settings: Settings, tenant_id: str, keyless: bool) -> JobSpec:
@@ -47,17 +47,17 @@ def check_code(settings: Settings, tenant_id: str, keyless: bool, why: str) -> N
     if not settings.batch_user_code:
         raise ForbiddenError(
             f"this server runs no code of its users, and {why}; use operations such as Sample, in the formats of "
-            "tinsmith.batch. Whoever runs the server can allow it with TINSMITH_BATCH_USER_CODE=true"
+            "tinsmith.batch. The operator can allow it with TINSMITH_BATCH_USER_CODE=true"
         )
     if not is_trusted(settings, tenant_id, keyless):
         raise ForbiddenError(
             f"tenant {tenant_id!r} may not run bulk jobs that run its code on the server, and {why}; use operations "
-            "such as Sample. Whoever runs the server can allow it with TINSMITH_BATCH_TENANTS"
+            "such as Sample. The operator can allow it with TINSMITH_BATCH_TENANTS"
         )
 
 
 def code_of(spec: JobSpec) -> str:
-    """Where a job's own code is, in words; empty if there is none."""
+    """The part of a job that is its own code, in words; empty if there is none."""
     if operations.steps_of(spec.batch_serialized_fn) is None:
         return "batch_serialized_fn is a function"
     if spec.python is not None or spec.batch_activate_env is not None:
@@ -97,17 +97,17 @@ def _placed(data: dict[str, Any], spec: JobSpec, tenant_id: str, roots: Sequence
     if "\x00" in path:
         raise UserError(f"the path {path!r} holds a NUL character")
     if spec.directory and not is_below(path, roots):
-        path = path.removeprefix(f"{spec.directory}/")  # as it was before the client put its own directory in front
+        path = path.removeprefix(f"{spec.directory}/")  # relative again, as the user wrote it
     if "://" not in path and not path.startswith(("/", "~")):
         path = join(roots[0], path)
     scheme, _, key = split(path)
     if not is_below(path, roots):
         raise ForbiddenError(
             f"tenant {tenant_id!r} may not read or write {data['path']!r}. A relative path is below its own directory "
-            "on the server; whoever runs the server can allow others with TINSMITH_BATCH_ROOTS"
+            "on the server; the operator can allow others with TINSMITH_BATCH_ROOTS"
         )
     if scheme == "file":
-        path = key + "/" * path.endswith("/")  # as it was checked: without `..`, and the same wherever it is opened
+        path = key + "/" * path.endswith("/")  # normalised, so that workers open the path that was checked
     return {**data, "path": path}
 
 

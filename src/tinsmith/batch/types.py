@@ -3,23 +3,21 @@
 Invariants:
 - Row indices count input rows from 0. Both ends of a span are inclusive: in the database, in file names, in readers.
 - A part is immutable. Its path holds the attempt that wrote it, and only parts of winning attempts are published.
-- Nothing here runs a user's code. A class from outside tinsmith travels as source and is made in workers only
+- Nothing here runs a user's code. A user's class travels as source and is built in workers only
   (`formats/registry.py`); the server treats the dictionaries of a `JobSpec` as opaque.
 
-The routes below /api/v1/batch/jobs that the client calls, all JSON:
-- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, batch_pool_name,
+Routes below /api/v1/batch/jobs, all JSON:
+- POST, a `JobSpec` -> {job_id}; GET -> {jobs: [status]}; GET /ID -> status: {job_id, name, status, pool,
   batch_total_batches, batch_completed_batches, total_rows, rows_ok, rows_failed, tokens_in, tokens_out, error,
-  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as /errors has it, or
-  null};
+  created_at, started_at, ended_at, outputs: [OutputInfo], first_error: the first failed row as in /errors, or null};
 - GET /ID/batches -> {batches: [...]}; POST /ID/cancel -> status; POST /ID/resume, {} or {batch_output_formats} ->
   {job_id} of the new job;
 - GET /ID/errors?after=IDX&limit=N -> {errors: [RowFailure, attempts, worker]}, by ascending `idx`;
-- GET /ID/events -> SSE: `event: progress` with a status as data, the last with a terminal status;
+- GET /ID/events -> SSE: a status whenever it changes, the last with a terminal status;
 - GET /ID/logs?worker=ID&after=BYTES -> {workers: [{worker_id, bytes}], lines: [{at, stream, batch_idx, attempt_id,
-  text}], after}: what the job's workers on this server have, and the lines of one of them;
-- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, function, input: {format,
-  path}, rows, batches: [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a
-  digest of it.
+  text}], after}: the workers that printed on this server, and the lines of one of them;
+- GET /ID/partial?after=START_IDX&limit=N -> {outputs: [writer], part_formats, function, input: {format, path}, rows,
+  batches: [{start_idx, end_idx, parts}]}, committed batches by ascending `start_idx`; `function` is a digest of it.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class WrittenInfo:
-    """Rows that were written to a place."""
+    """Rows that were written to a path."""
 
     path: str
     rows: int
@@ -74,20 +72,17 @@ class WrittenInfo:
 
 @dataclass(frozen=True)
 class PartInfo(WrittenInfo):
-    """What one attempt wrote of one batch for one output, and, where all rows of the output must be of the same types,
-    of which these are."""
+    """The rows of one attempt at one batch for one output. `schema` has their types, for an output whose rows must have
+    the same."""
 
     schema: Schema | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        told = super().to_dict()
-        if self.schema is None:
-            del told["schema"]
-        return told
+        return {name: value for name, value in super().to_dict().items() if name != "schema" or value is not None}
 
 
 class OutputInfo(WrittenInfo):
-    """What was published. Of a directory, `bytes` is the sum of its files, `sha256` and `etag` are its manifest's."""
+    """A published output. For a directory, `bytes` is the sum of its files; `sha256` and `etag` are of its manifest."""
 
 
 def part_name(span: Span, extension: str) -> str:
@@ -111,9 +106,8 @@ def part_base(output_path: str, job_id: str | int, output_idx: int, attempt_id: 
 
 @dataclass(frozen=True)
 class Assignment:
-    """One attempt at one batch. `part_bases` has a directory for each output of the job, in their order.
-
-    `attempt_id` is unique among all attempts at rows of this span, or the caller keeps `part_bases` apart."""
+    """One attempt at one batch. `part_bases` has a directory for each output of the job, in their order, for this
+    attempt alone."""
 
     batch_idx: int
     start_idx: int
@@ -121,7 +115,7 @@ class Assignment:
     attempt_id: int
     part_bases: tuple[str, ...]
     schemas: tuple[Schema | None, ...] = ()
-    """What is committed of each output has these types; empty where none has any yet."""
+    """The types of the committed rows of each output; empty if no output has types yet."""
 
     @property
     def span(self) -> Span:
@@ -130,7 +124,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class RowFailure:
-    """A row that has no result, and why; the caller adds what only it knows (attempts, worker)."""
+    """A row without a result, and its error. The coordinator adds attempts and worker."""
 
     idx: int
     error_type: str
@@ -141,7 +135,7 @@ class RowFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an assignment: parts and counts, or `error`, the traceback of why the whole batch failed."""
+    """The result of an assignment: parts and counts, or `error`, the traceback of the failure of the whole batch."""
 
     batch_idx: int
     attempt_id: int
@@ -154,7 +148,7 @@ class Outcome:
     error_type: str = ""
     error: str = ""
     final: bool = False
-    """Whether no other attempt can succeed, so that the job fails now."""
+    """Whether no other attempt can succeed, so that the job fails at once."""
 
     @property
     def failed(self) -> bool:
@@ -173,21 +167,21 @@ class Outcome:
 
 
 DEATHS = ("MapperKilled", "MapperDied")
-"""Error classes of a batch on which the mapper's process ended: by SIGKILL, or in any other way."""
+"""Error classes of a batch during which the mapper's process ended: by SIGKILL, or in any other way."""
 
 
 class ProgramError(RuntimeError):
-    """The function breaks a rule that holds for every batch. The same batch again, or half of it, cannot succeed, or
-    succeeds with wrong rows: the job fails at once."""
+    """The function breaks a rule that holds for every batch, so that neither a retry nor bisection helps: the job fails
+    at once."""
 
 
 FINAL_ERRORS = (ProgramError, InputChangedError, ImportError)
-"""What no retry can help against. The message of an ImportError names the module that the interpreter lacks."""
+"""Errors that a retry cannot resolve. An ImportError names the module that the interpreter lacks."""
 
 
 class MapperStartError(Exception):
-    """The mapper failed before it took its first batch: loading it, or its own setup. No batch is to blame. `final`
-    says that it will fail in the same way on every worker."""
+    """The mapper failed before its first batch, while it was loaded or in its own setup. `final` says that it fails in
+    the same way on every worker."""
 
     def __init__(self, message: str, final: bool = False) -> None:
         super().__init__(message)
@@ -196,7 +190,7 @@ class MapperStartError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How long things may take, in seconds, and how often they are tried."""
+    """Timeouts in seconds, and the number of retries."""
 
     max_retries: int = MAX_RETRIES
     batch_timeout_s: float = 3600.0
@@ -206,9 +200,9 @@ class Limits:
     backoff_s: float = 1.0
     """Retry n waits for 2**n times this."""
     grace_s: float = 5.0
-    """What a mapper gets to end by itself when its job is cancelled."""
+    """The time in which the mapper of a cancelled job may end by itself."""
     heartbeat_timeout_s: float = 30.0
-    """A worker of which nothing was heard for this long is given up."""
+    """A worker without a heartbeat for this long is considered lost."""
 
 
 @dataclass(frozen=True)
@@ -237,14 +231,14 @@ class JobSpec:
     priority: int = 0
     resume_from: int | None = None
     directory: str = ""
-    """The client's, which its relative paths were below. A job that may not reach it has them below its own instead."""
+    """The client's working directory. Relative paths of a confined job are below the tenant's directory instead."""
     roots: list[str] | None = None
-    """What its workers may read and write: locations, or None for anything. The server's decision, not the client's."""
+    """The locations that workers may read and write, or None for all. Set by the server."""
     input_version: Version | None = None
-    """What the input was when its rows were counted. The server's knowledge, not the client's."""
+    """The version of the input when its rows were counted. Set by the server."""
     part_formats: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Of a job that resumes another into other outputs: the writers of the parts that were written before, by what the
-    paths of these begin with. The server's knowledge, not the client's."""
+    """For a job that resumes another into other outputs: the writers of the older parts, by the prefix of their paths.
+    Set by the server."""
     purge: bool = False
     """Whether the parts may be deleted before the retention ends. Set by the server, at its user's request."""
     limits: Limits = field(default_factory=Limits)
@@ -274,9 +268,8 @@ class JobSpec:
 
 
 def identity_of(payload: str) -> str:
-    """The same for two payloads exactly if they do the same: a sha256 of the source, its parameters and how it is
-    called, or of the operations. Runs nothing of it, and needs nothing that could. What is no payload, which no worker
-    runs, is the same as itself.
+    """A digest that is equal for two payloads if and only if they do the same: of the source, its parameters and how it
+    is called, or of the operations. Runs nothing of a payload; for an invalid one, the digest of its text.
     """
     try:
         data = json.loads(base64.b64decode(payload))
@@ -285,5 +278,5 @@ def identity_of(payload: str) -> str:
     if not isinstance(data, dict):
         return hashlib.sha256(payload.encode()).hexdigest()
     names = ("type", "source", "name", "kwargs", "kind", "options", "steps")
-    said = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
+    text = json.dumps({name: data.get(name) for name in names}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

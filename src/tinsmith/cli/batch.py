@@ -41,7 +41,7 @@ notes = Console(stderr=True, soft_wrap=True, highlight=False)
 
 JobId = Annotated[int, typer.Argument(help="The job's id, as `tinsmith batch list` shows it.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Skip the questions.")]
 Detach = Annotated[bool, typer.Option("--detach", "-d", help="Do not wait for the job's end.")]
 IfExists = Annotated[str, typer.Option(help="If an output exists: error, overwrite or ask.")]
 
@@ -61,8 +61,8 @@ def submit(  # noqa: PLR0913  each is a flag
     fn_kwargs: Annotated[str, typer.Option(metavar="JSON", help="An object of the function's parameters.")] = "{}",
     batched: Annotated[bool, typer.Option("--batched", help="The function takes a list of rows.")] = False,
     rows: Annotated[str, typer.Option(help="one or any: results for each row.")] = "one",
-    max_failed_rows: Annotated[float, typer.Option(help="How many rows may fail; below 1, which share.")] = 0,
-    name: Annotated[str, typer.Option(help="A note of what the job is.")] = "",
+    max_failed_rows: Annotated[float, typer.Option(help="Rows that may fail; below 1, a share.")] = 0,
+    name: Annotated[str, typer.Option(help="A name to show for the job.")] = "",
     weight: Annotated[float, typer.Option(help="Its share of the pool.")] = 1.0,
     priority: Annotated[int, typer.Option(help="Higher goes first.")] = 0,
     resume_from: Annotated[int | None, typer.Option(metavar="JOB", help="Keep the results of this job.")] = None,

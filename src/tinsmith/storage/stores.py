@@ -119,6 +119,13 @@ class Store(ABC):
     def get_range(self, key: str, start: int, end: int) -> bytes:
         return self.get_ranges(key, [(start, end)])[0]
 
+    def digest(self, key: str) -> str:
+        """The SHA-256 of an object, in hexadecimal digits."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(key):
+            digest.update(chunk)
+        return digest.hexdigest()
+
     def exists(self, key: str) -> bool:
         try:
             self.head(key)
@@ -321,5 +328,5 @@ class UnreachableError(OSError):
 
 
 def make_private(directory: Path) -> None:
-    """A directory that nobody but this user can enter. One that is there already stays as somebody wanted it."""
+    """Create a directory that only this user can enter. The mode of an existing one is not changed."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Functions of a row or a batch, and classes, made into loops over `load()`: the one form that workers run.
+"""Turns functions of a row or a batch, and classes, into loops over `load()`, the one form that workers run.
 
-A function of a row (`kind` row) gets one row, or one with its index, and gives one. Each result is the row it was
-called with, under what it returned, less `remove_columns`; what it raises fails that row alone. A function of a batch
-(`kind` batch), or an object of a class (`kind` class), gets all rows in the job's `batch_format`, and what it raises
-fails the batch. `merge` says whether the results of a batch go over its rows or in their place.
+A function of a row (kind `row`) takes one row, or a row and its index, and returns one. The result is the row with the
+returned columns over its own, without `remove_columns`; an exception fails that row alone. A function of a batch (kind
+`batch`), or an object of a class (kind `class`), takes all rows in the job's `batch_format`; an exception fails the
+batch. `merge` says whether the results of a batch go over its rows or replace them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH_FORMATS = ("list", "columns", "pandas", "arrow")
 
 
 class Batches(Protocol):
-    """What an adapter needs of the worker's feed."""
+    """The part of the worker's feed that adapters use."""
 
     def next_rows(self) -> list[Row] | None: ...
     def save(self, results: Sequence[object], tokens_in: int, tokens_out: int) -> None: ...
@@ -32,7 +32,7 @@ class Batches(Protocol):
 
 
 def loop_of(mapper: Mapper, feed: Batches) -> Callable[[], object]:
-    """A function without arguments that maps all batches of a feed; what it returns may be a coroutine."""
+    """A function without arguments that maps all batches of a feed; it may return a coroutine."""
     if mapper.kind == "loop":
         return lambda: mapper.call(**mapper.kwargs)
     if mapper.kind == "row":
@@ -43,7 +43,8 @@ def loop_of(mapper: Mapper, feed: Batches) -> Callable[[], object]:
 def _rows(mapper: Mapper, feed: Batches) -> None:
     with_indices = bool(mapper.options.get("with_indices"))
     while (rows := feed.next_rows()) is not None:
-        arguments = [(dict(row), index) if with_indices else (dict(row),) for row, index in _numbered(rows, feed)]
+        numbered = zip(rows, feed.indices, strict=True)
+        arguments = [(dict(row), index) if with_indices else (dict(row),) for row, index in numbered]
         if mapper.is_async:
             results = asyncio.run(_all([_attempt_async(mapper, each) for each in arguments]))
         else:
@@ -64,7 +65,7 @@ def _batches(mapper: Mapper, feed: Batches) -> None:
             arguments.append(list(feed.indices))
         try:
             made = call(*arguments, **kwargs)
-            results = rows_of(asyncio.run(_awaited(made)) if inspect.isawaitable(made) else made)
+            results = rows_of(asyncio.run(_all([made]))[0] if inspect.isawaitable(made) else made)
             if mapper.options.get("merge"):
                 if len(results) != len(rows):
                     raise ProgramError(
@@ -94,7 +95,7 @@ def shaped(rows: list[Row], shape: str) -> object:
 
 
 def rows_of(made: object) -> list[Any]:
-    """The rows of what a function of a batch returned. Raises ProgramError for what is no rows."""
+    """The rows that a function of a batch returned. Raises ProgramError for another type."""
     if isinstance(made, Mapping):
         columns = {name: list(values) for name, values in made.items()}
         if len({len(values) for values in columns.values()}) > 1:
@@ -110,10 +111,6 @@ def rows_of(made: object) -> list[Any]:
     raise ProgramError(
         f"the function returned a {type(made).__name__}; it must return a list of dicts, a dict of columns or a table"
     )
-
-
-def _numbered(rows: list[Row], feed: Batches) -> list[tuple[Row, int]]:
-    return list(zip(rows, feed.indices, strict=True))
 
 
 def _attempt(mapper: Mapper, arguments: tuple[Any, ...]) -> object:
@@ -134,12 +131,8 @@ async def _all(attempts: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*attempts))
 
 
-async def _awaited(made: Awaitable[object]) -> object:
-    return await made
-
-
 def _over(row: Row, result: object, options: Mapping[str, Any]) -> object:
-    """The row under its result, less the columns that are to go; lists and errors as they are."""
+    """The row with its result over it, without the removed columns; each of a list of results; errors unchanged."""
     if isinstance(result, list):
         return [_over(row, each, options) for each in result]
     if not isinstance(result, dict):

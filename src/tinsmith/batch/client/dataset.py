@@ -1,7 +1,7 @@
-"""A data set and what is to be done with it: the client's side of a bulk job.
+"""Data sets and what is mapped over them: the client's side of a bulk job.
 
-`Dataset.map` with an output submits a job; without one it waits for `write_json` and the like. Everything that can be
-refused is refused here, before anything is sent: the function, the options, an output that exists.
+`Dataset.map` with an output submits a job; without one it waits for `write_json` and the like. Invalid functions,
+options, and outputs that exist are refused here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ONLY_OF_FUNCTIONS = {
 
 
 class JobRefusedError(UserError, RuntimeError):
-    """The server did not take the job: it has no such pool, or may not run it."""
+    """The server refused the job: it has no such pool, say, or the tenant may not run it."""
 
 
 class MapOptions(TypedDict, total=False):
@@ -71,7 +71,7 @@ class MapOptions(TypedDict, total=False):
 
 
 class Dataset:
-    """Rows to be mapped: of a reader, a path, a list, or a data set of Hugging Face."""
+    """Rows to be mapped: of a reader, a path, a list, or a Hugging Face data set."""
 
     def __init__(self, source: InputReader | str | Iterable[Row]) -> None:
         self.reader = _reader_of(source)
@@ -103,9 +103,9 @@ class Dataset:
         *positional: Any,  # noqa: ANN401
         **options: Unpack[MapOptions],
     ) -> Job | Mapped:
-        """Maps the rows. A `@remote_function` loops over `load()`; a class is made once on each worker and called with
-        batches; any other function gets a row, or, with `batched=True`, a batch, and its result goes over the row's
-        columns. An operation, or a list of them, is the service's own doing and runs no code of yours.
+        """Maps the rows. A `@remote_function` loops over `load()`; a class is built once on each worker and called with
+        batches; any other function takes a row, or, with `batched=True`, a batch, and its result is merged over the
+        row's columns. An operation, or a list of them, is run by the service and needs no code of yours.
         With an `output`, the job is submitted; else the result waits for its `write_...`.
 
         By position, after the pool: batch_size, output, activate_env, stream."""
@@ -129,7 +129,7 @@ class Dataset:
         return self.map(Sample(model, **fields), **options)  # type: ignore[arg-type]
 
     def map_batches(self, mapper: Callable[..., object], **options: Unpack[MapOptions]) -> Job | Mapped:
-        """Maps batches with a function or a class. Results take the place of the rows."""
+        """Maps batches with a function or a class. Results replace the rows."""
         return self._mapped(mapper, "batch", False, options)
 
     def _operated(self, steps: list[Operation], options: MapOptions) -> Job | Mapped:
@@ -152,7 +152,7 @@ class Dataset:
 
 
 class Mapped:
-    """A data set with a function, before it is known where the results go."""
+    """A data set with a function, before its output is chosen."""
 
     def __init__(self, reader: InputReader, payload: str, options: MapOptions) -> None:
         self._reader = reader
@@ -160,7 +160,7 @@ class Mapped:
         self._options = options
 
     def write(self, output: Writers) -> Job:
-        """Submits the job. Unless `stream=False`, shows its progress and returns when it has succeeded."""
+        """Submits the job. Unless `stream=False`, shows its progress and returns once it has succeeded."""
         options = self._options
         outputs = [output] if isinstance(output, OutputWriter) else list(output)
         client = options.get("client") or Client()
@@ -180,7 +180,7 @@ class Mapped:
         return self._followed(job)
 
     def _check_same(self, told: Status, status: Status, outputs: list[OutputWriter]) -> None:
-        """Raises JobRefusedError if the job that writes to these outputs is another one than this, and has rows."""
+        """Raises JobRefusedError if a different job writes to these outputs and has rows."""
         given = sent(self._reader.of_job([str(sent(writer)["path"]) for writer in outputs]))
         mine = {
             "function": identity_of(self._payload),
@@ -192,8 +192,8 @@ class Mapped:
             job_id, rows, name = status["job_id"], status["rows_ok"], other[0]
             raise JobRefusedError(
                 f"bulk job {job_id} writes to these outputs, is {status['status']} and has {rows} rows, but its {name} "
-                f"is another one: {told[name]} there, {mine[name]} here. To keep its rows and do the rest "
-                f"with this one, pass resume_from={job_id}; to begin anew, if_exists='overwrite'"
+                f"differs: {told[name]} there, {mine[name]} here. To keep its rows and do the rest with this job, pass "
+                f"resume_from={job_id}; to start again, if_exists='overwrite'"
             )
 
     def _followed(self, job: Job) -> Job:
@@ -256,7 +256,7 @@ class Mapped:
 
 
 def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
-    """The newest of the last jobs that writes, or wrote, to these very outputs."""
+    """The newest of the last jobs with exactly these outputs."""
     wanted = [sent(writer) for writer in outputs]
     for job in client.jobs():
         if client.partial(job["job_id"], limit=1)["outputs"] == wanted:
@@ -265,7 +265,7 @@ def _last_job(client: Client, outputs: Sequence[OutputWriter]) -> Job | None:
 
 
 def _payload(mapper: Callable[..., object], kind: str, merge: bool, options: MapOptions) -> str:
-    """The function's payload; what it is decides how it is called."""
+    """The function's payload; its type decides how it is called."""
     kwargs = options.get("fn_kwargs")
     settings: dict[str, Any] = {}
     if inspect.isclass(mapper):
@@ -337,7 +337,7 @@ def read_openai_batch(path: str) -> Dataset:
 
 
 def resume(job_id: int | Job, client: Client | None = None) -> Job:
-    """A new job that does what a failed or cancelled one has left."""
+    """A new job that does the rest of a failed or cancelled one."""
     return Job(int(job_id), client).resume()
 
 

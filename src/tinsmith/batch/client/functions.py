@@ -1,16 +1,12 @@
-"""Functions that travel: `@remote_function`, the check that one can run elsewhere, and its payload.
+"""Functions as source text: `@remote_function`, the check that one can run on a worker, and its payload.
 
-A function travels as its own source text, so that what runs on a worker can be read, and needs neither this module's
-file nor the same Python. Its payload is base64 of a JSON object: {type, source, name, version} and {sha256, python,
-kwargs, is_async, kind, options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says
-that it may call that by SkyPilot's name (`sky.py`).
+A function travels as its own source, so that what runs on a worker can be read, and needs neither this module's file
+nor the same Python. The payload is base64 of a JSON object: {type, source, name, version} and {sha256, python, kwargs,
+is_async, kind, options, provided, sky}. `provided` names what the source takes from tinsmith.batch; `sky` says that it
+may import that as `sky.batch` (`sky.py`).
 
-What the check accepts runs on a worker without a NameError. Only `load_mapper` runs a source, and only workers call it.
-
-The text of one function or class, alone: cut out of its file, and checked that it can live without that file.
-
-A definition that runs elsewhere has no module around it. What it refers to outside itself is found with `symtable`,
-the compiler's own resolution of scopes, rather than by guessing from names. Nothing here runs the source.
+A function that passes the check runs on a worker without a NameError. The names that it takes from outside are found
+with `symtable`, the compiler's own resolution of scopes. Only `load_mapper` runs a source, and only workers call it.
 """
 
 from __future__ import annotations
@@ -39,13 +35,13 @@ MODULE_NAMES = frozenset({"__name__", "__file__", "__builtins__", "__doc__"})
 
 
 class SourceUnavailableError(TypeError):
-    """The text of a definition is in no file and no notebook cell."""
+    """The source of a definition is in no file and no notebook cell."""
 
 
 def definition_of(target: Callable[..., object]) -> Definition:
     """The syntax tree of a function or class, annotations of signatures and of local variables stripped.
 
-    The source is wrapped rather than dedented when it is indented: the lines of a text in it keep their own spaces.
+    Indented source is wrapped rather than dedented, so that multi-line strings keep their spaces.
     """
     try:
         source = inspect.getsource(target)
@@ -76,7 +72,7 @@ def text_of(definition: Definition) -> str:
 def globals_of(definition: Definition) -> list[str]:
     """The names that a definition takes from outside itself and the builtins' namespace, sorted.
 
-    Left out: its own name, and what it assigns itself after `global`.
+    Without its own name, and names that it assigns itself after `global`.
     """
     table = symtable.symtable(text_of(definition), "<definition>", "exec")
     referenced: set[str] = set()
@@ -91,20 +87,20 @@ def globals_of(definition: Definition) -> list[str]:
 
 
 def is_builtin(name: str, namespace: Mapping[str, object]) -> bool:
-    """Whether a name means the builtin of that name; a module can put something else in its place."""
+    """Whether a name means the builtin of that name and is not shadowed by the module."""
     if not hasattr(builtins, name):
         return False
     return name not in namespace or namespace[name] is getattr(builtins, name)
 
 
 def decorators_of(definition: Definition, namespace: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Each decorator as it is written, with what it is in `namespace` (None if that cannot be told)."""
+    """The source of each decorator, with its value in `namespace` (None if unknown)."""
     for node in definition.decorator_list:
         yield ast.unparse(node), resolve(node.func if isinstance(node, ast.Call) else node, namespace)
 
 
 def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
-    """What a dotted name means; None for anything else."""
+    """The value of a dotted name; None for any other expression."""
     if isinstance(node, ast.Name):
         return namespace.get(node.id, getattr(builtins, node.id, None))
     if isinstance(node, ast.Attribute):
@@ -113,7 +109,7 @@ def resolve(node: ast.expr, namespace: Mapping[str, object]) -> object:
 
 
 def free_names(target: Callable[..., object]) -> list[str]:
-    """The names that a function, or a method of a class, takes from a function around it."""
+    """The names that a function, or a method of a class, captures from an enclosing function."""
     functions: Iterable[object] = vars(target).values() if inspect.isclass(target) else [target]
     found: dict[str, None] = {}
     for function in functions:
@@ -124,7 +120,7 @@ def free_names(target: Callable[..., object]) -> list[str]:
 
 
 def namespace_of(target: Callable[..., object]) -> dict[str, object]:
-    """The globals around a definition, under its closure."""
+    """The globals of a definition, updated with its closure."""
     if isinstance(target, FunctionType):
         return {**target.__globals__, **_closure(target)}
     module = inspect.getmodule(target)
@@ -136,7 +132,7 @@ def namespace_of(target: Callable[..., object]) -> dict[str, object]:
 
 
 def fix_for(name: str, namespace: Mapping[str, object]) -> str:
-    """One line saying what to do about a name that a definition must not take from outside."""
+    """One line that says how to avoid a name from outside the definition."""
     if name not in namespace:
         return f"  - {name!r} is not defined: define or import it inside"
     value = namespace[name]
@@ -155,7 +151,7 @@ def _closure(function: FunctionType) -> dict[str, object]:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet: a function that refers to itself, while it is decorated
+        except ValueError:  # not assigned yet: a recursive function, while it is decorated
             continue
     return found
 
@@ -171,8 +167,8 @@ def _scopes(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
 
 
 def _strip_annotations(definition: Definition) -> None:
-    """Annotations may use names of the file, and do nothing in a function. Those of a class's own fields may matter
-    (to a dataclass), and stay."""
+    """Removes annotations, which may use names of the file and have no effect in a function. Those of a class's fields
+    stay, since a dataclass needs them."""
     fields = {
         id(child)
         for node in ast.walk(definition)
@@ -199,8 +195,8 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 @dataclass(frozen=True)
 class Mapper:
-    """A function as it came out of a payload. `kind` says how it is called: with nothing (it loops over `load()`),
-    a row, a batch, or, a class, once with its arguments and then with batches."""
+    """A function from a payload. `kind` says how it is called: `loop` without arguments, `row` with a row, `batch` with
+    a batch, `class` once with its arguments and then with batches."""
 
     call: Callable[..., Any]
     name: str
@@ -219,7 +215,7 @@ def remote_function(*, serializer: str = "source") -> Callable[[Function], Funct
 def remote_function(function: Any = None, *, serializer: str = "source") -> Any:
     """Marks a function that runs on workers, and checks that it can. Returns the same function.
 
-    `serializer="cloudpickle"` sends it pickled instead: for a session without files, and the same Python there.
+    `serializer="cloudpickle"` sends it pickled: for interactive sessions without files; workers need the same Python.
     """
     if serializer not in SERIALIZERS:
         raise ValueError(f"serializer is {serializer!r}; it must be one of {list(SERIALIZERS)}")
@@ -240,7 +236,7 @@ def serialize_function(
     options: Mapping[str, Any] | None = None,
     serializer: str | None = None,
 ) -> str:
-    """The payload of a function that is called as `kind` says, with `kwargs` as well (for a class: when made)."""
+    """The payload of a function that is called as `kind` says, with `kwargs` in addition (for a class: when built)."""
     if kind not in KINDS:
         raise ValueError(f"kind is {kind!r}; it must be one of {list(KINDS)}")
     kwargs = dict(kwargs or {})
@@ -280,7 +276,7 @@ def serialize_function(
 
 
 def load_mapper(payload: str) -> Mapper:
-    """The function of a payload and how to call it. Runs the source: in workers only."""
+    """The function of a payload and how to call it. Runs the source, so only in workers."""
     try:
         data = json.loads(base64.b64decode(payload, validate=True))
     except ValueError as error:
@@ -307,7 +303,7 @@ def load_mapper(payload: str) -> Mapper:
 def check_function(function: Callable[..., object], around: Mapping[str, object] | None = None) -> None:
     """Raises ValueError unless a function or class can run from its own source alone.
 
-    `around` has the names where it is being decorated.
+    `around` has the names visible where it is decorated.
     """
     name = getattr(function, "__name__", repr(function))
     if name == "<lambda>":
@@ -343,7 +339,7 @@ def _mark(function: Callable[..., object], serializer: str, frame: FrameType) ->
     if not (inspect.isfunction(function) or inspect.isclass(function) or inspect.ismethod(function)):
         raise TypeError(f"remote_function marks functions and classes; this is a {type(function).__name__}")
     if serializer == "source":
-        # Without a source it may never be sent; sending it says what is wrong.
+        # Sending a function without source raises the error.
         with contextlib.suppress(SourceUnavailableError):
             check_function(function, around={**frame.f_globals, **frame.f_locals})
     marked = cast(Any, function)
@@ -355,7 +351,7 @@ def _mark(function: Callable[..., object], serializer: str, frame: FrameType) ->
 def _check_call(
     function: Callable[..., object], name: str, kind: str, kwargs: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Raises ValueError if a worker could not call it: too few arguments, or more than it takes."""
+    """Raises ValueError if a worker could not call the function with its arguments."""
     call = function.__call__ if inspect.isclass(function) else function
     if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
         raise ValueError(f"{name!r} is a generator, which does nothing when called; call save_results instead of yield")
@@ -372,7 +368,7 @@ def _check_call(
 
 
 def _reference(value: object) -> str | None:
-    """`module` or `module:name` if a value is tinsmith.batch or in its `__all__`: workers have that."""
+    """`module` or `module:name` for a value that workers have: tinsmith.batch, or a name in its `__all__`."""
     ours = sys.modules.get(OURS)
     if isinstance(value, ModuleType):
         return value.__name__ if value.__name__ in ("tinsmith", OURS, SKY) else None
@@ -390,7 +386,7 @@ def _provided(names: list[str], namespace: Mapping[str, object]) -> dict[str, st
 def _run(data: Mapping[str, Any]) -> Callable[..., Any]:
     text, name = data["source"], data["name"]
     file = f"<mapper {name} {hashlib.sha256(text.encode()).hexdigest()[:8]}>"
-    # So that tracebacks show the lines.
+    # Tracebacks show these lines.
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     namespace: dict[str, Any] = {"__builtins__": builtins, "__name__": "tinsmith_mapper", "__file__": file}
     for local, reference in data.get("provided", {}).items():

@@ -1,7 +1,7 @@
-"""The routes of bulk jobs, called. Knows HTTP and no rows.
+"""A client of the routes of bulk jobs. Knows HTTP and no rows.
 
-A request that did not reach the server, or that it could not answer just then, is sent again for `patience_s`;
-one that makes a job is not, as nobody could tell whether it made one.
+A request that did not reach the server, or that a busy server refused, is repeated for `patience_s`. A request that
+creates a job is not repeated, since the first one may have created it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Client:
         return int(self._call("POST", JOBS, body=spec, again=False)["job_id"])
 
     def jobs(self, limit: int = 100) -> list[Status]:
-        """Newest first."""
+        """The statuses of jobs, newest first."""
         return self._call("GET", JOBS, query={"limit": limit})["jobs"]
 
     def status(self, job_id: int) -> Status:
@@ -64,7 +64,7 @@ class Client:
         return self._call("POST", f"{JOBS}/{job_id}/purge", body={})
 
     def resume(self, job_id: int, outputs: Sequence[Mapping[str, Any]] | None = None) -> int:
-        """`outputs`, as `OutputWriter.to_dict` gives them, take the place of the job's."""
+        """A new job for the rest; `outputs`, from `OutputWriter.to_dict`, replace the job's."""
         body = {} if outputs is None else {"batch_output_formats": list(outputs)}
         return int(self._call("POST", f"{JOBS}/{job_id}/resume", body=body, again=False)["job_id"])
 
@@ -75,7 +75,7 @@ class Client:
         return self._call("GET", f"{JOBS}/{job_id}/partial", query={"after": after, "limit": limit})
 
     def logs(self, job_id: int, worker: str | None = None, after: int = 0) -> Status:
-        """The workers that printed something; with a worker, its lines after so many bytes, and where they end."""
+        """The workers that printed; with `worker`, its lines after so many bytes, and where they end."""
         return self._call(
             "GET", f"{JOBS}/{job_id}/logs", query={"after": after, **({"worker": worker} if worker else {})}
         )
@@ -87,7 +87,7 @@ class Client:
         return self._call("PUT", f"{POOLS}/{name}", body={"workers": workers})["pools"]
 
     def statuses(self, job_id: int) -> Iterator[Status]:
-        """The job's status whenever it changes, until it is final; the connection is made again when it is lost."""
+        """The job's status whenever it changes, until it is final. Reconnects when the connection is lost."""
         failing_since: float | None = None
         while True:
             try:

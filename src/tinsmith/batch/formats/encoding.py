@@ -1,7 +1,7 @@
-"""Rows as JSON, with the values that real rows have: numpy, dates, bytes, very large integers.
+"""Rows as JSON, with the values that occur in rows: numpy, dates, bytes, very large integers.
 
 Arrays become lists and scalars numbers; dates ISO 8601; bytes base64 text; paths, UUIDs and decimals text; NaN and
-infinities, which JSON does not have, null. Anything else is an error that names the column.
+infinities null. Any other value is an error that names the column.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 def encode(row: object) -> bytes:
-    """One line of JSON, without its newline. Raises TypeError for what cannot be said in JSON."""
+    """One line of JSON, without its newline. Raises TypeError for a value that JSON cannot express."""
     try:
         return orjson.dumps(row, default=_plain, option=OPTIONS)
     except TypeError as error:
@@ -41,7 +41,7 @@ def selected(row: Row, columns: str | Sequence[str] | None) -> Row:
 
 
 def plain(row: object) -> object:
-    """The row as JSON would give it back; what cannot be said in JSON as its repr."""
+    """The row after a round trip through JSON; a value that JSON cannot express becomes its repr."""
     try:
         return json.loads(encode(row))
     except TypeError:
@@ -62,7 +62,7 @@ def _plain(value: object) -> object:
         return str(value)
     if hasattr(value, "tolist"):  # numpy values that orjson does not know, and torch tensors
         return value.tolist()  # type: ignore[attr-defined]
-    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is no JSON")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} cannot be written as JSON")
 
 
 def _which(row: object, error: TypeError) -> str:

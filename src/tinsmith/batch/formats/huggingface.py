@@ -53,13 +53,13 @@ class HuggingFaceReader(InputReader):
 
 
 def reader_of(dataset: object, split: str | None, **options: Any) -> HuggingFaceReader:  # noqa: ANN401
-    """A reader of a name, a directory, or a data set in memory: that is saved first, in this machine's cache, where
-    workers of this machine find it."""
+    """A reader of a name, a directory, or a data set in memory, which is first saved in this machine's cache for its
+    workers."""
     if isinstance(dataset, str):
         return HuggingFaceReader(dataset, split, **options)
     fingerprint = getattr(dataset, "_fingerprint", None)
     if fingerprint is None:
-        raise UserError(f"{type(dataset).__name__} is no data set of one split; pass one of its splits")
+        raise UserError(f"{type(dataset).__name__} is not a data set with one split; pass one of its splits")
     directory = cache_directory() / f"huggingface-{fingerprint}"
     if not directory.exists():
         unfinished = directory.with_name(f"{directory.name}.unfinished")

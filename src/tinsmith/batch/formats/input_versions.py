@@ -1,11 +1,11 @@
-"""What a job's input was when its rows were counted, so that rows of two versions are never mixed.
+"""The version of a job's input, so that rows of two versions are never mixed.
 
-A version has an entry for each thing that is read, by name: of a file its size and etag and, where it is small and on
-this machine, its sha256, so that one that was only touched, or copied back, is the same. It is taken before the rows
-are counted, kept in the job's specification, and held against the input by every mapper that starts: one of a job that
-is resumed, that another server goes on with, or whose workers are replaced.
+A version has an entry for each file: its size and etag and, where it is small and on this machine, its sha256, so that
+a file that was only touched, or copied back, is the same. It is taken before the rows are counted, stored in the job's
+specification, and compared with the input by every mapper that starts, also of a job that is resumed, that another
+server continues, or whose workers are replaced.
 
-What has no version (rows in the job itself, tables, readers that name no file) is not checked here.
+Rows in the job itself, tables, and readers that name no file have no version and are not checked here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tinsmith.storage.stores import LocalStore
 Version = dict[str, dict[str, Any]]
 
 MAX_FILES = 1000
-"""Of more files, only their number, size and a digest of all their entries are kept."""
+"""For more files, the version holds only their number, size and a digest of all entries."""
 DIGESTED_BYTES = 64 * 1024 * 1024
-"""So many bytes of one input are read for digests: some tenths of a second."""
+"""The bytes of one input that are read for digests, in some tenths of a second."""
 ALL_FILES = "all files"
 
 
 class InputChangedError(RuntimeError):
-    """The input is not what the job began with."""
+    """The input has changed since the job began."""
 
 
 def of_files(locations: Iterable[str]) -> Version:
@@ -35,26 +35,13 @@ def of_files(locations: Iterable[str]) -> Version:
     found: Version = {}
     left = DIGESTED_BYTES
     for location in locations:
-        entry = _entry(location)
-        if entry["size"] <= left and isinstance(open_store(location)[0], LocalStore):
-            left -= entry["size"]
-            entry["sha256"] = _digest(location)
-        found[location] = entry
+        store, key = open_store(location)
+        info = store.head(key)
+        found[location] = {"size": info.size, "etag": info.etag}
+        if info.size <= left and isinstance(store, LocalStore):
+            left -= info.size
+            found[location]["sha256"] = store.digest(key)
     return found if len(found) <= MAX_FILES else _summed(found)
-
-
-def _entry(location: str) -> dict[str, Any]:
-    store, key = open_store(location)
-    info = store.head(key)
-    return {"size": info.size, "etag": info.etag}
-
-
-def _digest(location: str) -> str:
-    store, key = open_store(location)
-    digest = hashlib.sha256()
-    for chunk in store.chunks(key):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _summed(files: Version) -> Version:
@@ -66,7 +53,7 @@ def _summed(files: Version) -> Version:
 
 
 def check(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mapping[str, Any]] | None) -> None:
-    """Raises InputChangedError, which names the first thing that is not what it was, and what it was and is."""
+    """Raises InputChangedError that names the first changed file, its old and its new version."""
     for name in [*before, *(name for name in after or {} if name not in before)]:
         old, new = before.get(name), (after or {}).get(name)
         if old is None or new is None or not _same(old, new):

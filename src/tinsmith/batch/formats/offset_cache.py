@@ -1,7 +1,7 @@
-"""Files that can be made again: offsets of rows, and what was unpacked to be read at any place.
+"""A cache of derived files: offsets of rows, and unpacked files that allow reads at any place.
 
-They are named after what they were made from (location, etag and size), so a changed input is a new entry, and all
-jobs on a machine share them. What was not used for a week is deleted.
+Files are named by a digest of their source (location, etag and size), so a changed input is a new entry, and all jobs
+on a machine share them. Files that were not used for a week are deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNUSED_S = 7 * 24 * 3600.0
 
 
 def cache_directory() -> Path:
-    """This user's own directory. Raises PermissionError if someone else has made it."""
+    """This user's own directory. Raises PermissionError if it belongs to another user."""
     directory = Path(tempfile.gettempdir()) / f"tinsmith-batch-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     if directory.lstat().st_uid != os.getuid():
@@ -28,7 +28,7 @@ def cache_directory() -> Path:
 
 
 def cached(make: Callable[[Path], None], *names: object) -> Path:
-    """The file that `make` writes for these names, made now unless it is there. Two may make it at once."""
+    """The file that `make` writes for these names, unless it is cached. Two processes may write it at once."""
     directory = cache_directory()
     path = directory / hashlib.sha256("\0".join(map(str, names)).encode()).hexdigest()
     if path.exists():

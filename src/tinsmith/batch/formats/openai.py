@@ -1,7 +1,4 @@
-"""Files of OpenAI's Batch API: `{custom_id, method, url, body}`, a request a line.
-
-Files of results as OpenAI's Batch API has them: `{id, custom_id, response, error}`, a request a line.
-"""
+"""OpenAI's batch files: requests `{custom_id, method, url, body}`, results `{id, custom_id, response, error}`."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ PAGE = 256
 @INPUT_READER_REGISTRY.type_register(name="openai_batch")
 @dataclass
 class OpenAIBatchReader(JsonReader):
-    """The requests; all are checked before any is made, as their `custom_id`s must differ."""
+    """The requests. All are checked before the first is run, since each `custom_id` must be unique."""
 
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
 
@@ -32,13 +29,13 @@ class OpenAIBatchReader(JsonReader):
         if not self._checked:
             if problems := self.problems():
                 raise UserError(
-                    f"{self.path} is no batch file: " + "; ".join(str(each["message"]) for each in problems)
+                    f"{self.path} is not a batch file: " + "; ".join(str(each["message"]) for each in problems)
                 )
             self._checked = True
         return super().__len__()
 
     def problems(self) -> list[Row]:
-        """What is wrong with the file, at most a hundred things: {code, line, message, param}."""
+        """The errors of the file, at most `MAX_SHOWN`: {code, line, message, param}."""
         found: list[Row] = []
         seen: set[str] = set()
         for row, request in self._requests(super().__len__()):
@@ -53,7 +50,7 @@ class OpenAIBatchReader(JsonReader):
         return found
 
     def _requests(self, rows: int) -> Iterator[tuple[int, Row | ValueError]]:
-        """Some hundred at a time; where these cannot be read together, each alone."""
+        """Each row with its request or error. Rows are read by pages, and alone where a page has an error."""
         for start in range(0, rows, PAGE):
             end = min(start + PAGE, rows) - 1
             try:
@@ -68,7 +65,7 @@ class OpenAIBatchReader(JsonReader):
 
 
 def problem_of(request: Row, seen: set[str], urls: Sequence[str] = URLS) -> tuple[str, str, str] | None:
-    """(code, param, message) of what is wrong with a request; `seen` are the custom_ids of those before it."""
+    """(code, param, message) of a request's error; `seen` holds the custom_ids of earlier requests."""
     for param in ("custom_id", "method", "url", "body"):
         if request.get(param) is None:
             return "missing_required_parameter", param, f"{param} is missing"
@@ -76,7 +73,7 @@ def problem_of(request: Row, seen: set[str], urls: Sequence[str] = URLS) -> tupl
     if not isinstance(name, str) or not name:
         return "invalid_custom_id", "custom_id", f"custom_id is {_shown(name)}; it must be a text that is not empty"
     if name in seen:
-        return "duplicate_custom_id", "custom_id", f"custom_id {_shown(name)} is that of an earlier request"
+        return "duplicate_custom_id", "custom_id", f"custom_id {_shown(name)} is used by an earlier request"
     seen.add(name)
     if request["method"] != "POST":
         return "invalid_method", "method", f"method is {_shown(request['method'])}; it must be 'POST'"

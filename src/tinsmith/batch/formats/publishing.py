@@ -1,8 +1,8 @@
-"""Parts made into outputs: one file of all of them, or a directory with a manifest.
+"""Publishing of parts as outputs: one file with all of them, or a directory with a manifest.
 
-Publishing is a pure function of the list of parts and may be cut short anywhere and run again: the bytes are the same.
-An output that exists is replaced only on request, unless it is this very one. A file appears whole, in one step. The
-files of a directory appear one by one and count from the moment that its `_manifest.json` does.
+Publishing is a pure function of the list of parts. It may be interrupted anywhere and repeated: the bytes are the same.
+An existing output is replaced only on request, unless it is this very one. A file appears whole, in one step. The files
+of a directory appear one by one, and are valid once its `_manifest.json` exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUCCESS = "_SUCCESS"
 
 
 class PublishedFile(NamedTuple):
-    """One file of a directory: its name there, and what it is made of."""
+    """One file of a directory: its name there, and its source."""
 
     name: str
     location: str
@@ -63,7 +63,7 @@ def publish_file(
     head: bytes = b"",
     skips: Sequence[int] | None = None,
 ) -> OutputInfo:
-    """The parts one after the other, each without its first `skip` bytes, after `head`."""
+    """`head`, then the parts one after the other, each without its first `skip` bytes."""
     store, key = open_store(path)
 
     def sources() -> Iterator[Source]:
@@ -74,13 +74,13 @@ def publish_file(
         size, digest = store.concat(sources(), key, head=head, staging=_local(staging), exclusive=if_exists == "error")
     except FileExistsError:
         size, digest = _measure(head, sources())
-        if digest_of(store, key) != digest:
+        if store.digest(key) != digest:
             raise FileExistsError(exists_already(path)) from None
     return OutputInfo(path, rows, size, digest, store.head(key).etag)
 
 
 def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, if_exists: str) -> OutputInfo:
-    """An output that is made anew from the parts, rather than of their bytes. `pieces` must be the same every time."""
+    """An output computed from the parts instead of concatenated. `pieces` must be deterministic."""
     staged = join(staging, "published")
     staging_store, staged_key = open_store(staged)
     digest, size = hashlib.sha256(), 0
@@ -93,16 +93,17 @@ def publish_stream(path: str, pieces: Iterable[bytes], rows: int, staging: str, 
 
 
 def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, staging: str, if_exists: str) -> OutputInfo:
-    """The files under their names, then the manifest. `files` is gone through twice, so not an iterator."""
+    """The files under their names, then the manifest. `files` is iterated several times, so not an iterator."""
     store, root = open_store(path)
     root = root.rstrip("/")
     manifest_key = join(root, MANIFEST)
     _, wanted = _measure(b"", [], _manifest(files, rows))
-    if store.exists(manifest_key) and digest_of(store, manifest_key) == wanted:
+    if store.exists(manifest_key) and store.digest(manifest_key) == wanted:
         store.put(join(root, SUCCESS), b"")
         return OutputInfo(path, rows, sum(file.bytes for file in files), wanted, store.head(manifest_key).etag)
     if if_exists == "error":
-        _check_only(store, root, path, files)
+        if _others(store, root, files):  # other files than those of an interrupted publication
+            raise FileExistsError(exists_already(path))
     else:
         store.delete_many([manifest_key, join(root, SUCCESS)])
     total = 0
@@ -117,7 +118,7 @@ def publish_directory(path: str, files: Iterable[PublishedFile], rows: int, stag
                 exclusive=if_exists == "error",
             )
         except FileExistsError:
-            if digest_of(store, target) != file.sha256:
+            if store.digest(target) != file.sha256:
                 raise FileExistsError(exists_already(path)) from None
         total += file.bytes
     if if_exists == "overwrite":
@@ -149,7 +150,7 @@ def published_files(output: OutputInfo, is_directory: bool) -> Iterator[PartInfo
 
 
 def check_output(path: str, if_exists: str) -> None:
-    """Raises FileExistsError if publishing would. For saying so before any work is done."""
+    """Raises FileExistsError if publishing would, before any work is done."""
     if if_exists != "error":
         return
     store, key = open_store(path)
@@ -168,13 +169,6 @@ def exists_already(path: str) -> str:
     )
 
 
-def digest_of(store: Store, key: str) -> str:
-    digest = hashlib.sha256()
-    for chunk in store.chunks(key):
-        digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _measure(head: bytes, sources: Iterable[Source], pieces: Iterable[bytes] = ()) -> tuple[int, str]:
     digest, size = hashlib.sha256(head), len(head)
     for source in sources:
@@ -188,7 +182,7 @@ def _measure(head: bytes, sources: Iterable[Source], pieces: Iterable[bytes] = (
 
 
 def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
-    """A JSON document, one line for each file, made as it is written."""
+    """A JSON document with one line for each file, generated while it is written."""
     yield b'{"rows":%d,"files":[' % rows
     comma = b"\n"
     for file in files:
@@ -197,14 +191,8 @@ def _manifest(files: Iterable[PublishedFile], rows: int) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _check_only(store: Store, root: str, path: str, files: Iterable[PublishedFile]) -> None:
-    """Whatever is in the directory is ours, left by a publication that was cut short."""
-    if _others(store, root, files):
-        raise FileExistsError(exists_already(path))
-
-
 def _others(store: Store, root: str, files: Iterable[PublishedFile]) -> set[str]:
-    """The keys below a directory that are none of these files, nor parts of a job. Usually few, if any."""
+    """The keys below a directory that are neither among these files nor parts of a job. Usually none."""
     found = {name for name in store.list(root) if TEMPORARY_DIRECTORY not in name}
     for file in files if found else ():
         found.discard(join(root, file.name))

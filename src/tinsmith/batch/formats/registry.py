@@ -1,15 +1,15 @@
-"""The interfaces of readers and writers, the table of formats, and both as dictionaries that travel.
+"""The interfaces of readers and writers, the table of formats, and both as dictionaries.
 
     @registry.OUTPUT_WRITER_REGISTRY.type_register(name="yaml")
     @dataclass
     class YamlWriter(OutputWriter): ...
 
 A dictionary has the class's fields and `format`, its registered name. For a class outside tinsmith it also has the
-class's source and the imports it needs (`_class_source`, `_class_imports`, and their `_class_sha256`). Making an
-object from such a dictionary runs that source, so only workers do it; the server checks `SHIPPED` and never does.
+class's source and the imports it needs (`_class_source`, `_class_imports`, and their `_class_sha256`). Building an
+object from such a dictionary runs that source, so only workers do it; the server only looks for the keys of `SHIPPED`.
 
-To add a format: one module here with its reader and writer, each with a `type_register` decorator, and one entry in
-`FORMATS`.
+To add a format: one module here with its reader and writer, each with a `type_register` decorator, one entry in
+`FORMATS`, and the names in `tinsmith.batch`.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ SHIPPED = ("_class_source", "_class_imports", "_class_name", "_class_sha256")
 
 @dataclass(frozen=True)
 class Format:
-    """One row of the table: where a format's classes are and what may be known of it without importing them."""
+    """What is known of a format without importing its module."""
 
     module: str
     """Below `tinsmith.batch.formats`."""
-    reader: str = ""
-    """The class's name; empty if the format cannot be read."""
-    writer: str = ""
     extensions: tuple[str, ...] = ()
     """Endings of paths that mean this format."""
+    reads: bool = True
+    writes: bool = True
     confined: bool = False
-    """Whether every location is opened through the store, which holds it against the roots of a confined job."""
+    """Whether every location is opened through the store, which checks it against the roots of a confined job."""
     has_location: bool = True
     """Whether `path` names a place that is read or written."""
     resumes_as: bool = True
@@ -66,18 +65,16 @@ class Format:
 
 
 FORMATS = {
-    "json": Format("lines", "JsonReader", "JsonWriter", (".jsonl", ".ndjson", ".json"), confined=True),
-    "csv": Format("csv", "CsvReader", "CsvWriter", (".csv", ".tsv"), confined=True),
-    "parquet": Format("parquet", "ParquetReader", "ParquetWriter", (".parquet",), confined=True),
-    "text": Format("lines", "TextReader", "TextWriter", (".txt",), confined=True),
-    "webdataset": Format(
-        "webdataset", "WebdatasetReader", "WebdatasetWriter", (".tar",), confined=True, resumes_as=False
-    ),
-    "images": Format("images", "ImageReader", "ImageWriter", confined=True),
-    "items": Format("lines", "ItemsReader", confined=True, has_location=False),
-    "openai_batch": Format("openai", "OpenAIBatchReader", "OpenAIBatchWriter", confined=True),
-    "sql": Format("sql", "SqlReader", "SqlWriter"),
-    "huggingface": Format("huggingface", "HuggingFaceReader"),
+    "json": Format("lines", (".jsonl", ".ndjson", ".json"), confined=True),
+    "csv": Format("csv", (".csv", ".tsv"), confined=True),
+    "parquet": Format("parquet", (".parquet",), confined=True),
+    "text": Format("lines", (".txt",), confined=True),
+    "webdataset": Format("webdataset", (".tar",), confined=True, resumes_as=False),
+    "images": Format("images", confined=True),
+    "items": Format("lines", writes=False, confined=True, has_location=False),
+    "openai_batch": Format("openai", confined=True),
+    "sql": Format("sql"),
+    "huggingface": Format("huggingface", writes=False),
 }
 
 
@@ -88,7 +85,7 @@ class InputReader(ABC):
     path: str
 
     in_store: ClassVar[bool] = False
-    """Whether `path` names files of a store: then one of this machine is sent as an absolute path."""
+    """Whether `path` names files of a store. A path on this machine is then sent as an absolute one."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -99,8 +96,8 @@ class InputReader(ABC):
         """The rows of an inclusive span, in order. `cache_dir` is a local directory that outlives the batch."""
 
     def pieces(self, counts: Sequence[int], start_idx: int, end_idx: int) -> Iterator[tuple[int, int, int]]:
-        """Which of the pieces with these numbers of rows hold a span: (piece, its first row, its last row). Raises
-        IndexError."""
+        """The pieces that hold a span, as (number, first row, last row). `counts` has the rows of each piece.
+        Raises IndexError."""
         ends = list(accumulate(counts))
         if not 0 <= start_idx <= end_idx < (ends[-1] if ends else 0):
             raise IndexError(f"rows {start_idx} to {end_idx} of {self.path}, which has {ends[-1] if ends else 0}")
@@ -120,18 +117,18 @@ class InputReader(ABC):
         raise FileNotFoundError(f"no file is named {self.path}")
 
     def of_job(self, output_paths: Sequence[str]) -> InputReader:
-        """The reader as a job with these outputs uses it: for one that must tell one job's rows from another's."""
+        """The reader for a job with these outputs; for readers that keep state by job."""
         return self
 
     def version(self) -> Version | None:
-        """What the rows are read from, as it is now (`versions.py`); None where that cannot be told. Unless a reader
-        knows better: the files that `path` names, where it names files. Raises FileNotFoundError."""
+        """The version of the input now (`input_versions.py`), by default of the files that `path` names; None if
+        unknown. Raises FileNotFoundError."""
         if not self.in_store and not os.path.isfile(self.path):
             return None
         return input_versions.of_files(locations(self.path))
 
     def row_sizes(self) -> Iterator[int] | None:
-        """An estimate of each row's tokens, in order, or None where only reading every row would tell."""
+        """An estimate of each row's tokens, in order, or None if that needs a read of every row."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -139,20 +136,20 @@ class InputReader(ABC):
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> InputReader:
-        """A reader from its dictionary; for one of a user's class, runs that class's source. In workers only."""
+        """A reader from its dictionary. Runs the source of a user's class, so only in workers."""
         return reader_from_dict(data)
 
 
 @dataclass
 class OutputWriter:
-    """Where rows go. A subclass is a dataclass whose fields are JSON. It has either `write_part` and `publish`, or the
-    three older methods, which are called on a staging path only (`sky_writers.py`)."""
+    """The destination of rows. A subclass is a dataclass whose fields are JSON. It has either `write_part` and
+    `publish`, or the three older methods, which are called on a staging path only (`sky_writers.py`)."""
 
     path: str
 
     extension: ClassVar[str] = "part"
     in_store: ClassVar[bool] = True
-    """Whether `path` names a file or a directory of a store, as it does unless the output is, say, a table."""
+    """Whether `path` names a file or a directory of a store, and not, say, a table."""
 
     @property
     def is_directory(self) -> bool:
@@ -167,10 +164,10 @@ class OutputWriter:
         publishing.check_output(self.path, if_exists)
 
     def delete_staging(self, staging: str) -> None:
-        """Deletes what parts left, where they are not in a store; `staging` is what their directories begin with."""
+        """Deletes parts that are not in a store; `staging` is the prefix of their directories."""
 
     def schema(self, row: Row) -> Schema | None:
-        """The types of a row's columns (`schemas.py`), where the output takes only rows whose types go together."""
+        """The types of a row's columns (`schemas.py`), for outputs whose rows must have the same types."""
         return None
 
     def check(self, row: Row) -> None:
@@ -179,32 +176,31 @@ class OutputWriter:
     def write_part(self, rows: Sequence[Row | None], span: Span, part_base: str) -> PartInfo:
         """Writes an immutable part below `part_base`, a directory of this attempt alone.
 
-        `rows` has one entry for each index of the span, None where a row failed or was dropped. (Where the job
-        says `rows="any"`, it may have more or fewer.) The same rows written again are the same part.
+        `rows` has one entry for each index of the span, None where a row failed or was dropped; in a job with
+        `rows="any"` it may have more or fewer. The same rows written again are the same part.
         """
         return sky_writers.write_part(rows, span, part_base)
 
     def publish(self, parts: Sequence[PartInfo], staging: str, if_exists: str) -> OutputInfo:
-        """Makes the parts, in the order given, the output; anything of it that is visible is whole.
+        """Publishes the parts, in the order given; files of the output appear whole.
 
-        Reads no more than a few MiB at a time, and raises CorruptFilesError if a part is not as it was written.
-        `staging` is a directory of this output alone. With `if_exists="error"`, an existing output that is not
-        already this one raises FileExistsError.
+        Reads a few MiB at a time, and raises CorruptFilesError for a changed part. `staging` is a directory of this
+        output alone. With `if_exists="error"`, an existing output that is not this very one raises FileExistsError.
         """
         if not self._has_older_methods:
             raise NotImplementedError(f"{type(self).__name__} has neither publish nor reduce_results")
         return sky_writers.publish(self, parts, staging, if_exists)
 
     def read_part(self, part: PartInfo) -> Iterator[Row]:
-        """The rows of a part as they would be read from the output; for following a job that still runs."""
+        """The rows of a part, as they would be read from the output."""
         if not self._has_older_methods:
             raise NotImplementedError(f"the parts of a {type(self).__name__} cannot be read as rows")
         return sky_writers.read_part(part)
 
     def read_published(self, output: OutputInfo) -> Iterator[Row]:
-        """The rows of the published output, in order: what `read_part` gives of all its parts."""
+        """The rows of the published output, in order: those of all its parts."""
         if self._has_older_methods:
-            raise UserError(f"the output is {output.path}, as {type(self).__name__} makes it: read it there")
+            raise UserError(f"the output is {output.path}, as written by {type(self).__name__}: read it there")
         for file in publishing.published_files(output, self.is_directory):
             yield from self.read_part(file)
 
@@ -223,7 +219,7 @@ class OutputWriter:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> OutputWriter:
-        """A writer with `write_part` and `publish`, whatever its class has. As for readers: in workers only."""
+        """A writer from its dictionary. Runs the source of a user's class, so only in workers."""
         return writer_from_dict(data)
 
 
@@ -256,11 +252,11 @@ class Registry(Generic[Kind]):
 
     def __init__(self, what: str, modules: Mapping[str, str]) -> None:
         self._what = what
-        self._modules = dict(modules)  # imported when asked for: some load large libraries
+        self._modules = dict(modules)  # imported at first use: some load large libraries
         self._classes: dict[str, type[Kind]] = {}
 
     def type_register(self, name: str) -> Callable[[type[Class]], type[Class]]:
-        """Makes a class known as `name`. A second class of the name takes its place."""
+        """Registers a class as `name`. A second class of the name replaces it."""
 
         def register(cls: type[Class]) -> type[Class]:
             self._classes[name] = cls  # type: ignore[assignment]
@@ -281,15 +277,15 @@ class Registry(Generic[Kind]):
 
 
 INPUT_READER_REGISTRY: Registry[InputReader] = Registry(
-    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reader}
+    "reader", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.reads}
 )
 OUTPUT_WRITER_REGISTRY: Registry[OutputWriter] = Registry(
-    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writer}
+    "writer", {name: f"{__package__}.{each.module}" for name, each in FORMATS.items() if each.writes}
 )
 
 
 def to_dict(instance: InputReader | OutputWriter) -> dict[str, Any]:
-    """The dictionary of a reader or writer: its format and fields, and its class's source if that is not ours."""
+    """The dictionary of a reader or writer: its format and fields, and the source of a class outside tinsmith."""
     cls = type(instance)
     if not is_dataclass(instance):
         raise UserError(f"{cls.__name__} must be a dataclass")
@@ -317,7 +313,7 @@ def writer_from_dict(data: Mapping[str, Any]) -> OutputWriter:
 
 
 def writer_of_part(part: PartInfo, part_formats: Mapping[str, dict[str, Any]]) -> OutputWriter | None:
-    """The writer that wrote a part, if it is not that of the output."""
+    """The writer of a part that was written for another output, else None."""
     for prefix, data in part_formats.items():
         if part.path.startswith(f"{prefix}/"):
             return OutputWriter.from_dict(data)
@@ -334,7 +330,7 @@ def format_of(path: str) -> str:
     for ending, name in FORMAT_OF.items():
         if plain.endswith(ending):
             return name
-    raise UserError(f"the format of {path!r} cannot be told from its name; use batch.read_json or another")
+    raise UserError(f"the ending of {path!r} names no format; use batch.read_json or another")
 
 
 def in_format(writer: OutputWriter, format: str) -> OutputWriter:
@@ -355,7 +351,7 @@ def in_format(writer: OutputWriter, format: str) -> OutputWriter:
 
 
 def sent(one: InputReader | OutputWriter) -> dict[str, Any]:
-    """Its dictionary. Workers have a directory of their own, so that a path relative to this one says nothing there."""
+    """Its dictionary with an absolute path, since workers have another working directory."""
     data = one.to_dict()
     if one.in_store and "://" not in one.path:
         data["path"] = os.path.join(os.getcwd(), one.path)
@@ -363,7 +359,7 @@ def sent(one: InputReader | OutputWriter) -> dict[str, Any]:
 
 
 def ship(cls: type) -> dict[str, Any]:
-    """A class's own source and the imports that it needs. Raises ValueError if it needs more than imports."""
+    """A class's source and the imports that it needs. Raises ValueError if it uses other names of its file."""
     definition = functions.definition_of(cls)
     namespace = functions.namespace_of(cls)
     definition.decorator_list = [node for node in definition.decorator_list if "type_register" not in ast.unparse(node)]
@@ -392,7 +388,7 @@ def ship(cls: type) -> dict[str, Any]:
 
 
 def _import_of(value: object, cls: type) -> str | None:
-    """`module` or `module:name` to import a value from on another machine, if it is from a package."""
+    """`module` or `module:name` that imports a value on another machine; None if it is not from a package."""
     if isinstance(value, ModuleType):
         return value.__name__
     module = getattr(value, "__module__", None)
@@ -412,7 +408,7 @@ def _from_dict(data: Mapping[str, Any], registry: Registry[Any], kind: type) -> 
     given = {name: value for name, value in data.items() if name != "format" and name not in SHIPPED}
     cls = _shipped_class(data) if "_class_source" in data else registry.find(str(data.get("format")))
     if not (inspect.isclass(cls) and issubclass(cls, kind) and is_dataclass(cls)):
-        raise UserError(f"{getattr(cls, '__name__', cls)!r} is no {kind.__name__} that is a dataclass")
+        raise UserError(f"{getattr(cls, '__name__', cls)!r} is not a dataclass below {kind.__name__}")
     known = {each.name: each for each in fields(cls) if each.init}
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"{data['format']!r} has no field {unknown}; it has {sorted(known)}")
@@ -426,7 +422,7 @@ def _shipped_class(data: Mapping[str, Any]) -> type:
     text, imports, name = data["_class_source"], data["_class_imports"], data["_class_name"]
     digest = _digest(text, imports)
     if digest != data["_class_sha256"]:
-        raise UserError(f"the source of {name!r} is not the one that was sent: its sha256 differs")
+        raise UserError(f"the source of {name!r} differs from the one that was sent (sha256)")
     file = f"<class {name} {digest[:8]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     # A module of its own: dataclasses and pickle look classes up by it.

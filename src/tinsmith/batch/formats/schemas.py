@@ -1,15 +1,15 @@
-"""The types of columns, where all rows of an output must have the same: what values are, and which types go together.
+"""The types of columns, for outputs whose rows must all have the same: the type of a value, and how types merge.
 
 A type is a name, {"list": type}, {"struct": {name: type}} or {"decimal": [digits before the point, digits after it]}.
-Types of the same column are merged by these rules, and no others:
+Types of the same column merge by these rules, and no others:
 
-- null and anything: that;
-- int and float: float. An int is a whole number of at most 53 bits, which a float holds exactly; a larger one (int64)
-  and an int are int64, an int64 and a float do not go together;
+- null and any type: that type;
+- int and float: float. An int is a whole number of at most 53 bits, which a float holds exactly. A larger one is int64:
+  int and int64 merge to int64, int64 and float do not merge;
 - decimals: one that holds both;
 - lists: of the merged type; structs: of the fields of both, merged.
 
-Pure values: a schema is JSON, the coordinator keeps one for each output, and workers hold rows against it.
+Pure values: a schema is JSON. The coordinator keeps one for each output, and workers check rows against it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ATOMS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 class SchemaConflictError(TypeError):
-    """Two values of one column have types that do not go together."""
+    """Two values of one column have types that cannot be merged."""
 
 
 def type_of(value: object) -> Type:
-    """Raises TypeError for what no column holds, SchemaConflictError for a list of types that do not go together."""
+    """Raises TypeError for a value that no column holds, SchemaConflictError for a list of types that do not merge."""
     if value is None:
         return "null"
     if isinstance(value, int) and not isinstance(value, bool):
@@ -60,7 +60,7 @@ def type_of(value: object) -> Type:
         return {"struct": {_name(name): type_of(each) for name, each in value.items()}}
     if isinstance(value, list | tuple):
         return {"list": _of_elements(value)}
-    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} has no type that a column could have")
+    raise TypeError(f"a {type(value).__module__}.{type(value).__name__} is not a type of a column")
 
 
 def _int(low: int, high: int) -> str:
@@ -103,7 +103,7 @@ def schema_of(row: Mapping[str, object]) -> Schema:
 
 
 def merged(one: Schema, other: Schema) -> Schema:
-    """The columns of both. Raises SchemaConflictError that names the column and both types."""
+    """The columns of both, merged. Raises SchemaConflictError that names the column and both types."""
     if one == other:
         return one
     made = dict(one)

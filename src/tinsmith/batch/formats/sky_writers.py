@@ -1,7 +1,7 @@
 """Writers with the three older methods (`upload_batch`, `reduce_results`, `cleanup`), made safe.
 
-Workers store the rows, pickled, as immutable parts. Publishing hands the winners' rows, batch by batch, to a copy of
-the writer whose `path` is a staging directory. What the copy makes there is published like any output. So an attempt
+Workers store the rows, pickled, as immutable parts. Publishing passes the winners' rows, batch by batch, to a copy of
+the writer whose `path` is a staging directory, and publishes what the copy wrote there like any output. So an attempt
 that lost, or a publication that was interrupted, leaves nothing at the output's path.
 
 The parts are pickles that this job's own workers wrote below the job's staging directory. Their sha256 is checked
@@ -70,7 +70,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
     copy.cleanup(STAGED_JOB)
     count = sum(part.rows for part in parts)
     if store.exists(key):
-        made = PartInfo(staged, count, store.head(key).size, publishing.digest_of(store, key))
+        made = PartInfo(staged, count, store.head(key).size, store.digest(key))
         return publishing.publish_file(writer.path, [made], staging, if_exists)
     root, location = key.rstrip("/") + "/", staged.rstrip("/") + "/"
     files = [
@@ -78,7 +78,7 @@ def publish(writer: SkyWriter, parts: Sequence[PartInfo], staging: str, if_exist
             found[len(root) :],
             location + found[len(root) :],
             store.head(found).size,
-            publishing.digest_of(store, found),
+            store.digest(found),
         )
         for found in sorted(store.list(key))
     ]

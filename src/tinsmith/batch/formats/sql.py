@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 BUSY_S = 60.0
-"""How long one writer of a SQLite file waits for another."""
+"""How long a writer of a SQLite file waits for another."""
 KINDS = "use sqlite:////DIR/FILE or postgresql://USER@HOST/NAME"
 
 
 class Address(NamedTuple):
-    """`url` has no password; `table` is what follows a `#`, if anything does."""
+    """`url` is without the password; `table` is the part after `#`."""
 
     url: str
     table: str
@@ -69,7 +69,7 @@ def split_url(given: str) -> Address:
     try:
         url = make_url(base)
     except ArgumentError:
-        raise UserError(f"the path of a table is no URL; {KINDS}") from None
+        raise UserError(f"the path of a table is not a URL; {KINDS}") from None
     kind = url.drivername.partition("+")[0]
     if kind not in ("sqlite", "postgresql", "postgres"):
         raise NotSupportedError(f"a database of the kind {url.drivername!r} is not supported; {KINDS}")
@@ -127,7 +127,7 @@ def connect(url: str, password: str, *, writes: bool) -> Iterator[Connection]:
 
 
 def existing_table(connection: Connection, name: str) -> sa.Table | None:
-    """The table as it is; `name` may begin with a schema."""
+    """The table as it exists, or None; `name` may begin with a schema."""
     import sqlalchemy as sa
     from sqlalchemy.exc import NoSuchTableError
 
@@ -150,7 +150,7 @@ Key = list[Any]
 
 @dataclass
 class _Count:
-    """How many rows there are, and the keys of the first of each `STRIDE` of them and of the last."""
+    """The number of rows, and the keys of the first of each `STRIDE` rows and of the last row."""
 
     rows: int
     firsts: list[Key]
@@ -162,9 +162,9 @@ class _Count:
 class SqlReader(InputReader):
     """`path` is `sqlite:////DIR/FILE` or `postgresql://USER@HOST/NAME`, with the table as `#TABLE` or in `table`.
 
-    Or `query` is a SELECT, and `key` the column, or columns, that order it; a table's is its primary key. A key is
-    unique, and each of its columns whole numbers or text. `columns` are the ones to read. Without a `password`,
-    Postgres's own ways to find one apply on the worker (`~/.pgpass`).
+    With `query`, a SELECT, `key` names the column or columns that order it; a table's default is its primary key. A key
+    is unique, and its columns hold whole numbers or text. `columns` are the ones to read. Without a `password`, the
+    worker's Postgres client looks for one (`~/.pgpass`).
     """
 
     table: str = ""
@@ -284,7 +284,7 @@ class SqlReader(InputReader):
             return _Count(*json.loads(self._file().read_text()))
         except FileNotFoundError:
             raise RuntimeError(
-                f"the count of {self.path} that this job began with is not on this machine any more; submit it again"
+                f"the count of {self.path} that this job began with is no longer on this machine; submit it again"
             ) from None
 
 
@@ -322,9 +322,9 @@ Kinds = dict[str, str]
 @OUTPUT_WRITER_REGISTRY.type_register(name="sql")
 @dataclass
 class SqlWriter(OutputWriter):
-    """`path` is a database's URL, as of `SqlReader`, with the table as `#TABLE` or in `table`. `column` names the
-    columns to write, all where it is None. With `append`, rows are added to a table that exists and must have all of
-    their columns; else `if_exists` says what becomes of it."""
+    """`path` is a database's URL as in `SqlReader`, with the table as `#TABLE` or in `table`. `column` names the
+    columns to write, all where it is None. With `append`, rows are added to an existing table, which must have all of
+    their columns; else `if_exists` applies to it."""
 
     table: str = ""
     column: str | list[str] | None = None
@@ -346,7 +346,7 @@ class SqlWriter(OutputWriter):
         encode(kept)
         for name, value in kept.items():
             if not isinstance(name, str) or not name or "\0" in name:
-                raise TypeError(f"{name!r} is no name of a column")
+                raise TypeError(f"{name!r} is not a name of a column")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 raise ValueError(f"column {name!r} is {value}, which is beyond 64 bits")
             if isinstance(value, str) and "\0" in value:

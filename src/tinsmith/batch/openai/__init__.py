@@ -1,16 +1,15 @@
-"""OpenAI's batches: a file of requests becomes a bulk job, and what came of it two files.
+"""OpenAI's batches: a file of requests becomes a bulk job, and its results two files.
 
-`rows` keeps the batches, `checking` reads a file before anything of it is done, `keeper` leads each batch from one
-status to the next, `results` makes the files at its end. The work itself is a bulk job's (`batch`), whose operation
-`openai_request` answers a line.
+`rows` stores the batches and checks an input file, `reconciler` moves each batch from one status to the next, `results`
+writes the files at its end. The requests are run by a bulk job, whose operation `OpenAIRequest` answers a line.
 
-Statuses: validating -> in_progress -> finalizing -> completed; validating -> failed where the file is not what it must
-be. Whoever cancels: cancelling -> cancelled. When the window is over: expiring (its clients see finalizing) -> expired.
-What was done by then is in the output file, and whatever was not is named in the error file. A bulk job that fails
-makes its batch failed, in the same way.
+Statuses: validating -> in_progress -> finalizing -> completed; validating -> failed for an invalid file. After a
+cancel: cancelling -> cancelled. After the window: expiring (shown to clients as finalizing) -> expired. Finished
+requests are in the output file, and the others are named in the error file. A bulk job that fails makes its batch
+failed, in the same way.
 
-Every step can be cut short and is taken again: statuses are rows, the bulk job of a batch is found by its name, and the
-files have ids that follow from the batch's. So each request has one line in one of the two files, whatever died.
+Every step can be interrupted and repeated: statuses are rows, the bulk job of a batch is found by its name, and the ids
+of files are derived from the batch's. So each request has exactly one line in one of the two files.
 """
 
 from __future__ import annotations

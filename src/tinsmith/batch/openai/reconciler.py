@@ -1,8 +1,8 @@
-"""Leads every OpenAI batch from one status to the next: the one place where batches, files and bulk jobs meet.
+"""Moves every OpenAI batch from one status to the next, by its input file, its bulk job and its result files.
 
-A task on the server's event loop looks at all batches that have not ended, once a second or when it is woken, and takes
-one step with each on a worker thread; tenants take turns. Servers that share a database take turns, too. It runs none
-of the work itself, and what it was doing when it died is done again.
+A task on the server's event loop takes one step with each batch that has not ended, once a second or when it is woken,
+on a worker thread; tenants alternate, and so do servers that share a database. It runs no requests itself, and a step
+that a crash interrupted is repeated.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ POLL_S = 1.0
 SWEEP_S = 3600.0
 KEPT_S = 30 * 86400
 MAX_TOGETHER = 32
-"""Requests of one batch of the bulk job: what is done again if its worker dies."""
+"""Requests in one batch of the bulk job, which are repeated if its worker dies."""
 GRACE_S = 0.5
-"""What a worker of a cancelled job gets to end by itself: an operation has nothing to tidy up."""
+"""The time in which a worker of a cancelled job may end by itself; an operation has nothing to clean up."""
 MIN_BATCHES = 8
-"""So many at least, where there are enough requests, that all workers have some."""
+"""The least number of batches of the bulk job, given enough requests, so that all workers get some."""
 
 WHY = {
     "expired": {"code": "batch_expired", "message": "the batch's window ended before this request was done"},
@@ -82,20 +82,20 @@ class Keeper:
         self._next_sweep = 0.0
 
     def start(self, background: Background, threads: Executor | None = None) -> None:
-        """Call on the running event loop; steps are taken on one of `threads`."""
+        """Call on the running event loop. Steps run on `threads`."""
         self._threads = threads
         self._loop = asyncio.get_running_loop()
         self._task = background.start("openai_batches", self._run)
 
     async def stop(self) -> None:
-        """Ends after the step that is being taken."""
+        """Returns after the current step."""
         self._stopping.set()
         self._due.set()
         if self._task is not None:
             await self._task
 
     def wake(self) -> None:
-        """There is a new batch, or one was cancelled. On any thread."""
+        """Take the next steps soon: a batch is new or was cancelled. On any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._due.set)
 
@@ -105,13 +105,13 @@ class Keeper:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._threads, self.look)
             except SQLAlchemyError as error:
-                log.error("OpenAI batches cannot be looked for; the next look may", error=repr(error))
+                log.error("OpenAI batches cannot be read; the next step tries again", error=repr(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self._due.wait()
 
     def look(self) -> None:
-        """One step with every batch."""
+        """Take one step with every batch."""
         active = self._parts.batches.active()
         if not active and time.monotonic() < self._next_sweep:
             return
@@ -133,7 +133,7 @@ class Keeper:
         if batch.status == "validating":
             self._validate(batch)
             return
-        # A crash may lie between the bulk job and the note of it.
+        # A crash may have come between the creation of the bulk job and the update of the batch.
         job_id = batch.job_id if batch.job_id is not None else self._parts.batches.job_of(batch)
         job = None if job_id is None else self._parts.jobs.find(batch.tenant_id, job_id)
         if job is None or job.status not in ACTIVE:
@@ -141,7 +141,7 @@ class Keeper:
         else:
             self._follow(batch, job)
 
-    # The beginning.
+    # Start.
 
     def _validate(self, batch: Batch) -> None:
         if now() >= batch.expires_at:
@@ -165,12 +165,12 @@ class Keeper:
         begun = {"status": "in_progress", "in_progress_at": now()}
         facts = {"job_id": job_id, "total": checked.total, "model": checked.model}
         if not self._parts.batches.move(batch, ("validating",), **begun, **facts):
-            # It was cancelled meanwhile: the next step ends the job, and names all of its requests.
+            # It was cancelled meanwhile: the next step ends the job.
             self._parts.batches.move(batch, ("cancelling",), **facts)
         self._parts.wake_job(None)
 
     def _input(self, batch: Batch) -> str:
-        """The input under a name of the batch's own, which nobody deletes before its end. Raises NotFoundError."""
+        """The input under a name of the batch's own, so that its file may be deleted. Raises NotFoundError."""
         location = join(self._directory(batch), "input.jsonl")
         store, key = open_store(location)
         if not store.exists(key):
@@ -180,7 +180,7 @@ class Keeper:
             try:
                 self._parts.files.share(file.file_id, location)
             except FileNotFoundError:
-                raise NotFoundError(f"file {file.file_id!a} was deleted at this moment") from None
+                raise NotFoundError(f"file {file.file_id!a} was deleted") from None
         return location
 
     def _refuse(self, batch: Batch, problems: Sequence[dict[str, object]]) -> None:
@@ -206,7 +206,7 @@ class Keeper:
             limits=Limits(batch_timeout_s=max(batch.expires_at - now(), 0.0) + 3600, grace_s=GRACE_S),
         )
 
-    # On its way.
+    # Progress.
 
     def _follow(self, batch: Batch, job: Job) -> None:
         batches, jobs = self._parts.batches, self._parts.jobs
@@ -219,20 +219,20 @@ class Keeper:
             completed = sum(parts[0]["rows"] for _, parts in jobs.winners(job.job_id) if parts)
             failed = max(job.rows_ok + job.rows_failed - completed, 0)
             batches.move(batch, (batch.status,), completed=completed, failed=failed)
-        if job.status == "CANCELLING":  # as the bulk job that it is
+        if job.status == "CANCELLING":  # cancelled as a bulk job
             batches.move(batch, (batch.status,), status="cancelling", cancelling_at=now())
         elif job.status == "WINDING_DOWN":
             batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now())
         elif now() >= batch.expires_at:
             batches.move(batch, ("in_progress",), status="expiring", finalizing_at=now())
 
-    # The end.
+    # End.
 
     def _end(self, batch: Batch, job: Job | None) -> None:
         status = ending(batch, job)
         if status == "completed" and batch.status == "in_progress":
             if not self._parts.batches.move(batch, ("in_progress",), status="finalizing", finalizing_at=now()):
-                return  # it was cancelled at this moment
+                return  # it was cancelled meanwhile
             batch = replace(batch, status="finalizing")
         values: dict[str, object] = {"status": status}
         if status == "failed" and job is not None:
@@ -253,7 +253,7 @@ class Keeper:
         self._discard(batch)
 
     def _files(self, batch: Batch, job: Job | None, status: str, succeeded: Tally, failed: Tally) -> dict[str, Made]:
-        """The output and the error file; one that would be empty is not made. Raises CorruptFilesError."""
+        """The output and the error file, without those that are empty. Raises CorruptFilesError."""
         found = results_of(self._parts.jobs, job, batch.total)
         path = join(self._directory(batch), "input.jsonl")
         sources = {
@@ -278,16 +278,16 @@ class Keeper:
         store.delete_below(key)
 
     def _sweep(self) -> None:
-        """Delete what is left of batches that ended right before a crash."""
+        """Delete directories of batches that ended right before a crash."""
         store, root = open_store(self._root)
         left = {key[len(root) + 1 :].partition("/")[0] for key in store.list(root)}
-        active = {batch.batch_id for batch in self._parts.batches.active()}  # after the directories were listed
+        active = {batch.batch_id for batch in self._parts.batches.active()}  # read after the directories were listed
         for name in left - active:
             store.delete_below(join(root, name))
 
 
 def ending(batch: Batch, job: Job | None) -> str:
-    """How a batch ends whose bulk job has ended so, or was never made."""
+    """The final status of a batch whose bulk job has ended, or was never created."""
     if batch.status == "cancelling":
         return "cancelled"
     if batch.status == "expiring" and (job is None or job.status != "SUCCEEDED"):
@@ -298,7 +298,7 @@ def ending(batch: Batch, job: Job | None) -> str:
 
 
 def in_turns(batches: Sequence[Batch]) -> Iterator[Batch]:
-    """The first of every tenant, then the second of every tenant, and so on."""
+    """The first batch of every tenant, then the second of every tenant, and so on."""
     by_tenant: dict[str, list[Batch]] = {}
     for batch in batches:
         by_tenant.setdefault(batch.tenant_id, []).append(batch)

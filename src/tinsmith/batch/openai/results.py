@@ -1,7 +1,7 @@
-"""The two files at the end of a batch: what succeeded, and what failed or was not done.
+"""The two files at the end of a batch: the successful requests, and those that failed or were not done.
 
-Lines come from the outputs of a bulk job that succeeded, or from the committed parts of one that did not; each source
-is compared with its digest. Requests that have no line then are named in the error file, by a pass over the input. Made
+Lines come from the outputs of a bulk job that succeeded, or from the committed parts of another; each source is
+compared with its digest. Requests without a line are then named in the error file, by a pass over the input. Written
 again after a crash, the files are the same.
 """
 
@@ -27,7 +27,7 @@ PAGE = 1000
 
 @dataclass
 class Tally:
-    """What the lines of a file add up to."""
+    """Sums over the lines of a file."""
 
     lines: int = 0
     input_tokens: int = 0
@@ -60,7 +60,7 @@ class Source:
 
 @dataclass
 class Results:
-    """What a bulk job left. `missing` are its rows without a result, `refused` those that failed, with the reason."""
+    """The results of a bulk job. `missing` are rows without a result, `refused` failed rows with their errors."""
 
     succeeded: list[Source] = field(default_factory=list)
     failed: list[Source] = field(default_factory=list)
@@ -108,7 +108,7 @@ def success_lines(found: Results) -> Iterator[bytes]:
 
 
 def error_lines(found: Results, input_location: str, max_line_bytes: int, why: Mapping[str, str]) -> Iterator[bytes]:
-    """`why` is what is said of the requests that were not done."""
+    """`why` is the error of the requests that were not done."""
     yield from chain.from_iterable(_lines_of(source) for source in found.failed)
     if not (found.missing or found.refused):
         return
@@ -132,6 +132,6 @@ def _lines_of(source: Source) -> Iterator[bytes]:
                 digest.update(line)
                 yield line
     except FileNotFoundError:
-        raise CorruptFilesError(f"{source.path} is gone") from None
+        raise CorruptFilesError(f"{source.path} does not exist") from None
     if digest.hexdigest() != source.sha256:
-        raise CorruptFilesError(f"{source.path} is not as it was written: its SHA-256 differs")
+        raise CorruptFilesError(f"{source.path} differs from what was written (SHA-256)")

@@ -1,12 +1,10 @@
-"""Batches as rows: who asked for what, and how far it is. SQL only.
+"""Batches as rows, and the check of a batch's input file.
 
-Every change of a status is conditional on the one before it, so that two servers, or a client and a server, cannot both
-make one. A batch that has ended never changes again.
+A change of status is conditional on the status before it, so that of two servers, or a client and a server, one makes
+it. A batch that has ended never changes.
 
-What a file of requests must be before anything of it is done, and what is wrong with it, line by line.
-
-One line is in memory at a time, and no line is longer than a request's body may be. The codes are OpenAI's where it has
-one.
+The input is checked whole before the first request is run. One line is in memory at a time, and no line may be longer
+than a request's body. Error codes are OpenAI's where it has one.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A file that belongs to the end of a batch."""
+    """A file of a batch's results."""
 
     stored: Stored
     filename: str
@@ -85,7 +83,7 @@ class OpenAIBatches:
     def __init__(self, db: Database) -> None:
         self._db = db
 
-    # Whoever asks for batches.
+    # For clients.
 
     def create(self, tenant_id: str, new: NewBatch, window_s: float) -> Batch:
         at = now()
@@ -126,7 +124,7 @@ class OpenAIBatches:
         return [Batch(*row) for row in rows[:limit]], len(rows) > limit
 
     def cancel(self, tenant_id: str, batch_id: str) -> Batch:
-        """Ask for a batch's end; nothing if that was asked before. Raises NotFoundError, UserError."""
+        """Cancel a batch; no effect if it is cancelled already. Raises NotFoundError, UserError."""
         batch = self.find(tenant_id, batch_id)
         if not self.move(batch, CANCELLABLE, status="cancelling", cancelling_at=now()):
             batch = self.find(tenant_id, batch_id)
@@ -134,21 +132,21 @@ class OpenAIBatches:
                 raise UserError(f"batch {batch_id!a} is {batch.status} and can no longer be cancelled")
         return self.find(tenant_id, batch_id)
 
-    # Whoever leads them.
+    # For the reconciler.
 
     def active(self) -> list[Batch]:
-        """All that have not ended, oldest first."""
+        """All batches that have not ended, oldest first."""
         query = sa.select(*_COLUMNS).where(OPENAI_BATCHES.c.ended_at.is_(None)).order_by(OPENAI_BATCHES.c.position)
         with self._db.read() as connection:
             return [Batch(*row) for row in connection.execute(query)]
 
     def move(self, batch: Batch, when: Collection[str], **values: object) -> bool:
-        """Change a batch whose status is one of `when`; False if it is not any more."""
+        """Change a batch whose status is one of `when`; False if it has another status now."""
         with self._db.write() as connection:
             return _move(connection, batch, when, values)
 
     def end(self, batch: Batch, files: Sequence[Made], **values: object) -> bool:
-        """The files and the end of a batch, in one transaction; False if it had ended before."""
+        """End a batch and add its files in one transaction; False if it had ended before."""
         with self._db.write() as connection:
             if not _move(connection, batch, (batch.status,), {"ended_at": now(), **values}):
                 return False
@@ -159,7 +157,7 @@ class OpenAIBatches:
         return True
 
     def job_of(self, batch: Batch) -> int | None:
-        """The bulk job that was made for a batch: it has its name."""
+        """The bulk job of a batch, which is named after it."""
         jobs = BATCH_JOBS
         named = sa.select(jobs.c.job_id).where(jobs.c.tenant_id == batch.tenant_id, jobs.c.name == batch.batch_id)
         with self._db.read() as connection:
@@ -181,7 +179,7 @@ Problem = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """`problems` is empty where the file is good; at most a hundred are listed."""
+    """`problems` is empty for a valid file; at most `MAX_SHOWN` are listed."""
 
     total: int
     model: str | None
@@ -200,7 +198,7 @@ def check(location: str, endpoint: str, max_line_bytes: int) -> Checked:
         total += 1
         if total > MAX_REQUESTS:
             return _refused("too_many_tasks", f"the file has more than {MAX_REQUESTS} requests; split it")
-        found, named = _judge(line, max_line_bytes, endpoint, seen, model)
+        found, named = _check_line(line, max_line_bytes, endpoint, seen, model)
         model = model or named
         if found is not None:
             code, param, message = found
@@ -213,7 +211,7 @@ def check(location: str, endpoint: str, max_line_bytes: int) -> Checked:
 
 
 def lines(location: str, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Lines that hold more than spaces, each with its number; a longer one is cut one byte above the limit."""
+    """The numbered lines that are not blank; one above the limit is cut one byte after it."""
     store, key = open_store(location)
     with store.open(key) as file:
         if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
@@ -232,10 +230,10 @@ def _refused(code: str, message: str) -> Checked:
     return Checked(0, None, [{"code": code, "line": None, "message": message, "param": None}])
 
 
-def _judge(
+def _check_line(
     line: bytes, max_line_bytes: int, endpoint: str, seen: set[str], model: str | None
 ) -> tuple[tuple[str, str | None, str] | None, str | None]:
-    """(code, param, message) of what is wrong with a line, and the model that it names."""
+    """(code, param, message) of a line's error, and the model that it names."""
     if len(line) > max_line_bytes:
         return ("request_too_large", None, f"the request is longer than {max_line_bytes} bytes"), None
     try:
@@ -251,6 +249,6 @@ def _judge(
         message = f"body.model is {show(named)}; it must be a string of at most {MAX_TEXT} characters without NUL"
         return ("invalid_model", "body.model", message), None
     if model not in (None, named):
-        message = f"body.model is {named[:200]!a}, and that of earlier requests is {model[:200]!a}; use one for all"
+        message = f"body.model is {named[:200]!a}, but earlier requests use {model[:200]!a}; use one model for all"
         return ("model_mismatch", "body.model", message), named
     return None, named

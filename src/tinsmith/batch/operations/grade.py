@@ -1,22 +1,22 @@
-"""`Grade`: a score of what a model answered, by a rule or by another model.
+"""`Grade`: a score for a model's answer, by a rule or by another model.
 
-It grades the column `output` (a text, or the list of texts of a Sample with `num_samples`) and gives the row the column
+It grades the column `output`, a text or the list of texts of a Sample with `num_samples`. The row gets the column
 `score`: a number, or for a list a list, with its mean as `{score}_mean` and, for every k of `pass_at`, the unbiased
-estimate `{score}_pass@k` of how often k answers hold one whose score is at least `passing`.
+estimate `{score}_pass@k` of the probability that one of k answers has a score of at least `passing`.
 
-| by | 1 is |
+| by | 1 means |
 |---|---|
-| exact, contains | the reference's text; it is in the text |
+| exact, contains | the text equals the reference; contains it |
 | regex | `pattern` is found in the text |
-| numeric | the last number, or that in a box, is the reference's |
-| choice | the letter chosen is the reference's |
+| numeric | the last number, or the one in a box, equals the reference |
+| choice | the chosen letter equals the reference |
 | json_equal, json_schema | the same JSON; JSON that `schema` allows |
-| f1, rouge_l, edit | common words; common order of words; characters kept |
-| model | whatever `pattern` finds in what `model` answers to `template` |
+| f1, rouge_l, edit | all words in common; in the same order; no character changed |
+| model | the score that `pattern` finds in the answer of `model` to `template` |
 
-`extract` is a pattern whose last match is graded in place of the whole text (its first group, if it has one); the
-patterns are RE2's. A reference may be a list, of which the best counts. What the grading model says and `pattern` does
-not find fails the row: a score is never made up.
+`extract` is a pattern; its last match (its first group, if it has one) is graded instead of the whole text. Patterns
+are RE2's. A reference may be a list; the best score counts. A row fails if `pattern` finds no score in the grading
+model's answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tinsmith.errors import UserError
 WITH_REFERENCE = ("exact", "contains", "numeric", "choice", "json_equal", "f1", "rouge_l", "edit")
 KINDS = (*WITH_REFERENCE, "regex", "json_schema", "model")
 MAX_LENGTH = 200_000
-"""Characters of a text whose order is compared."""
+"""The most characters of a text for rouge_l and edit."""
 NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 
 
@@ -97,7 +97,7 @@ class Grade(Operation):
         self._check_kind()
 
     def _check_kind(self) -> None:
-        """Every field that a kind needs, and none that it would pass over."""
+        """Raises UserError unless the fields of this kind are given, and no fields that it would ignore."""
         needed = {"regex": {"pattern"}, "json_schema": {"schema"}, "model": {"model", "template"}}
         wanted = needed.get(self.by, {"reference"})
         taken = wanted | ({"pattern", "scores", "max_tokens", "reference"} if self.by == "model" else set())
@@ -133,7 +133,7 @@ class Grade(Operation):
         return made
 
     async def score_of(self, text: str, row: Row, service: RowService, key: str = "0") -> float:
-        """The score of one text for this row; `key` tells it from the row's other ones."""
+        """The score of one text of this row; `key` is unique among the row's texts."""
         if self.extract is not None:
             found = last_match(self.extract, text)
             if found is None:

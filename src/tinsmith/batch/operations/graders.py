@@ -1,6 +1,6 @@
-"""Scores of a text beside what it should be, from 0 to 1. Pure functions; each says what it takes for an answer.
+"""Scores of a text against a reference, from 0 to 1. Pure functions.
 
-A text that holds no answer scores 0; a reference that holds none is an error of the data, and raises ValueError.
+A text without an answer scores 0; a reference without one is an error in the data, and raises ValueError.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalized(text: str, ignore_case: bool) -> str:
-    """Without white space at its ends and with single spaces; in lower case if that is not to count."""
+    """The text with white space collapsed to single spaces, and in lower case with `ignore_case`."""
     plain = " ".join(text.split())
     return plain.casefold() if ignore_case else plain
 
@@ -39,7 +39,7 @@ def contains(text: str, reference: str, ignore_case: bool) -> float:
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` holds."""
+    r"""The content of the last `\boxed{...}`."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -72,7 +72,7 @@ def _fraction(found: re.Match[str]) -> Fraction | None:
 
 
 def numeric(text: str, reference: object, tolerance: float) -> float:
-    """Whether both end in the same number; `tolerance` is a share of the reference, or an amount near 0."""
+    """1 if both have the same number. `tolerance` is relative to the reference, or absolute below 1."""
     wanted = number_in(reference if isinstance(reference, str) else json.dumps(reference))
     if wanted is None:
         raise ValueError(f"the reference {reference!r} holds no number")
@@ -108,7 +108,7 @@ def choice(text: str, reference: object) -> float:
 
 
 def json_in(text: str) -> Any:  # noqa: ANN401  any JSON
-    """The text as JSON, or what its last fence holds. Raises JSONDecodeError."""
+    """The text, or the content of its last code fence, as JSON. Raises JSONDecodeError."""
     fenced = _FENCE.findall(text)
     try:
         return json.loads(fenced[-1] if fenced else text, parse_constant=_no_constant)
@@ -117,11 +117,11 @@ def json_in(text: str) -> Any:  # noqa: ANN401  any JSON
 
 
 def _no_constant(name: str) -> None:
-    raise json.JSONDecodeError(f"{name} is no JSON", name, 0)
+    raise json.JSONDecodeError(f"{name} is not JSON", name, 0)
 
 
 def json_equal(text: str, reference: object) -> float:
-    """Equal as JSON: the order of keys does not count, and 1 is 1.0 but not true."""
+    """1 if both are equal as JSON: in any order of keys; 1 equals 1.0 and not true."""
     wanted = json_in(reference) if isinstance(reference, str) else reference
     try:
         return float(_same(json_in(text), wanted))
@@ -140,13 +140,13 @@ def _same(one: object, other: object) -> bool:
 
 
 def words_of(text: str) -> list[str]:
-    """Lower case, without punctuation and articles: what questions with short answers are compared by."""
+    """The words in lower case, without punctuation and articles, as usual for questions with short answers."""
     plain = text.lower().translate(_PUNCTUATION).split()
     return [word for word in plain if word not in ("a", "an", "the")]
 
 
 def f1(text: str, reference: str) -> float:
-    """Of the words, as counted."""
+    """The F1 score of the words, with multiplicity."""
     found, wanted = words_of(text), words_of(reference)
     if not found or not wanted:
         return float(found == wanted)
@@ -163,13 +163,13 @@ def rouge_l(text: str, reference: str) -> float:
 
 
 def edit_similarity(text: str, reference: str) -> float:
-    """1 less the share of characters that would have to be changed, added or taken away."""
+    """1 minus the edit distance divided by the longer length."""
     longest = max(len(text), len(reference))
     return 1.0 - edit_distance(text, reference) / longest if longest else 1.0
 
 
 def common_length(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Of the longest common subsequence. A row of the usual table is the bits of one integer (Hyyro, 2004)."""
+    """The length of the longest common subsequence; bit-parallel (Hyyro, 2004)."""
     where = _positions(one)
     full = (1 << len(one)) - 1
     row = full
@@ -180,7 +180,7 @@ def common_length(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
 
 
 def edit_distance(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Levenshtein's. A row of the usual table is where it rises and where it falls, as bits (Myers, 1999)."""
+    """The Levenshtein distance; bit-parallel (Myers, 1999)."""
     if not one:
         return len(other)
     where, full, last = _positions(one), (1 << len(one)) - 1, 1 << (len(one) - 1)
@@ -205,5 +205,5 @@ def _positions(items: Sequence[Hashable]) -> dict[Hashable, int]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The probability that of k of the samples, drawn at random, one or more passed: no bias, whatever the number."""
+    """The unbiased estimate of the probability that at least one of k samples passes."""
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

@@ -1,7 +1,7 @@
-"""Regular expressions and JSON schemas that strangers wrote: bounded in memory, and in time by the text's length.
+"""Regular expressions and JSON schemas of users, with bounded memory, and time linear in the text.
 
-RE2 keeps that promise, and the `re` of Python does not. What RE2 lacks (looking around, back-references) is refused by
-its own words. A schema's patterns are RE2's, too, and its references are its own: nothing is fetched.
+RE2 guarantees that and Python's `re` does not. Look-around and back-references, which RE2 lacks, are refused with RE2's
+own message. A schema's patterns are RE2's, too, and it may refer only to itself: nothing is fetched.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def check_pattern(name: str, pattern: object) -> None:
 
 
 def last_match(pattern: str, text: str, ignore_case: bool = False) -> str | None:
-    """The last match: its first group that has one, or the whole."""
+    """The last match: its first group that matched, or the whole."""
     found = None
     for each in _compiled(pattern, ignore_case, "pattern").finditer(text):
         found = each
@@ -52,11 +52,11 @@ def _compiled(pattern: str, ignore_case: bool, name: str) -> Any:  # noqa: ANN40
         return re2.compile(pattern, options)
     except re2.error as error:
         why = error.args[0].decode(errors="replace") if error.args and isinstance(error.args[0], bytes) else error
-        raise UserError(f"{name} {pattern!r} is no regular expression of RE2: {why}") from None
+        raise UserError(f"{name} {pattern!r} is not a regular expression of RE2: {why}") from None
 
 
 def check_schema(name: str, schema: object) -> None:
-    """Raises UserError for what is no JSON schema."""
+    """Raises UserError unless the schema is a supported JSON schema."""
     import jsonschema
 
     if not isinstance(schema, dict):
@@ -69,18 +69,18 @@ def check_schema(name: str, schema: object) -> None:
     try:
         jsonschema.Draft202012Validator.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise UserError(f"{name} is no JSON schema: {error.message}") from None
+        raise UserError(f"{name} is not a JSON schema: {error.message}") from None
 
 
 def fits(value: Any, schema: dict[str, Any]) -> bool:  # noqa: ANN401  any JSON
-    """Raises ValueError for a schema that refers to what it does not hold."""
+    """Whether a value matches a schema. Raises ValueError for a reference to outside the schema."""
     import referencing
     from referencing.exceptions import Unresolvable
 
     try:
         return _validator()(schema, registry=referencing.Registry()).is_valid(value)
     except Unresolvable as error:
-        raise ValueError(f"the schema refers to what it does not hold: {error}") from None
+        raise ValueError(f"the schema refers to something outside itself: {error}") from None
 
 
 @cache

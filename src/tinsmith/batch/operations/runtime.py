@@ -1,7 +1,7 @@
-"""Operations on a worker: every row of a batch together, and their questions on the pipe to the worker.
+"""Operations on a worker: all rows of a batch run concurrently, with requests to the service on the pipe to the worker.
 
-`Channel` is that pipe: questions go out as lines `{"asks": [...]}`, answers come back through `answered`, on any
-thread. Questions of one moment share a line. A channel that is closed refuses what is still open: nobody would answer.
+`Channel` is that pipe: requests go out as messages `{"asks": [...]}`, responses come back through `answered`, on any
+thread. Requests of one event loop iteration share a message. Closing a channel fails its open requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 
 
 class ClosedError(Exception):
-    """The worker has gone, or is shutting down."""
+    """The worker has ended, or is shutting down."""
 
 
 class Channel:
@@ -42,7 +42,7 @@ class Channel:
         self._reading = threading.Lock()
 
     async def ask(self, assignment: Assignment, question: Message) -> Message:
-        """The answer. Raises RefusedError, ClosedError."""
+        """The response. Raises RefusedError, ClosedError."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Message] = loop.create_future()
         with self._lock:
@@ -65,7 +65,7 @@ class Channel:
         self._send({"asks": outgoing})
 
     def answered(self, answers: Sequence[Message]) -> None:
-        """From the thread that reads. An answer that nobody waits for any more is dropped."""
+        """Called by the reading thread. A response to a cancelled request is dropped."""
         for answer in answers:
             with self._lock:
                 waiting = self._open.pop(int(answer["number"]), None)
@@ -82,7 +82,7 @@ class Channel:
                 loop.call_soon_threadsafe(_resolve, future, None, ClosedError("the worker is shutting down"))
 
     async def shape(self, assignment: Assignment, model: str) -> ModelShape:
-        """What a model's base is, asked once. Raises RefusedError."""
+        """The shape of a model's base, requested once. Raises RefusedError."""
         if model not in self._shapes:
             from tinsmith.types import ModelShape
 
@@ -91,7 +91,7 @@ class Channel:
         return self._shapes[model]
 
     async def text(self, assignment: Assignment, model: str) -> Text:
-        """The tokenizer and template of a model's base, read once."""
+        """The tokenizer and chat template of a model's base, loaded once."""
         shape = await self.shape(assignment, model)
         return self._texts.get(shape.name) or await asyncio.to_thread(self._text_of, shape)
 
@@ -101,7 +101,7 @@ class Channel:
         with self._reading:
             if shape.name not in self._texts:
                 text = Text(shape)
-                with contextlib.suppress(NotSupportedError):  # told to whoever needs it
+                with contextlib.suppress(NotSupportedError):  # raised again where it is needed
                     text.tokenizer.get_vocab_size()
                 self._texts[shape.name] = text
             return self._texts[shape.name]
@@ -151,7 +151,7 @@ class RowQuestions:
 
 
 def sampled_of(body: bytes) -> Sampled:
-    """The service's own bytes of a sample's result."""
+    """The result of a sample, from the service's wire bytes."""
     from tinsmith.wire.sampling import read_sample_result
 
     result = read_sample_result(body, "")
@@ -175,7 +175,7 @@ def _topk(found: TopK | None) -> list[list[tuple[int, float]]] | None:
 
 
 async def run(steps: Sequence[Operation], feed: Feed, channel: Channel) -> None:
-    """All batches of a feed, one after another."""
+    """Runs all batches of a feed, one after another."""
     while (rows := await asyncio.to_thread(feed.next_rows)) is not None:
         assignment = feed.at_work
         assert assignment is not None
@@ -189,7 +189,7 @@ async def run(steps: Sequence[Operation], feed: Feed, channel: Channel) -> None:
 async def _row(
     steps: Sequence[Operation], row: Row, index: int, assignment: Assignment, channel: Channel
 ) -> tuple[Row | Exception, tuple[int, int]]:
-    """One row through all steps: what became of it, and its tokens; those of a row that failed were spent, too."""
+    """One row through all steps: its result or error, and its tokens, which also count for a failed row."""
     tokens_in = tokens_out = 0
     made: Row | Exception = row
     for number, step in enumerate(steps):
@@ -197,8 +197,8 @@ async def _row(
         try:
             made = await step.answer(made, service)
         except ClosedError:
-            raise  # nobody is to blame, least of all the row
-        except Exception as error:  # noqa: BLE001 (whatever it is, the row fails)
+            raise  # not the row's fault
+        except Exception as error:  # noqa: BLE001 (any error fails the row)
             made = error
         tokens_in += service.tokens_in
         tokens_out += service.tokens_out

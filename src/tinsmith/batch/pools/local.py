@@ -1,8 +1,8 @@
-"""A pool on this machine: what it may run at a time, and how a worker is started there.
+"""A pool of worker processes on this machine.
 
 A worker is a process group of its own on a Unix-domain socket, and ends when this process does. The socket's directory
-goes with whoever ends last of the two; what both left behind, killed together, goes when the next server starts on the
-same data directory. With accelerators, each slot has devices of its own.
+is deleted by the last of the two; if both are killed together, the next server on the same data directory deletes it.
+With accelerators, each slot has devices of its own.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class LocalWorker:
         await self.process.wait()
 
     async def kill(self) -> None:
-        """The worker, which kills its children; those of one that cannot any more see that it is gone, and go."""
+        """End the worker, which kills its children. Children of a killed worker notice its end and exit."""
         if self.process.stdin:
             self.process.stdin.close()  # the worker kills its children, then itself
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await self.process.wait()
-        finally:  # also where the wait is cancelled
+        finally:  # also if the wait is cancelled
             if self.process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.process.pid, signal.SIGKILL)
@@ -68,7 +68,7 @@ class LocalWorker:
 
 
 def sweep(logs: JobLogs) -> None:
-    """Delete what workers of an earlier server on the same data directory left; before the first of this one's."""
+    """Delete directories left by workers of an earlier server on the same data directory, before the first start."""
     for left in Path(tempfile.gettempdir()).glob(f"{_prefix(logs)}*"):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -89,7 +89,7 @@ class LocalPool:
         self._setup_done = False
 
     async def start(self, worker_id: str, slot: int | None) -> LocalWorker:
-        """Raises WorkerStartError, and leaves nothing of the worker then."""
+        """Start a worker. Raises WorkerStartError after cleaning up."""
         try:
             async with contextlib.AsyncExitStack() as left:
                 started = await self._start(worker_id, slot, left)
@@ -101,10 +101,10 @@ class LocalPool:
             raise WorkerStartError(f"a worker cannot be started: {error!r}") from error
 
     async def _start(self, worker_id: str, slot: int | None, left: contextlib.AsyncExitStack) -> LocalWorker:
-        """`left` undoes what was done so far."""
+        """`left` gets the clean-up of each step."""
         await self._prepare()
         self._logs.directory.mkdir(parents=True, exist_ok=True)
-        # A socket's path may have a hundred characters, which the data directory may have by itself.
+        # The path of a socket has at most about a hundred characters, which the data directory may exceed.
         directory = Path(tempfile.mkdtemp(prefix=_prefix(self._logs)))
         left.callback(shutil.rmtree, directory, ignore_errors=True)
         token = secrets.token_urlsafe(32)
@@ -130,12 +130,12 @@ class LocalPool:
             async with asyncio.timeout(START_S):
                 line = await process.stdout.readline()
         if not line:
-            raise WorkerStartError(f"a worker did not come to listen; see {log_path}")
+            raise WorkerStartError(f"a worker did not start to listen; see {log_path}")
         started.address = json.loads(line)["address"]
         return started
 
     async def close(self) -> None:
-        """Workers end with whoever started them."""
+        """Nothing to do: workers end with the process that started them."""
 
     def _devices(self, slot: int | None) -> dict[str, str]:
         count = self.spec.devices_per_worker
@@ -144,7 +144,7 @@ class LocalPool:
         return {"CUDA_VISIBLE_DEVICES": ",".join(str(slot * count + index) for index in range(count))}
 
     async def _prepare(self) -> None:
-        """The pool's own command, once before its first worker."""
+        """Run the pool's setup command once, before its first worker."""
         async with self._set_up:
             if self._setup_done or not self.spec.setup:
                 return
@@ -153,7 +153,7 @@ class LocalPool:
             )
             try:
                 output, _ = await process.communicate()
-            finally:  # also where nothing waits for it any more
+            finally:  # also if the start was cancelled
                 if process.returncode is None:
                     process.kill()
             if process.returncode:

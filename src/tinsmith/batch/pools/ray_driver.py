@@ -1,8 +1,8 @@
-"""The process that speaks to Ray for one coordinator: `python -m tinsmith.batch.pools.ray_driver`.
+"""The process that talks to Ray for one coordinator: `python -m tinsmith.batch.pools.ray_driver`.
 
-Lines of JSON come on standard input: first the `address` of the cluster, then workers to `start` and to `kill`. Lines
-go to standard output: that one is `started`, and where; that one is `gone`, and why; that everything is `refused`. The
-actors belong to this process: when it ends, which it does with its input, Ray ends them.
+Standard input has lines of JSON: first the `address` of the cluster, then workers to `start` and to `kill`. Standard
+output has lines that say that a worker is `started`, and where, or `gone`, and why, or that everything is `refused`.
+The actors belong to this process: when its input closes, it ends, and Ray ends them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinsmith.batch.pools.ray_host import WorkerHost
 
 NAMESPACE = "tinsmith-batch"
 CONNECT_S = 60.0
-"""How long a cluster that cannot be reached, perhaps since its head starts again, is tried."""
+"""How long an unreachable cluster is tried; its head may be restarting."""
 PAUSE_S = 2.0
 
 
@@ -44,7 +44,7 @@ class Hosts:
         remote: Any = ray.remote(WorkerHost)
         try:
             host = remote.options(**options).remote(request["token"], request["setup"])
-        except Exception as error:  # noqa: BLE001  of this worker alone: the others go on
+        except Exception as error:  # noqa: BLE001  an error of this worker alone
             self.say({"gone": request["start"], "why": f"{type(error).__name__}: {error}"})
             return
         self._hosts[request["start"]] = host
@@ -58,14 +58,14 @@ class Hosts:
             found = await host.start.remote()
             self.say({"started": worker_id, "address": found["address"], "where": found["where"]})
             await host.wait.remote()
-        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits for the worker must hear of it
+        except Exception as error:  # noqa: BLE001  any error ends the worker, and is reported
             why = str(error) if isinstance(error, RayError) else f"{type(error).__name__}: {error}"
         self.say({"gone": worker_id, "why": why})
         self._hosts.pop(worker_id, None)
         ray.kill(host)
 
     def kill(self, worker_id: str) -> None:
-        """One that waits for room is gone at once; a worker has a moment to end its children."""
+        """End a worker, which gets a moment to end its children; one that waits for room ends at once."""
         host = self._hosts.pop(worker_id, None)
         if host is not None:
             task = asyncio.create_task(self._end(host))
@@ -86,7 +86,7 @@ class Hosts:
 
 
 def connect(address: str) -> str:
-    """Why that cannot be done; empty if it is."""
+    """Connect to the cluster; returns the error, or an empty string."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:

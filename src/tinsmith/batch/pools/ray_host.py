@@ -1,7 +1,7 @@
-"""What Ray places for a pool: an actor that starts one worker on its node and ends it. Nothing of a job passes it.
+"""The Ray actor that starts one worker on its node and ends it. No data of a job passes through it.
 
-The worker listens on the node's address, and takes nobody without the token that its coordinator gave it. It ends with
-this process, by its input, as on the coordinator's own machine.
+The worker listens on the node's address, and accepts only the token of its coordinator. It ends with this process, when
+its standard input closes, as on the coordinator's own machine.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class WorkerHost:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> dict[str, str]:
-        """Where the worker is. Raises RuntimeError with what it said; nothing of it is left then."""
+        """Start the worker; returns its address. Raises RuntimeError with its log after cleaning up."""
         try:
             return self._start()
         except BaseException:
@@ -77,11 +77,11 @@ class WorkerHost:
         line = process.stdout.readline() if ready else b""
         if not line:
             said = log_path.read_text(errors="replace")[-TAIL:]
-            raise RuntimeError(f"a worker did not come to listen: {said}")
+            raise RuntimeError(f"a worker did not start to listen: {said}")
         return {"address": json.loads(line)["address"], "where": f"{node}:{process.pid}"}
 
     def wait(self) -> int:
-        """Until the worker has ended, for whatever reason; what it kept here is gone then, too."""
+        """Wait until the worker has ended, and delete its files."""
         assert self._process is not None
         status = self._process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -100,7 +100,7 @@ class WorkerHost:
             process.wait()
 
     def _prepare(self, environment: dict[str, str]) -> None:
-        """The pool's own command, before each worker: nobody knows what this node has seen."""
+        """Run the pool's setup command before each worker, since the node may be new."""
         command = ["/bin/sh", "-c", self._setup]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
         if done.returncode:

@@ -1,7 +1,7 @@
-"""What a pool of workers is, whatever runs them: how many, on what, how one is started and how it ends.
+"""The declaration of a pool of workers and the interface of its implementations.
 
-A pool has slots; a slot runs the batches of one job at a time. In an exclusive pool, whose workers hold something that
-others wait for (accelerators, or a place on a cluster), only the workers of the job that has the slot may be there.
+A pool has slots; a slot runs the batches of one job at a time. In an exclusive pool, whose workers hold resources
+(accelerators, or a place on a cluster), only workers of the job that has the slot may exist.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ POOL_KEYS = {
 
 
 class WorkerStartError(Exception):
-    """The process of a worker did not come to listen."""
+    """The process of a worker did not start to listen."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """What a pool is. Workers start with the first batch for them and end with their job: between jobs it is empty."""
+    """A pool. Workers start with the first batch for them and end with their job; between jobs the pool is empty."""
 
     name: str
     workers: int
@@ -40,7 +40,7 @@ class PoolSpec:
     setup: str = ""
     infra: str = LOCAL
     cpus: float = 1.0
-    """What each worker reserves on a cluster; on this machine nothing is reserved."""
+    """CPUs that each worker reserves on a cluster; on this machine nothing is reserved."""
 
     @property
     def exclusive(self) -> bool:
@@ -61,18 +61,18 @@ class Started(Protocol):
 
     @property
     def where(self) -> str:
-        """For people: a process, or a node and a process."""
+        """A process, or a node and a process, to be shown to users."""
         ...
 
     @property
     def gone(self) -> bool: ...
 
     async def wait(self) -> None:
-        """Until it is gone."""
+        """Wait until it is gone."""
         ...
 
     async def kill(self) -> None:
-        """The worker, its children, and what it kept on its disk."""
+        """End the worker and its children, and delete its files."""
         ...
 
 
@@ -83,11 +83,11 @@ class Pool(Protocol):
     spec: PoolSpec
 
     async def start(self, worker_id: str, slot: int | None) -> Started:
-        """For a slot, or for an operation beside them. Raises WorkerStartError."""
+        """Start a worker for a slot, or, with None, for an operation beside the slots. Raises WorkerStartError."""
         ...
 
     async def close(self) -> None:
-        """Its workers are gone already, or go now."""
+        """End what is left of the pool's workers."""
         ...
 
 
@@ -103,8 +103,8 @@ def pool_from_yaml(name: str, path: Path) -> PoolSpec:
 
 
 def pool_from(name: str, data: object) -> PoolSpec:
-    """Raises UserError naming the key. The keys of scaling by a queue's length are read; a pool that starts a worker
-    for the first batch, and ends it after the last one, has no delays to keep."""
+    """Raises UserError that names the key. The keys for scaling by queue length are accepted without effect, since a
+    pool starts a worker for the first batch and ends it after the last one."""
     if not isinstance(data, Mapping) or not isinstance(data.get("pool"), Mapping):
         raise UserError("it has no 'pool' with 'workers'")
     if unknown := sorted(set(data) - {"name", "pool", "resources", "setup"}):
@@ -138,7 +138,7 @@ def _count(name: str, value: object) -> int:
 
 
 def _devices(accelerators: object) -> int:
-    """`H100`, `H100:2` or `{H100: 2}`: how many; which kind this machine has is not asked."""
+    """The count in `H100`, `H100:2` or `{H100: 2}`; the kind is not checked."""
     if accelerators is None:
         return 0
     if isinstance(accelerators, Mapping) and len(accelerators) == 1:
