@@ -211,7 +211,7 @@ def test_everything_that_can_be_refused_is_refused_here(tmp_path: Path) -> None:
         (lambda: data.map(shout, colour=1), NotSupportedError, "no option .'colour'."),  # type: ignore[call-arg]
         (lambda: data.map(row_of).map(row_of), NotSupportedError, "mapped again"),  # type: ignore[union-attr]
         (lambda: data.map(row_of, fn_kwargs={"n": 1}), ValueError, "fn_kwargs"),
-        (lambda: batch.Dataset("in.xml"), UserError, "format of 'in.xml'"),
+        (lambda: batch.Dataset("in.xml"), UserError, "ending of 'in.xml' names no format"),
         (lambda: batch.Dataset(5), UserError, "not of a int"),  # type: ignore[arg-type]
         (lambda: batch.Dataset([5]), ValueError, "row 0 is a int"),  # type: ignore[list-item]
         (lambda: batch.JsonWriter(""), ValueError, "must name a file"),
