@@ -23,7 +23,7 @@ Invariants:
   and which of them were tried twice is not seen in the results.
 
 To add one: a module with the class, `@OPERATION_REGISTRY.type_register(name=...)`, and the name in `MODULES` below. To
-add a verb: `ServiceGateway.register(verb, handler)` where the server is wired.
+add a verb: `ModelGateway.register(verb, handler)` where the server is wired.
 """
 
 from __future__ import annotations
