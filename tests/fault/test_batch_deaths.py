@@ -19,10 +19,9 @@ from support.coordinating import LIMITS, PATIENCE_S, Place, coordinate, submit, 
 from support.databases import fresh_url
 from tinsmith import batch
 from tinsmith.batch.client import functions
-from tinsmith.batch.coordinator.attempts import Lost
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.types import Assignment, JobSpec, Limits
-from tinsmith.batch.worker.children import MAP, READ, Attempt, Events, Mapper, Marker, marker_file
+from tinsmith.batch.worker.children import MAP, READ, Attempt, Events, Lost, Mapper, Marker, marker_file
 from tinsmith.db.database import Database
 
 ROWS = 5000

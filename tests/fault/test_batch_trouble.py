@@ -177,8 +177,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(address="nowhere", where="nowhere", gone=False)
 
     monkeypatch.setattr(LocalPool, "start", start)
-    for module in (worker_sets, coordinators):
-        monkeypatch.setattr(module, "RemoteWorker", Worker)
+    monkeypatch.setattr(worker_sets, "RemoteWorker", Worker)
 
 
 PHASES = (

@@ -13,7 +13,7 @@ from support.http_harness import ALICE, BASE, BOB, Harness, close, make_harness
 from tinsmith import batch
 from tinsmith.auth.quotas import QuotaLimits
 from tinsmith.batch.client.functions import serialize_function
-from tinsmith.batch.coordinator.model_gateway import Question, RequestRouter, ServiceGateway
+from tinsmith.batch.coordinator.model_gateway import ModelGateway, Question, RequestRouter
 from tinsmith.batch.operations import steps_of
 from tinsmith.batch.operations.runtime import Channel, ClosedError, _row
 from tinsmith.batch.types import Assignment
@@ -50,9 +50,9 @@ async def pending(harness: Harness, count: int) -> list[str]:
     raise AssertionError(f"{len(kinds)} samples wait")
 
 
-def settle(harness: Harness, answers: ServiceGateway, request_id: str, body: bytes) -> None:
+def settle(harness: Harness, answers: ModelGateway, request_id: str, body: bytes) -> None:
     harness.services.futures.settle([Settlement(request_id, body=body, result_type="proto")], {})
-    answers._waiters.settled([request_id])
+    answers.waiters.settled([request_id])
 
 
 def test_the_same_question_is_one_sample(harness: Harness) -> None:
@@ -68,9 +68,9 @@ def test_the_same_question_is_one_sample(harness: Harness) -> None:
         told = {(await each)["result"] for each in same}
         assert len(told) == 1
         assert len(told | {(await each)["result"] for each in more}) == 5
-        again = ServiceGateway(
-            answers._bases, answers._sessions, answers._samplers, answers._checkpoints, answers._futures,
-            answers._waiters, answers._admission,
+        again = ModelGateway(
+            answers.bases, answers.sessions, answers.samplers, answers.checkpoints, answers.futures,
+            answers.waiters, answers.admission,
         )  # fmt: skip
         assert {(await again.answer(question()))["result"]} == told, "a server that was started anew knows it"
         assert await pending(harness, 0) == []
@@ -126,7 +126,7 @@ def test_a_sample_that_failed_fails_its_row(harness: Harness) -> None:
         task = asyncio.create_task(answers.answer(question()))
         (request_id,) = await pending(harness, 1)
         harness.services.futures.settle([Settlement(request_id, error=UserError("too hot"))], {})
-        answers._waiters.settled([request_id])
+        answers.waiters.settled([request_id])
         with pytest.raises(TinsmithError, match="too hot"):
             await task
 
@@ -141,7 +141,7 @@ def test_a_session_that_expired_is_followed_by_another(harness: Harness) -> None
         (request_id,) = await pending(harness, 1)
         assert sessions.close("bulk-job-5-1", "no heartbeat")
         harness.services.futures.settle([Settlement(request_id, error=UserError("cancelled"))], {})
-        answers._waiters.settled([request_id])
+        answers.waiters.settled([request_id])
         (second,) = await pending(harness, 1)
         assert second.startswith("bulk-job-5-2:sample:")
         settle(harness, answers, second, b"x")
@@ -205,7 +205,7 @@ def test_a_worker_that_cannot_be_told_is_noticed(harness: Harness) -> None:
     asyncio.run(work())
 
 
-def test_a_desk_tells_of_every_question(harness: Harness) -> None:
+def test_a_router_answers_every_question(harness: Harness) -> None:
     told: list[dict[str, Any]] = []
 
     async def send(answers: list[dict[str, Any]]) -> None:
@@ -224,8 +224,8 @@ def test_a_desk_tells_of_every_question(harness: Harness) -> None:
     answers = {each["number"]: each for each in told}
     assert answers[1]["answer"]["shape"]["name"] == BASE
     assert "'no' is not served here" in answers[2]["refused"]
-    assert "not as it must be" in answers[3]["refused"]
-    assert "not as it must be" in answers[4]["refused"]
+    assert "not valid" in answers[3]["refused"]
+    assert "not valid" in answers[4]["refused"]
 
 
 def test_a_channel_that_closes_gives_up_what_is_open() -> None:

@@ -22,7 +22,7 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ServiceGateway
+from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -169,7 +169,7 @@ def make_harness(
     signer = Signer(bytes(32))
     settings = Settings(data_dir=directory, max_body_bytes=MAX_BODY_BYTES, hold_s=hold_s, **changes)  # type: ignore[arg-type]
     checkpoints = Checkpoints(database, Directories(directory / "checkpoints"))
-    gateway = ServiceGateway(
+    gateway = ModelGateway(
         Bases(SHAPES), Sessions(database), SamplingSessions(database), checkpoints, Futures(database),
         Waiters(), Admission(admit_sample, Quotas(database, limits), Dispatch(Executors(database))),
     )  # fmt: skip

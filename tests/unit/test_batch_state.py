@@ -9,9 +9,9 @@ from array import array
 import pytest
 import sqlalchemy as sa
 
-from tinsmith.batch.coordinator.attempts import MAX_INFRA_RETRIES, Claim, Lost
-from tinsmith.batch.coordinator.state import INSERT_CHUNK, BatchJobs, Job, SupersededError
+from tinsmith.batch.coordinator.state import INSERT_CHUNK, MAX_INFRA_RETRIES, BatchJobs, Claim, Job, SupersededError
 from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, PartInfo, RowFailure
+from tinsmith.batch.worker.children import Lost
 from tinsmith.db.database import Database
 from tinsmith.errors import NotFoundError, UserError
 

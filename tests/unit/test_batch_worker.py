@@ -1,4 +1,4 @@
-"""A worker of bulk jobs by its calls; pools as they are written; shares as they are owed."""
+"""The calls of a worker of bulk jobs, their protocol, the files of pools, and fair shares."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Worker:
     parts: Path
 
     def call(self, name: str, *, token: str = "secret", **request: object) -> tuple[int, dict[str, Any]]:
-        """The last frame of the answer: what came of the call, and its status (200 if it was done)."""
+        """The status of a call (200 if it was done) and the last frame of the reply."""
         connection = Connection(self.port, token)
         with connection.socket:
             connection.send(pack({"call": name, "job_id": JOB, **request}))
@@ -108,7 +108,7 @@ class Worker:
         return settled_in(self.feeding(*batches))
 
     def feeding(self, *batches: int) -> Iterator[dict[str, Any]]:
-        """The messages of the answer, once it is asked for."""
+        """The messages of the reply; the request is sent at once."""
         connection = Connection(self.port)
         assignments = [self.assignment(batch_idx) for batch_idx in batches]
         connection.send(pack({"call": "feed_batch", "job_id": JOB, "assignments": assignments}))
@@ -148,7 +148,7 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     address = json.loads(process.stdout.readline())["address"]
     assert address.startswith("tcp://127.0.0.1:")
     yield Worker(int(address.rpartition(":")[2]), process, spec_of(tmp_path, 0), tmp_path / "parts")
-    process.stdin.close()  # whoever started it is gone: it goes, too
+    process.stdin.close()  # as if the process that started it had ended
     assert process.wait(5) == 0
     process.stdout.close()
 
@@ -161,7 +161,7 @@ def test_an_attempt_runs_once_and_its_results_are_stored(worker: Worker) -> None
     assert worker.call("health") == (200, {"state": "ready"})
 
 
-def test_a_group_is_told_in_few_messages_and_has_a_limit(worker: Worker) -> None:
+def test_a_group_is_answered_in_few_messages_and_has_a_limit(worker: Worker) -> None:
     worker.call("configure", spec=worker.spec)
     worker.feed(0)
     messages = list(worker.feeding(*range(32)))
@@ -209,12 +209,12 @@ def test_it_answers_while_the_mapper_works_and_refuses_a_third_group(worker: Wor
     assert worker.process.wait(5) == 0
 
 
-# Callers without a token.
+# The protocol.
 
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a worker's service in this process, which waits for nothing long."""
+    """The port of a worker in this process, with short timeouts."""
     monkeypatch.setattr(rpc, "TOKEN_S", 0.3)
     monkeypatch.setattr(rpc, "READ_S", 0.3)
     monkeypatch.setattr(rpc, "MAX_UNAUTHENTICATED", 8)
@@ -250,8 +250,10 @@ def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         ("secret", pack({"call": 1}), 400),
     ],
 )
-def test_no_frame_is_waited_for_that_may_not_come(port: int, token: str, data: bytes, status: int) -> None:
-    """The answer comes, and the connection ends, though not one byte of a body was sent."""
+def test_a_frame_that_is_not_allowed_is_refused_before_its_body(
+    port: int, token: str, data: bytes, status: int
+) -> None:
+    """The refusal comes, and the connection ends, before any byte of a body is sent."""
     connection = Connection(port, token)
     connection.send(data)
     kind, why = connection.frame()
@@ -292,19 +294,19 @@ def test_half_a_request_ends_soon(port: int) -> None:
     assert half.rest() == b""
 
 
-def test_many_connections_without_a_token_keep_nobody_out(port: int) -> None:
-    """Each new one takes the place of the oldest, and one that brought a token stays."""
+def test_many_unauthenticated_connections_do_not_keep_others_out(port: int) -> None:
+    """Each new one replaces the oldest; an authenticated one stays."""
     known = Connection(port)
     known.send(pack({"call": "health"}))
     assert known.frame() == [DONE, {"state": "starting"}]
     threads = threading.active_count()
-    strangers = [Connection(port, "") for _ in range(60)]
+    unauthenticated = [Connection(port, "") for _ in range(60)]
     another = Connection(port)
     another.send(pack({"call": "health"}))
     assert another.frame()[0] == DONE
     assert threading.active_count() - threads < 30
-    assert [each.rest() for each in strangers] == [b""] * 60
-    time.sleep(0.4)  # longer than a stranger may be silent
+    assert [each.rest() for each in unauthenticated] == [b""] * 60
+    time.sleep(0.4)  # longer than an unauthenticated connection lives
     known.send(pack({"call": "health"}))
     assert known.frame() == [DONE, {"state": "starting"}]
     known.socket.close()
@@ -320,7 +322,7 @@ def test_a_message_arrives_as_it_was(value: object) -> None:
     assert list(rpc.read_frames(io.BytesIO(frame + frame[:-1]))) == [{"value": value}], "a cut frame is none"
 
 
-def test_what_is_no_json_is_not_sent() -> None:
+def test_a_type_that_json_lacks_is_not_sent() -> None:
     with pytest.raises(TypeError, match="a set cannot be sent"):
         pack({"value": {1}})
 
@@ -477,7 +479,7 @@ def test_jobs_share_by_weight_on_any_number_of_slots(slots: int, weight: float) 
     assert sum(worked.values()) == pytest.approx(60 * slots, rel=0.01), "no slot is idle"
 
 
-def test_a_job_that_comes_later_is_owed_nothing_for_the_time_before() -> None:
+def test_a_later_job_has_no_claim_on_the_time_before_it_came() -> None:
     worked = shares_of({1: 1.0, 2: 1.0}, 2, 90, {1: 0, 2: 30})
     assert worked[2] == pytest.approx(60, rel=0.1)
 
@@ -511,7 +513,9 @@ def test_a_worker_whose_start_is_given_up_is_gone(tmp_path: Path, monkeypatch: p
     asyncio.run(given_up())
 
 
-def test_what_a_host_on_a_node_left_goes_with_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_host_on_a_node_deletes_what_an_ended_one_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -50,7 +50,7 @@ from tinsmith.auth.signing import Signer
 from tinsmith.auth.tenants import StoredTenants
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import ServiceGateway
+from tinsmith.batch.coordinator.model_gateway import ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -129,7 +129,7 @@ class Services:
     sequences: Sequences
     batch_jobs: BatchJobs
     coordinator: Coordinator
-    model_gateway: ServiceGateway
+    model_gateway: ModelGateway
     files: Files
     openai_batches: OpenAIBatches
     batch_reconciler: Reconciler

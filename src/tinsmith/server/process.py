@@ -40,7 +40,7 @@ from tinsmith.auth.tenants import StoredTenants
 from tinsmith.auth.tokens import Tokens
 from tinsmith.base_models import Bases
 from tinsmith.batch.coordinator.coordinator import Coordinator
-from tinsmith.batch.coordinator.model_gateway import Admission, ServiceGateway
+from tinsmith.batch.coordinator.model_gateway import Admission, ModelGateway
 from tinsmith.batch.coordinator.state import BatchJobs
 from tinsmith.batch.openai.reconciler import Reconciler, ReconcilerParts
 from tinsmith.batch.openai.rows import OpenAIBatches
@@ -231,7 +231,7 @@ def build(settings: Settings, early: EarlyEngine | None = None) -> Server:
     futures = Futures(database, wake, meters.submitted, fleet.for_sample)
     services = _services(settings, served, database, waiters, futures, engines, fleet, meters)
     services = replace(services, failing=supervisor.failing)
-    services.batch_jobs.tell(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
+    services.batch_jobs.on_change(lambda job_id: mailbox.wake(SERVER, [job_line(job_id)]))
     port = settings.listening_port
     if port is not None and services.tenants.accepts_anyone():
         _refuse_public_address(settings)
@@ -319,7 +319,7 @@ def _services(
     quotas = Quotas(database, QuotaLimits(**{name: getattr(settings, f"quota_{name}") for name in QUOTAS}))
     checkpoints = Checkpoints(database, open_directories(settings, "checkpoints"))
     dispatch = Dispatch(Executors(database))
-    gateway = ServiceGateway(
+    gateway = ModelGateway(
         served, sessions, samplers, checkpoints, futures, waiters, Admission(admit_sample, quotas, dispatch)
     )
     coordinator = Coordinator(settings, batch_jobs, holder_of(settings.resolved_data_dir), gateway)

@@ -61,9 +61,9 @@ def submit(call: Call, request: JobRequest) -> JsonObject:
 def _create(call: Call, spec: JobSpec, *, other_outputs: bool = False) -> int:
     services = call.services
     spec = permissions.admitted(spec, services.settings, call.tenant_id, services.tenants.accepts_anyone())
-    if not services.coordinator.has_pool(spec.batch_pool_name):
+    if spec.batch_pool_name not in services.coordinator.pool_names():
         raise UserError(
-            f"there is no pool {spec.batch_pool_name!r}; there are {list(services.coordinator.pool_names())}. Use "
+            f"there is no pool {spec.batch_pool_name!r}; there are {services.coordinator.pool_names()}. Use "
             f"{DEFAULT_POOL!r}, or name it in the server's TINSMITH_BATCH_POOLS"
         )
     job_id = services.batch_jobs.create(call.tenant_id, spec, other_outputs=other_outputs)

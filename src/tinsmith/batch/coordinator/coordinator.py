@@ -1,18 +1,16 @@
-"""The coordinator of bulk jobs: takes those that nobody owns, and lends the slots of the pools to them.
+"""The coordinator of bulk jobs: takes jobs without an owner and lends them the slots of the pools.
 
-It runs on the server's event loop, one `JobRun` for each job that it owns and one task for each slot of each pool. It
-never runs a user's code, and loads no library of any format: workers do. A server that dies leaves rows; the next one
-on its data directory takes its jobs at once, any other when their leases have expired.
+It runs on the server's event loop, with one `JobRun` for each job that it owns and one task for each slot of each pool.
+It runs no user code and loads no format library: workers do. A server that dies leaves rows. The next server on its
+data directory takes its jobs at once; another server takes them when their leases have expired.
 
-No job can stop the others. What goes wrong with a job is noted against that job: it is taken up again after a growing
-pause, and fails with the last error after `MAX_TROUBLES`. An error of the database counts against no job, since it says
-nothing about one. A job whose specification cannot be read fails at once.
+A job cannot stop the others. An error of this coordinator in a job counts against that job: the job is taken again
+after a growing pause, and fails with the last error after `MAX_TROUBLES`. Errors of the database count against no job.
+A job whose specification cannot be read fails at once.
 
-Whose turn it is: jobs that share the slots of a pool, each by its weight. Pure, but for the clock it is given.
-
-Each job has a virtual time: the seconds that slots worked for it, over its weight. A free slot goes to the job with
-the least (of those with the highest priority). A new job begins with the least virtual time of those that are there, so
-that it is owed nothing for the time before it came.
+Jobs share a pool by weight. Each has a virtual time: the seconds that slots worked for it, divided by its weight. A
+free slot goes to the job with the least virtual time among those of the highest priority. A new job begins with the
+least virtual time present, so that it has no claim on the time before it came.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from sqlalchemy.exc import SQLAlchemyError
@@ -33,8 +31,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinsmith.batch import permissions
 from tinsmith.batch.coordinator.job_run import JobRun, clean
 from tinsmith.batch.coordinator.model_gateway import ModelGateway
-from tinsmith.batch.coordinator.state import BatchJobs, Job, is_passing
-from tinsmith.batch.coordinator.workers import RemoteWorker
+from tinsmith.batch.coordinator.state import BatchJobs, Job, is_transient
+from tinsmith.batch.coordinator.workers import RemoteWorker, temporary_worker
 from tinsmith.batch.pools.local import LocalPool
 from tinsmith.batch.pools.specs import LOCAL, RAY, Pool, PoolSpec, pool_from_yaml
 from tinsmith.batch.types import DEFAULT_POOL, JobSpec
@@ -47,21 +45,41 @@ from tinsmith.settings import Settings
 if TYPE_CHECKING:
     from tinsmith.batch.pools.ray import Driver
 
+POLL_S = 1.0
+"""Interval of looking for jobs that other processes stored or cancelled."""
+HAND_ON_S = 1.5
+"""For each of its jobs, how long a process that only runs bulk jobs leaves a new one to other processes."""
+MAX_HAND_ONS = 10
+SWEEP_S = 60.0
+QUANTUM_S = 0.2
+EXCLUSIVE_QUANTUM_S = 30.0
+"""How long a slot works for one job before another may have it. With accelerators, each change loads a model."""
+FIRST_LEASE_S = 60.0
+DAY_S = 86400
+MAX_TROUBLES = 5
+MAX_PAUSE_S = 60.0
+CLEAN_AGAIN_S = 600.0
+"""The pause after a failed deletion of a job's parts."""
+
+log = structlog.get_logger()
+
 
 @dataclass(slots=True)
 class Share:
     weight: float
     priority: int
-    virtual: float = 0.0
+    virtual_s: float = 0.0
     holding: dict[int, float] = field(default_factory=dict)  # slot -> since when
 
     def at(self, now: float, quantum_s: float) -> float:
-        """Its virtual time, counting what slots do for it at this moment; a slot that it holds counts at once."""
+        """The virtual time, with the slots that it holds; a slot counts as a quantum from its start."""
         held = sum(max(now - since, 0.0) + quantum_s for since in self.holding.values())
-        return self.virtual + held / self.weight
+        return self.virtual_s + held / self.weight
 
 
 class FairShare:
+    """Which job a slot works for. No I/O."""
+
     def __init__(self, clock: Callable[[], float], quantum_s: float) -> None:
         self._clock = clock
         self._quantum_s = quantum_s
@@ -81,26 +99,27 @@ class FairShare:
     def give_back(self, job_id: int, slot: int) -> None:
         share = self._shares.get(job_id)
         if share is not None and slot in share.holding:
-            share.virtual += (self._clock() - share.holding.pop(slot)) / share.weight
+            share.virtual_s += (self._clock() - share.holding.pop(slot)) / share.weight
 
     def choose(self, runnable: Iterable[int]) -> int | None:
-        """The job that the next free slot goes to."""
+        """The job that the next free slot works for."""
         now = self._clock()
-        shares = [(job_id, self._shares[job_id]) for job_id in runnable]
-        if not shares:
-            return None
-        return min(shares, key=lambda one: (-one[1].priority, one[1].at(now, self._quantum_s), one[0]))[0]
+
+        def order(job_id: int) -> tuple[float, float, int]:
+            share = self._shares[job_id]
+            return -share.priority, share.at(now, self._quantum_s), job_id
+
+        return min(runnable, key=order, default=None)
 
     def should_yield(self, job_id: int, slot: int, others: Iterable[int]) -> bool:
-        """Whether a slot that works for a job should go to another one now: one that is a quantum behind it."""
+        """Whether a slot should leave a job for one of the others, which is a quantum behind it."""
         mine = self._shares.get(job_id)
         if mine is None or slot not in mine.holding:
             return True
         now = self._clock()
         if now - mine.holding[slot] < self._quantum_s:
             return False
-        for other_id in others:
-            other = self._shares[other_id]
+        for other in (self._shares[other_id] for other_id in others):
             if other.priority > mine.priority:
                 return True
             behind = mine.at(now, self._quantum_s) - other.at(now, self._quantum_s)
@@ -109,24 +128,71 @@ class FairShare:
         return False
 
 
-POLL_S = 1.0
-"""How often jobs are looked for that came, or were cancelled, without a word."""
-HAND_ON_S = 1.5
-"""How long a process that only runs bulk jobs leaves one to others, for each that it has already."""
-MOST_HAND_ONS = 10
-SWEEP_S = 60.0
-QUANTUM_S = 0.2
-EXCLUSIVE_QUANTUM_S = 30.0
-"""How long a slot works for one job before another may have it: with accelerators, a model is loaded each time."""
-FIRST_LEASE_S = 60.0
-DAY_S = 86400
-MAX_TROUBLES = 5
-"""A job that stopped its coordinator so often fails."""
-MAX_PAUSE_S = 60.0
-CLEAN_AGAIN_S = 600.0
-"""How long parts that could not be deleted are left alone."""
+class _Slots:
+    """The slots of one pool, and the jobs that want them."""
 
-log = structlog.get_logger()
+    def __init__(self, pool: Pool, background: Background) -> None:
+        self.pool = pool
+        self.runs: dict[int, JobRun] = {}
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._background = background
+        self._changed = asyncio.Event()
+        self._share = FairShare(time.monotonic, EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S)
+
+    def resize(self, spec: PoolSpec) -> None:
+        """Excess slots end after their current batches."""
+        self.pool.spec = spec
+        for slot in range(spec.workers):
+            if slot not in self.tasks:
+                work = partial(self._serve, slot)
+                self.tasks[slot] = self._background.start("batch_slot", work, pool=spec.name, slot=slot)
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    def join(self, run: JobRun) -> None:
+        self.runs[run.job.job_id] = run
+        self._share.join(run.job.job_id, run.job.weight, run.job.priority)
+
+    def leave(self, run: JobRun) -> None:
+        self.runs.pop(run.job.job_id, None)
+        self._share.leave(run.job.job_id)
+
+    def _runnable(self) -> list[int]:
+        at = time.monotonic()
+        return [job_id for job_id, run in self.runs.items() if run.runnable_at() <= at]
+
+    async def _serve(self, slot: int) -> None:
+        while slot < self.pool.spec.workers:
+            job_id = self._share.choose(self._runnable())
+            if job_id is None:
+                await self._wait()
+                continue
+            self._share.hold(job_id, slot)
+            try:
+                await self.runs[job_id].serve(slot, partial(self._should_yield, job_id, slot))
+            except Exception as error:
+                log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
+                await asyncio.sleep(POLL_S)
+            finally:
+                self._share.give_back(job_id, slot)
+            await asyncio.sleep(0)  # let other tasks run, however soon the job returned the slot
+        self.tasks.pop(slot, None)
+
+    def _should_yield(self, job_id: int, slot: int) -> bool:
+        if slot >= self.pool.spec.workers:
+            return True
+        others = [other for other in self._runnable() if other != job_id]
+        return bool(others) and self._share.should_yield(job_id, slot, others)
+
+    async def _wait(self) -> None:
+        """Until something has changed, or a batch may be retried."""
+        self._changed.clear()
+        due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.01, min(due - time.monotonic(), POLL_S))):
+                await self._changed.wait()
 
 
 def pools_of(settings: Settings) -> list[PoolSpec]:
@@ -144,78 +210,9 @@ def pools_of(settings: Settings) -> list[PoolSpec]:
     return list(pools.values())
 
 
-class _Pool:
-    """The slots of one pool, and the jobs that want them."""
-
-    def __init__(self, pool: Pool, background: Background) -> None:
-        self.pool = pool
-        self._background = background
-        self.runs: dict[int, JobRun] = {}
-        self.slots: dict[int, asyncio.Task[None]] = {}
-        self.changed = asyncio.Event()
-        self.quantum_s = EXCLUSIVE_QUANTUM_S if pool.spec.exclusive else QUANTUM_S
-        self.share = FairShare(time.monotonic, self.quantum_s)
-
-    def resize(self, spec: PoolSpec) -> None:
-        """Slots that are too many end after what they are doing."""
-        self.pool.spec = spec
-        for slot in range(spec.workers):
-            if slot not in self.slots:
-                work = partial(self._serve, slot)
-                self.slots[slot] = self._background.start("batch_slot", work, pool=spec.name, slot=slot)
-        self.wake()
-
-    def wake(self) -> None:
-        self.changed.set()
-
-    def join(self, run: JobRun) -> None:
-        self.runs[run.job.job_id] = run
-        self.share.join(run.job.job_id, run.job.weight, run.job.priority)
-
-    def leave(self, run: JobRun) -> None:
-        self.runs.pop(run.job.job_id, None)
-        self.share.leave(run.job.job_id)
-
-    def _runnable(self) -> list[int]:
-        at = time.monotonic()
-        return [job_id for job_id, run in self.runs.items() if run.runnable(at)]
-
-    async def _serve(self, slot: int) -> None:
-        while slot < self.pool.spec.workers:
-            job_id = self.share.choose(self._runnable())
-            if job_id is None:
-                await self._wait()
-                continue
-            self.share.hold(job_id, slot)
-            try:
-                await self.runs[job_id].serve(slot, lambda job_id=job_id: self._should_yield(job_id, slot))
-            except Exception as error:
-                log.error("a slot could not work for a bulk job", job_id=job_id, exc_info=error)
-                await asyncio.sleep(POLL_S)
-            finally:
-                self.share.give_back(job_id, slot)
-            await asyncio.sleep(0)  # a turn for the others, however soon the job was done with the slot
-        self.slots.pop(slot, None)
-
-    def _should_yield(self, job_id: int, slot: int) -> bool:
-        if slot >= self.pool.spec.workers:
-            return True
-        others = [other for other in self._runnable() if other != job_id]
-        return bool(others) and self.share.should_yield(job_id, slot, others)
-
-    async def _wait(self) -> None:
-        """Until something has changed, or a batch may be tried again."""
-        self.changed.clear()
-        due = min((run.runnable_at() for run in self.runs.values()), default=float("inf"))
-        wait_s = max(0.01, min(due - time.monotonic(), POLL_S))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                await self.changed.wait()
-
-
 @dataclass(slots=True)
 class _Trouble:
-    """What went wrong with a job here, and until when the job is left alone."""
+    """The errors of this coordinator in one job, and until when it does not take the job again."""
 
     count: int = 0
     until: float = 0.0
@@ -223,6 +220,7 @@ class _Trouble:
 
 class Coordinator:
     def __init__(self, settings: Settings, jobs: BatchJobs, holder: str, gateway: ModelGateway | None = None) -> None:
+        self.logs = JobLogs(settings.resolved_data_dir / "logs")
         self._settings = settings
         self._jobs = jobs
         self._gateway = gateway
@@ -230,28 +228,27 @@ class Coordinator:
         self._token = uuid.uuid4().hex
         self._specs = pools_of(settings)
         self._driver: Driver | None = None
-        self.logs = JobLogs(settings.resolved_data_dir / "logs")
-        self._pools: dict[str, _Pool] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pools: dict[str, _Slots] = {}
         self._runs: dict[int, JobRun] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of runs and of deletions
         self._due = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._main: asyncio.Task[None] | None = None
         self._next_sweep = 0.0
         self._troubles: dict[int, _Trouble] = {}
-        self._not_cleaned: dict[int, float] = {}  # jobs whose parts could not be deleted, and when that is tried again
-        self._seen: dict[int, float] = {}  # jobs that nobody had, and since when
+        self._clean_at: dict[int, float] = {}  # jobs whose parts could not be deleted, and when to try again
+        self._seen: dict[int, float] = {}  # jobs without an owner, and since when
 
     def start(self, background: Background | None = None) -> None:
         """Call on the running event loop."""
         background = background or Background()
         self._loop = asyncio.get_running_loop()
         for spec in self._specs:
-            self._pools[spec.name] = _Pool(self._make(spec), background)
+            self._pools[spec.name] = _Slots(self._pool_of(spec), background)
             self._pools[spec.name].resize(spec)
         self._main = background.start("batch_coordinator", self._run)
 
-    def _make(self, spec: PoolSpec) -> Pool:
+    def _pool_of(self, spec: PoolSpec) -> Pool:
         if spec.infra == LOCAL:
             return LocalPool(spec, self.logs)
         from tinsmith.batch.pools.ray import Driver, RayPool
@@ -260,8 +257,8 @@ class Coordinator:
         return RayPool(spec, self.logs, self._driver)
 
     async def stop(self) -> None:
-        """Let go of all jobs and end all workers."""
-        slots = [task for pool in self._pools.values() for task in pool.slots.values()]
+        """Release all jobs and end all workers."""
+        slots = [task for pool in self._pools.values() for task in pool.tasks.values()]
         tasks = [*([self._main] if self._main else []), *self._tasks.values(), *slots]
         for task in tasks:
             task.cancel()
@@ -275,20 +272,20 @@ class Coordinator:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake, job_id)
 
-    def sweep_soon(self) -> None:
-        """A user wants parts deleted. Another process's coordinator learns of it at its next sweep."""
-        self._next_sweep = 0.0
-        self.wake()
-
     def _wake(self, job_id: int | None) -> None:
         run = self._runs.get(job_id) if job_id is not None else None
         if run is None:
             self._due.set()
         else:
-            run.cancel()
+            run.end()
+
+    def sweep_soon(self) -> None:
+        """Parts are to be deleted. The coordinators of other processes see that at their next sweep."""
+        self._next_sweep = 0.0
+        self.wake()
 
     def pools(self, tenant_id: str) -> list[dict[str, object]]:
-        """With the jobs of this tenant's that they run."""
+        """All pools, each with the running jobs of this tenant."""
         mine = {job_id: run.job.pool for job_id, run in list(self._runs.items()) if run.job.tenant_id == tenant_id}
         return [
             {
@@ -300,21 +297,18 @@ class Coordinator:
             for spec in self._specs
         ]
 
-    def has_pool(self, name: str) -> bool:
-        return any(spec.name == name for spec in self._specs)
-
-    def pool_names(self) -> Iterable[str]:
+    def pool_names(self) -> list[str]:
         return [spec.name for spec in self._specs]
 
     def resize(self, name: str, workers: object) -> None:
-        """From now on, and until the server ends. Raises NotFoundError, UserError."""
+        """Until the server ends. Raises NotFoundError, UserError."""
         for index, spec in enumerate(self._specs):
             if spec.name == name:
                 self._specs[index] = resized = spec.resized(workers)
                 if self._loop is not None:
                     self._loop.call_soon_threadsafe(self._pools[name].resize, resized)
                 return
-        raise NotFoundError(f"there is no pool {name!r}; there are {list(self.pool_names())}")
+        raise NotFoundError(f"there is no pool {name!r}; there are {self.pool_names()}")
 
     # The loop.
 
@@ -327,7 +321,7 @@ class Coordinator:
                     await self._due.wait()
 
     async def _look(self) -> None:
-        """The error of one part keeps none of the others from being done. Raises one that is not the database's."""
+        """An error of one part does not prevent the others. Raises one that is not the database's."""
         parts = [self._take_jobs, self._see_cancelled]
         if time.monotonic() >= self._next_sweep:
             self._next_sweep = time.monotonic() + SWEEP_S
@@ -337,8 +331,8 @@ class Coordinator:
             try:
                 await part()
             except SQLAlchemyError as error:
-                log.error("bulk jobs cannot be looked for; the next look may", error=repr(error))
-            except Exception as error:  # noqa: BLE001  raised when the other parts are done
+                log.error("bulk jobs cannot be read; trying again", error=repr(error))
+            except Exception as error:  # noqa: BLE001  raised after the other parts
                 unexpected = unexpected or error
         if unexpected is not None:
             raise unexpected
@@ -349,84 +343,85 @@ class Coordinator:
 
     async def _take_jobs(self) -> None:
         waiting = await asyncio.to_thread(self._jobs.waiting, self._holder)
-        self._seen = {job_id: self._seen.get(job_id, time.monotonic()) for job_id in waiting}
         at = time.monotonic()
+        self._seen = {job_id: self._seen.get(job_id, at) for job_id in waiting}
         for job_id in waiting:
-            trouble = self._troubles.get(job_id)
-            if job_id in self._tasks or (trouble is not None and at < trouble.until) or not self._is_ours(job_id):
+            paused = job_id in self._troubles and at < self._troubles[job_id].until
+            if job_id in self._tasks or paused or self._leaves_to_others(job_id):
                 continue
             try:
                 await self._take(job_id)
             except Exception as error:
-                if is_passing(error):
+                if is_transient(error):
                     raise  # the other jobs need the database, too
                 await self._trouble(job_id, error)
 
+    def _leaves_to_others(self, job_id: int) -> bool:
+        """Among processes that only run bulk jobs, the one with the fewest jobs takes the next."""
+        if self._settings.role != "batch-worker":
+            return False
+        return time.monotonic() - self._seen[job_id] < HAND_ON_S * min(len(self._runs), MAX_HAND_ONS)
+
+    async def _acquire(self, job_id: int) -> Job | None:
+        acquire = self._jobs.acquire_batch_coordinator
+        return await asyncio.to_thread(acquire, job_id, self._token, self._holder, FIRST_LEASE_S)
+
     async def _take(self, job_id: int) -> None:
-        take = self._jobs.acquire_batch_coordinator
-        job = await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S)
+        job = await self._acquire(job_id)
         if job is None:
             return
         try:
             spec = await asyncio.to_thread(self._jobs.spec, job_id)
         except SQLAlchemyError:
             raise
-        except Exception as error:  # noqa: BLE001  whatever is wrong with what is stored
+        except Exception as error:  # noqa: BLE001  of any kind of invalid data
             why = f"the stored specification cannot be read by this version of Tinsmith: {error or repr(error)}"
             await self._fail(job_id, f"{why}. Submit the job again, or run the version that stored it")
             return
-        pool = self._pools.get(job.pool)
         if why := self._refusal(job, spec):
             await self._fail(job_id, why)
             return
-        assert pool is not None
+        pool = self._pools[job.pool]
         run = JobRun(self._jobs, job, spec, self._token, pool.pool, pool.wake, self._gateway)
         pool.join(run)
         self._runs[job_id] = run
         self._tasks[job_id] = asyncio.create_task(self._keep(run, pool))
 
+    def _refusal(self, job: Job, spec: JobSpec) -> str:
+        """Why a stored job may not run under today's settings; empty if it may."""
+        if job.pool not in self._pools:
+            return f"there is no pool {job.pool!r}; there are {self.pool_names()}"
+        code = "" if self._settings.batch_user_code else permissions.code_of(spec)
+        return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
+
     async def _fail(self, job_id: int, why: str) -> None:
-        """A job of ours that is not run. One that is being cancelled ends as that."""
+        """Fail a job that is not run; one that is being cancelled becomes CANCELLED."""
         if not await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "FAILED", why):
             await asyncio.to_thread(self._jobs.set_status, job_id, self._token, "CANCELLED")
         self._troubles.pop(job_id, None)
         log.error("a bulk job is not run", job_id=job_id, error=why)
 
     async def _trouble(self, job_id: int, error: Exception) -> None:
-        """The job is left alone for a while; after too much of the same, for ever."""
+        """Pause the job, or fail it after too many errors."""
         trouble = self._troubles.setdefault(job_id, _Trouble())
-        trouble.count += not is_passing(error)
+        trouble.count += not is_transient(error)
         trouble.until = time.monotonic() + min(POLL_S * 2 ** max(trouble.count - 1, 0), MAX_PAUSE_S)
-        log.error("a bulk job stopped; it is taken up again", job_id=job_id, exc_info=error)
+        log.error("a bulk job stopped and will be taken again", job_id=job_id, exc_info=error)
         if trouble.count >= MAX_TROUBLES:
-            why = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
             try:
-                take = self._jobs.acquire_batch_coordinator
-                if await asyncio.to_thread(take, job_id, self._token, self._holder, FIRST_LEASE_S):
+                if await self._acquire(job_id):
+                    why = f"the coordinator cannot run this job: {type(error).__name__}: {error}"
                     await self._fail(job_id, why)
-            except Exception as another:  # noqa: BLE001  it is tried again after the pause
-                log.error("that a bulk job failed cannot be noted", job_id=job_id, error=repr(another))
+            except Exception as another:  # noqa: BLE001  tried again after the pause
+                log.error("the failure of a bulk job cannot be stored", job_id=job_id, error=repr(another))
 
-    def _is_ours(self, job_id: int) -> bool:
-        """Where others do nothing else either, whoever has few jobs takes the next one first."""
-        if self._settings.role != "batch-worker":
-            return True
-        return time.monotonic() - self._seen[job_id] >= HAND_ON_S * min(len(self._runs), MOST_HAND_ONS)
-
-    def _refusal(self, job: Job, spec: JobSpec) -> str:
-        """Why a job that was stored, perhaps under other settings, is not run now; empty if it is."""
-        if job.pool not in self._pools:
-            return f"there is no pool {job.pool!r}; there are {list(self.pool_names())}"
-        code = "" if self._settings.batch_user_code else permissions.code_of(spec)
-        return code and f"this server runs no code of its users (TINSMITH_BATCH_USER_CODE), and {code}"
-
-    async def _keep(self, run: JobRun, pool: _Pool) -> None:
+    async def _keep(self, run: JobRun, pool: _Slots) -> None:
         job_id = run.job.job_id
         try:
             await run.run()
             self._troubles.pop(job_id, None)
-            await run.tell_ended()
-        except Exception as error:  # noqa: BLE001  the job's own
+            await run.notify_gateway()
+        except Exception as error:  # noqa: BLE001  counts against the job
             await self._trouble(job_id, error)
         finally:
             pool.leave(run)
@@ -435,36 +430,30 @@ class Coordinator:
             self._due.set()
 
     async def _sweep(self) -> None:
-        """Delete the parts that nobody needs: a job's own end does that, unless it was cut short."""
+        """Delete what a job's own end would have deleted, had it not been cut short, and what is past the retention."""
         keep_since = now() - self._settings.batch_retention_days * DAY_S
         await asyncio.to_thread(self.logs.sweep, keep_since)
         await asyncio.to_thread(self._jobs.forget_ended_workers)
         at = time.monotonic()
-        self._not_cleaned = {job_id: until for job_id, until in self._not_cleaned.items() if at < until}
-        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since, list(self._not_cleaned)):
+        self._clean_at = {job_id: until for job_id, until in self._clean_at.items() if at < until}
+        for job_id in await asyncio.to_thread(self._jobs.uncleaned, keep_since, list(self._clean_at)):
             if job_id not in self._tasks:
                 self._tasks[job_id] = asyncio.create_task(self._clean(job_id))
 
     async def _clean(self, job_id: int) -> None:
+        cleaned = False
         try:
             spec = await asyncio.to_thread(self._jobs.spec, job_id)
-            pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL])
+            pool = self._pools.get(spec.batch_pool_name, self._pools[DEFAULT_POOL]).pool
 
-            async def operating(operation):
-                worker_id = f"{job_id}-{uuid.uuid4().hex[:8]}"
-                started = await pool.pool.start(worker_id, None)
-                worker = RemoteWorker(worker_id, started, job_id, spec.limits, None)
-                try:
-                    await worker.call("configure", spec=spec.to_dict(), start_mapper=False)
+            async def operate(operation: Callable[[RemoteWorker], Any]) -> object:
+                async with temporary_worker(pool, job_id, spec) as worker:
                     return await operation(worker)
-                finally:
-                    await worker.close()
 
-            cleaned = await clean(self._jobs, job_id, operating)
-        except Exception as error:  # noqa: BLE001  nothing else must suffer from it
+            cleaned = await clean(self._jobs, job_id, operate)
+        except Exception as error:  # noqa: BLE001  does not affect other jobs
             log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=repr(error))
-            cleaned = False
         finally:
             self._tasks.pop(job_id, None)
         if not cleaned:
-            self._not_cleaned[job_id] = time.monotonic() + CLEAN_AGAIN_S
+            self._clean_at[job_id] = time.monotonic() + CLEAN_AGAIN_S

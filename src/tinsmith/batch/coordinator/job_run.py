@@ -1,17 +1,17 @@
-"""One bulk job that this coordinator owns, from the count of its rows to the deletion of its parts.
+"""One bulk job that this coordinator owns, from counting its rows to deleting its parts.
 
-`JobRun`: slots of the pool call `serve` to run batches with one worker. The results of attempts and the claims of slots
-are collected for one transaction at a time (`_turns`), so a batch is committed and counted and the next one claimed
-together. Everything that the coordinator holds in memory may be lost at any moment: the next owner starts from the
-rows. Its workers are in a `WorkerSet`.
+`JobRun` is the life of the job: plan, run, and one end. It ends for the first reason that occurs: its batches are done,
+it fails (FailedError), it is cancelled, another coordinator has it (SupersededError), or an error of this coordinator.
+Slots of the pool call `serve` to run batches on one worker. The results of attempts and the claims of slots are
+collected for one transaction at a time (`_turns`), so that a commit and the next claim share it. Everything in memory
+may be lost at any moment: the next owner starts from the rows.
 
-The end of a job has this order, each step durable before the next: every batch committed; WINDING_DOWN; outputs
-published from the list of winners; outputs recorded and SUCCEEDED; parts deleted; the deletion recorded.
+After the last batch each step is durable before the next: every batch committed; WINDING_DOWN; outputs published from
+the committed parts; outputs recorded and SUCCEEDED; parts deleted; the deletion recorded.
 
-`Dispatcher`: the attempts that are with the workers, dispatched in groups and reported one by one. A group holds as
-many batches as the worker recently did in `GROUP_S`. So short batches share the cost of a request and a transaction,
-and long batches wait for nothing. Two groups are with a worker at a time. A worker that gets slower gives back what it
-has not begun.
+`Dispatcher` sends groups of attempts to workers and reports each attempt once. A group has as many batches as the
+worker recently did in `GROUP_S`: short batches share the cost of a request and a transaction, and long batches do not
+wait for one another. Two groups are with a worker at a time. A worker gives back what it has not begun in time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import json
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,30 +31,43 @@ import structlog
 from sqlalchemy.exc import SQLAlchemyError
 
 from tinsmith.batch import operations
-from tinsmith.batch.coordinator.attempts import Claim, Lost, Settled
 from tinsmith.batch.coordinator.model_gateway import ModelGateway, RequestRouter
-from tinsmith.batch.coordinator.state import TERMINAL, BatchJobs, Job, SupersededError, is_passing
+from tinsmith.batch.coordinator.state import (
+    TERMINAL,
+    BatchJobs,
+    Claim,
+    Job,
+    Settled,
+    SupersededError,
+    is_transient,
+)
 from tinsmith.batch.coordinator.workers import (
     FailedError,
     OperationError,
     RemoteWorker,
+    Result,
     SetupFailedError,
-    Told,
     WorkerLostError,
     WorkerSet,
+    unless,
 )
 from tinsmith.batch.formats.input_versions import Version
 from tinsmith.batch.formats.schemas import Schema, SchemaConflictError, merged
 from tinsmith.batch.pools.specs import Pool, WorkerStartError
 from tinsmith.batch.types import JobSpec, Outcome, OutputInfo, part_base
+from tinsmith.batch.worker.children import Lost
 from tinsmith.runtime.failpoints import hit
 
 GROUP_S = 0.05
 MAX_GROUP = 32
-"""As many as a worker takes in one request."""
+"""The most that a worker takes in one request."""
+IN_FLIGHT = 2
+"""Groups with one worker: it works on the second while the first is committed."""
+MAX_SETUP_FAILURES = 4
+"""After this many failed starts in a row, on at least two workers, the mapper does not start."""
 
-Report = Callable[[Sequence[tuple[Claim, Outcome | Lost]], bool], None]
-"""The results of attempts, and whether they are the last of their group."""
+T = TypeVar("T")
+log = structlog.get_logger()
 
 
 class Pace:
@@ -72,100 +85,94 @@ class Pace:
         self.group = max(1, min(fitting, 2 * self.group, MAX_GROUP))
 
 
-class Schemas:
-    """The types of the columns of each output, as far as batches are done. Every new attempt is given them.
-
-    Two workers that begin at the same time may be given none, and write parts that do not go together. Then the later
-    attempt is lost, and the next one is given the types."""
-
-    def __init__(self, outputs: int) -> None:
-        self._found: list[Schema | None] = [None] * outputs
-
-    @property
-    def known(self) -> list[Schema | None]:
-        return self._found if any(self._found) else []
-
-    def add(self, output: int, schema: Schema) -> None:
-        """Raises SchemaConflictError."""
-        self._found[output] = merged(self._found[output] or {}, schema)
-
-    def taken(self, outcome: Outcome | Lost) -> Outcome | Lost:
-        if isinstance(outcome, Lost):
-            return outcome
-        try:
-            new = [
-                found if part.schema is None else merged(found or {}, part.schema)
-                for found, part in zip(self._found, outcome.parts, strict=True)
-            ]
-        except SchemaConflictError as error:
-            return Lost(type(error).__name__, str(error), infra=False)
-        self._found = new
-        return outcome
-
-
 class Dispatcher:
-    """Dispatches attempts to workers; `report` is called once for each of them."""
+    """`report` gets each attempt with its result, and whether its group has ended.
 
-    def __init__(self, job_id: int, spec: JobSpec, report: Report, setup_failed: Callable[[str, bool], None]) -> None:
-        self.in_flight: dict[int, RemoteWorker] = {}
+    Every attempt is sent the schemas of the outputs so far. Two workers that begin at the same time may be sent none,
+    and write parts that conflict: then the later attempt is lost, and the next one is sent the schemas."""
+
+    def __init__(
+        self,
+        job_id: int,
+        spec: JobSpec,
+        report: Callable[[Sequence[Settled], bool], None],
+        setup_failed: Callable[[str, bool], None],
+    ) -> None:
+        self.in_flight: set[int] = set()
         self._job_id = job_id
         self._spec = spec
         self._report = report
         self._setup_failed = setup_failed
         self._paces: dict[str, Pace] = {}
-        self.schemas = Schemas(len(spec.batch_output_formats))
+        self._schemas: list[Schema | None] = [None] * len(spec.batch_output_formats)
+
+    def add_schema(self, output: int, schema: Schema) -> None:
+        """Raises SchemaConflictError."""
+        self._schemas[output] = merged(self._schemas[output] or {}, schema)
+
+    def pace(self, worker: RemoteWorker) -> Pace:
+        return self._paces.setdefault(worker.worker_id, Pace())
 
     def groups(self, claims: Sequence[Claim], size: int) -> list[list[Claim]]:
         """The claims in groups for a worker; a row that is only recorded as failed is a group by itself."""
-        together = [claim for claim in claims if not self._gives_up(claim)]
-        made = [together[first : first + size] for first in range(0, len(together), size)]
-        return made + [[claim] for claim in claims if self._gives_up(claim)]
-
-    def group_size(self, worker: RemoteWorker) -> int:
-        return self._pace(worker).group
-
-    def _pace(self, worker: RemoteWorker) -> Pace:
-        return self._paces.setdefault(worker.worker_id, Pace())
+        to_map = [claim for claim in claims if not self._gives_up(claim)]
+        groups = [to_map[first : first + size] for first in range(0, len(to_map), size)]
+        return groups + [[claim] for claim in claims if self._gives_up(claim)]
 
     async def attempt(self, worker: RemoteWorker, claims: Sequence[Claim]) -> None:
-        """One attempt at each of these batches. Each is reported, whatever happens."""
+        """One attempt at each of these batches. Each is reported, also after an error."""
         left = {(claim.batch_idx, claim.attempt_id): claim for claim in claims}
-        for claim in claims:
-            self.in_flight[claim.batch_idx] = worker
+        in_group = {claim.batch_idx for claim in claims}
+        self.in_flight |= in_group
         began = time.monotonic()
         try:
             if self._gives_up(claims[0]):
                 outcome = await self._give_up(worker, claims[0])
-                self._tell(left, [(key, outcome) for key in left])
+                self._settle(left, [(key, outcome) for key in left])
             else:
-                async for told in worker.feed([self._assignment(claim) for claim in claims]):
-                    self._tell(left, told)
-                self._pace(worker).note(began, time.monotonic(), len(claims))
-        except (WorkerLostError, OperationError) as error:
-            worker.infra_failures += 1
-            why = Lost(type(error).__name__, str(error), infra=isinstance(error, WorkerLostError))
-            self._tell(left, [(key, why) for key in left])
+                async with contextlib.aclosing(worker.feed([self._assignment(claim) for claim in claims])) as results:
+                    async for arrived in results:
+                        self._settle(left, arrived)
+                self.pace(worker).note(began, time.monotonic(), len(claims))
         except SetupFailedError as error:
-            self._tell(left, [(key, Lost("SetupFailed", str(error), infra=True)) for key in left])
+            self._lose(left, "SetupFailed", error)
             self._setup_failed(str(error), error.final)
-        except Exception as error:  # noqa: BLE001  an answer that is none says nothing about the batches
+        except Exception as error:  # noqa: BLE001  an invalid reply says nothing about the batches
             worker.infra_failures += 1
-            self._tell(left, [(key, Lost(type(error).__name__, str(error), infra=True)) for key in left])
+            self._lose(left, type(error).__name__, error, infra=not isinstance(error, OperationError))
         finally:
-            for claim in claims:
-                self.in_flight.pop(claim.batch_idx, None)
+            self.in_flight -= in_group
 
-    def _tell(self, left: dict[tuple[int, int], Claim], told: Sequence[Told]) -> None:
-        settled = [(left.pop(key), self.schemas.taken(outcome)) for key, outcome in told if key in left]
+    def _lose(
+        self, left: dict[tuple[int, int], Claim], error_class: str, error: Exception, *, infra: bool = True
+    ) -> None:
+        lost = Lost(error_class, str(error), infra=infra)
+        self._settle(left, [(key, lost) for key in left])
+
+    def _settle(self, left: dict[tuple[int, int], Claim], results: Sequence[Result]) -> None:
+        settled = [(left.pop(key), self._checked(result)) for key, result in results if key in left]
         self._report(settled, not left)
 
+    def _checked(self, result: Outcome | Lost) -> Outcome | Lost:
+        if isinstance(result, Lost):
+            return result
+        try:
+            schemas = [
+                found if part.schema is None else merged(found or {}, part.schema)
+                for found, part in zip(self._schemas, result.parts, strict=True)
+            ]
+        except SchemaConflictError as error:
+            return Lost(type(error).__name__, str(error))
+        self._schemas = schemas
+        return result
+
     def _gives_up(self, claim: Claim) -> bool:
+        """Whether this attempt only records its row as failed."""
         return claim.retry_count > self._spec.limits.max_retries and claim.span.rows == 1
 
     async def _give_up(self, worker: RemoteWorker, claim: Claim) -> Outcome:
-        """A row that failed for the last time is only recorded."""
-        told = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
-        return Outcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **told))
+        error = {"error_type": claim.error_class or "Error", "error": claim.error or ""}
+        return Outcome.from_dict(await worker.result_of("give_up", assignment=self._assignment(claim), **error))
 
     def _assignment(self, claim: Claim) -> dict[str, Any]:
         outputs = enumerate(self._spec.batch_output_path)
@@ -174,18 +181,9 @@ class Dispatcher:
             "start_idx": claim.start_idx,
             "end_idx": claim.end_idx,
             "attempt_id": claim.attempt_id,
-            "schemas": self.schemas.known,
+            "schemas": self._schemas if any(self._schemas) else [],
             "part_bases": [part_base(path, self._job_id, index, claim.attempt_id) for index, path in outputs],
         }
-
-
-IN_FLIGHT = 2
-"""Groups of batches with one worker: it works on the second one while the first one is committed."""
-MAX_SETUP_FAILURES = 4
-"""A mapper that never started in so many tries, in two workers or more, does not start."""
-
-T = TypeVar("T")
-log = structlog.get_logger()
 
 
 class JobRun:
@@ -199,349 +197,323 @@ class JobRun:
         on_change: Callable[[], None],
         gateway: ModelGateway | None = None,
     ) -> None:
+        """`on_change` is called when `runnable_at` may have changed."""
         self.job = job
-        self.pool = pool
-        self.dispatching = False  # whether slots may work for it
         self._jobs = jobs
         self._token = token
         self._on_change = on_change
         self._spec = spec
-        self._limits = self._spec.limits
+        self._limits = spec.limits
         self._router: RequestRouter | None = None
-        if gateway is not None and operations.steps_of(self._spec.batch_serialized_fn) is not None:
+        if gateway is not None and operations.steps_of(spec.batch_serialized_fn) is not None:
             self._router = RequestRouter(gateway, job.job_id, job.tenant_id, job.name)
-        self._ended = asyncio.Event()  # no more batches are to be dispatched, for any reason
-        self._superseded = False
-        self._broken: BaseException | None = None  # what ended a helper
-        self._turns_over = False
-        self._failure: str | None = None
+        self._dispatcher = Dispatcher(job.job_id, spec, self._reported, self._setup_failed)
+        self._workers = WorkerSet(jobs, job.job_id, token, spec, pool, self._router)
+        self._dispatching = False
+        self._ended = asyncio.Event()  # no more batches are dispatched
+        self._reason: Exception | None = None  # why it ended; None if its row says so
         self._settled: list[Settled] = []
-        self._wants: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
+        self._wanted: list[tuple[str, int, asyncio.Future[list[Claim]]]] = []
         self._turn_due = asyncio.Event()
-        self._nothing_until = 0.0
-        self._dispatcher = Dispatcher(job.job_id, self._spec, self._reported, self._setup_failed)
-        self._worker_set = WorkerSet(jobs, job.job_id, token, self._spec, pool, self._router)
+        self._turn_lock = asyncio.Lock()
+        self._due_at = 0.0  # when a batch may be pending
         self._setup_failures = 0
-        self._serving = 0
+        self._num_serving = 0
 
-    # For the pool's slots.
+    def end(self, reason: Exception | None = None) -> None:
+        """Dispatch no more. The first reason counts; without one, the row says whether the job is done, cancelled, or
+        left for another coordinator."""
+        if not self._ended.is_set() or self._reason is None:
+            self._reason = reason
+        self._ended.set()
 
-    def runnable(self, now: float) -> bool:
-        return self.dispatching and not self._ended.is_set() and now >= self._nothing_until
+    # For the slots of the pool.
 
     def runnable_at(self) -> float:
-        return self._nothing_until if self.dispatching and not self._ended.is_set() else float("inf")
+        """When a slot may find a batch, on the monotonic clock."""
+        return self._due_at if self._dispatching and not self._ended.is_set() else float("inf")
 
     async def serve(self, slot: int, should_yield: Callable[[], bool]) -> None:
         """Run batches on a slot until there are none, or another job is due."""
-        self._serving += 1
+        self._num_serving += 1
         worker: RemoteWorker | None = None
         try:
-            worker = await self._worker_set.take(slot, self._ended)
+            worker = await self._workers.take(slot, self._ended)
             if worker is not None:
-                await self._dispatch_while(worker, should_yield)
-        except WorkerStartError as error:
-            self._setup_failed(str(error), final=False)
-            self._nothing_until = time.monotonic() + self._limits.backoff_s * 2**self._setup_failures
-        except (WorkerLostError, SetupFailedError) as error:
-            self._setup_failed(str(error), isinstance(error, SetupFailedError) and error.final)
-        except SupersededError:
-            self._supersede()
+                await self._dispatch(worker, should_yield)
+        except (WorkerStartError, WorkerLostError) as error:
+            self._setup_failed(str(error), False)
+            if isinstance(error, WorkerStartError):
+                self._due_at = time.monotonic() + self._limits.backoff_s * 2**self._setup_failures
         except Exception as error:
-            if is_passing(error):
+            if is_transient(error):
                 raise
-            self._break(error)
+            self.end(error)
         finally:
-            self._serving -= 1
+            self._num_serving -= 1
             if worker is not None:
-                await (self._worker_set.end(worker) if self._superseded else self._worker_set.put_back(worker))
+                superseded = isinstance(self._reason, SupersededError)
+                await (self._workers.end(worker) if superseded else self._workers.put_back(worker))
 
-    async def _dispatch_while(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
+    async def _dispatch(self, worker: RemoteWorker, should_yield: Callable[[], bool]) -> None:
         dispatched: set[asyncio.Task[None]] = set()
         try:
             while True:
                 room = IN_FLIGHT - len(dispatched)
                 if room > 0 and not worker.useless and not self._ended.is_set() and not should_yield():
-                    size = self._dispatcher.group_size(worker)
+                    size = self._dispatcher.pace(worker).group
                     for group in self._dispatcher.groups(await self._claim(worker.worker_id, room * size), size):
                         dispatched.add(asyncio.create_task(self._dispatcher.attempt(worker, group)))
                 if not dispatched:
                     return
                 _, dispatched = await asyncio.wait(dispatched, return_when=asyncio.FIRST_COMPLETED)
-                self._turn_due.set()  # here, so that a group's end and the next claim share a turn
+                self._turn_due.set()  # here, so that the end of a group and the next claim share a turn
         finally:
             for task in dispatched:
                 task.cancel()
 
     def _reported(self, settled: Sequence[Settled], is_end: bool) -> None:
         hit("batch.reported")
-        for claim, outcome in settled:
-            if not isinstance(outcome, Lost):
+        for claim, result in settled:
+            if isinstance(result, Outcome):
                 self._setup_failures = 0
             elif self._ended.is_set():
-                continue  # it was ended on purpose: whoever goes on with the job finds the batch dispatched
-            self._settled.append((claim, outcome))
+                continue  # it was stopped on purpose, and the next owner of the job finds it dispatched
+            self._settled.append((claim, result))
         if not is_end:
             self._turn_due.set()
 
     def _setup_failed(self, why: str, final: bool) -> None:
         self._setup_failures += 1
         if final or self._setup_failures >= MAX_SETUP_FAILURES:
-            self.fail(f"setup_failed: {why}")
+            self.end(FailedError(f"setup_failed: {why}"))
 
     # Turns.
 
     async def _claim(self, worker_id: str, count: int) -> list[Claim]:
-        if self._turns_over:
+        if self._ended.is_set():
             return []
-        answer: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
-        self._wants.append((worker_id, count, answer))
+        claimed: asyncio.Future[list[Claim]] = asyncio.get_running_loop().create_future()
+        self._wanted.append((worker_id, count, claimed))
         self._turn_due.set()
-        return await answer
+        return await claimed
 
     async def _turns(self) -> None:
-        """One transaction after another, each with all that has come together since the last one."""
+        """One transaction after another, each with all that has been collected since the last one."""
         try:
             while True:
                 await self._turn_due.wait()
                 await asyncio.sleep(0)  # what is ready at this moment shares the transaction
-                self._turn_due.clear()
-                settled, wants = self._settled, self._wants
-                self._settled, self._wants = [], []
-                if settled or wants:
-                    await self._turn(settled, wants)
-        except SupersededError:
-            self._supersede()
+                await self._turn()
         finally:
-            self._turns_over = True
-            for _, _, answer in self._wants:
-                if not answer.done():
-                    answer.set_result([])
+            for _, _, claimed in self._wanted:
+                if not claimed.done():
+                    claimed.set_result([])
 
-    async def _turn(self, settled: list[Settled], wants: list[tuple[str, int, asyncio.Future[list[Claim]]]]) -> None:
-        wanted = {} if self._ended.is_set() else {worker_id: count for worker_id, count, _ in wants}
-        limits = self._limits
-        claims: dict[str, list[Claim]] = {}
-        try:
-            turn = await self._db(
-                self._jobs.turn, self.job.job_id, self._token, settled, wanted, limits.lease_s,
-                limits.max_retries, limits.backoff_s,
-            )  # fmt: skip
-            self.job, claims = turn.job, dict(turn.claims)
-            if claims:
-                hit("batch.claimed")
-            if settled:
-                hit("batch.committed")
-                self._nothing_until = 0.0
-            for claim in turn.rejected:
-                log.warning("a late result was refused", job_id=self.job.job_id, batch_idx=claim.batch_idx)
-            if turn.failed:
-                await self._check_failed()
-            elif wanted and not any(claims.values()):
-                wait_s = await self._db(self._jobs.next_retry_in, self.job.job_id)
-                self._nothing_until = float("inf") if wait_s is None else time.monotonic() + max(wait_s, 0.01)
-        except SQLAlchemyError as error:
-            if not is_passing(error):
-                raise
-            log.error("a bulk job's rows cannot be written; trying again", job_id=self.job.job_id, exc_info=error)
-            self._settled[:0] = settled
-            self._turn_due.set()
-            await asyncio.sleep(1)
-        finally:
-            for worker_id, _, answer in wants:
-                if not answer.done():
-                    answer.set_result(claims.get(worker_id, []))
-        self._judge()
+    async def _turn(self) -> None:
+        async with self._turn_lock:
+            self._turn_due.clear()
+            settled, wanted = self._settled, self._wanted
+            self._settled, self._wanted = [], []
+            if not settled and not wanted:
+                return
+            claims: dict[str, list[Claim]] = {}
+            try:
+                claims = await self._exchange(settled, {worker_id: count for worker_id, count, _ in wanted})
+            except SQLAlchemyError as error:
+                if not is_transient(error):
+                    raise
+                log.error("a bulk job's rows cannot be written; trying again", job_id=self.job.job_id, exc_info=error)
+                self._settled[:0] = settled
+                self._turn_due.set()
+                await asyncio.sleep(1)
+            finally:
+                for worker_id, _, claimed in wanted:
+                    if not claimed.done():
+                        claimed.set_result(claims.get(worker_id, []))
+        self._check_row()
         self._on_change()
 
-    def _judge(self) -> None:
+    async def _exchange(self, settled: list[Settled], wanted: dict[str, int]) -> dict[str, list[Claim]]:
+        """Store results and claim batches."""
+        if self._ended.is_set():
+            wanted = {}
+        limits, job_id = self._limits, self.job.job_id
+        more = limits.lease_s, limits.max_retries, limits.backoff_s
+        turn = await asyncio.to_thread(self._jobs.turn, job_id, self._token, settled, wanted, *more)
+        self.job, claims = turn.job, dict(turn.claims)
+        if claims:
+            hit("batch.claimed")
+        if settled:
+            hit("batch.committed")
+            self._due_at = 0.0
+        for claim in turn.rejected:
+            log.warning("a late result was rejected", job_id=job_id, batch_idx=claim.batch_idx)
+        if turn.failed:
+            await self._check_failed()
+        elif wanted and not any(claims.values()):
+            wait_s = await asyncio.to_thread(self._jobs.next_retry_in, job_id)
+            self._due_at = float("inf") if wait_s is None else time.monotonic() + max(wait_s, 0.01)
+        return claims
+
+    def _check_row(self) -> None:
+        """End if the job's row says so."""
         if self.job.failed_too_many:
             failed = self.job.rows_failed
             rows = "row" if failed == 1 else "rows"
-            self.fail(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}")
+            self.end(FailedError(f"{failed} {rows} failed, and max_failed_rows is {self.job.max_failed_rows:g}"))
         elif self.job.status == "CANCELLING" or self.job.done:
-            self._ended.set()
+            self.end()
 
     async def _check_failed(self) -> None:
-        failure = await self._db(self._jobs.failure, self.job.job_id)
-        if failure:
-            self.fail(failure)
+        if failure := await asyncio.to_thread(self._jobs.failure, self.job.job_id):
+            self.end(FailedError(failure))
 
     # The whole job.
 
-    def fail(self, why: str) -> None:
-        if self._failure is None:
-            self._failure = why
-        self._ended.set()
-
-    async def tell_ended(self) -> None:
-        """Whoever answered a job of operations, once it has ended for good."""
-        if self._router is not None:
-            found = await self._db(self._jobs.find, self.job.tenant_id, self.job.job_id)
-            if found.status in TERMINAL:
-                await self._router.gateway.ended(found.job_id, found.tenant_id, found.status)
-
-    def cancel(self) -> None:
-        """The row says so already; this saves the wait for the next look."""
-        self._ended.set()
-
-    def _supersede(self) -> None:
-        self._superseded = True
-        self._ended.set()
-
     async def run(self) -> None:
-        """To the job's end, or until another coordinator has it. Cancelled, it lets go of the job."""
+        """Until the job ends or another coordinator has it. If cancelled, it releases the job."""
         helpers = [asyncio.create_task(self._help(work)) for work in (self._turns(), self._renew())]
         try:
             await self._run()
-            if self._broken is not None:
-                raise self._broken
         except SupersededError:
             log.warning("another coordinator has the job", job_id=self.job.job_id)
         finally:
             self._ended.set()
-            for helper in helpers:
-                helper.cancel()
-            await asyncio.gather(*helpers, return_exceptions=True)
-            await self._worker_set.end_all()
-            with contextlib.suppress(SQLAlchemyError):
-                await self._db(self._jobs.release, self.job.job_id, self._token)
+            closing = asyncio.create_task(self._close(helpers))
+            try:
+                await asyncio.shield(closing)
+            except asyncio.CancelledError:
+                await closing  # otherwise workers would be left behind
+                raise
+
+    async def _close(self, helpers: Sequence[asyncio.Task[None]]) -> None:
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+        await self._workers.end_all()
+        with contextlib.suppress(SQLAlchemyError):
+            await asyncio.to_thread(self._jobs.release, self.job.job_id, self._token)
 
     async def _help(self, work: Awaitable[None]) -> None:
-        """Without its helpers a job stands still."""
+        """The job cannot go on without its helpers."""
         try:
             await work
         except Exception as error:  # noqa: BLE001  `run` raises it
-            self._break(error)
-
-    def _break(self, error: BaseException) -> None:
-        """The job is let go of, for a reason that is none of its own; `run` raises it."""
-        self._broken = self._broken or error
-        self._ended.set()
+            self.end(error)
 
     async def _run(self) -> None:
-        job_id = self.job.job_id
+        failure: str | None = None
         try:
-            if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
-                await self._plan()
-            if self.job.completed_batches:
-                for output in range(len(self._spec.batch_output_formats)):
-                    for schema in await self._db(self._jobs.schemas, job_id, output):
-                        self._dispatcher.schemas.add(output, schema)
-            await self._check_failed()  # the coordinator before this one may have known, and could not say so
-            self._judge()
+            await self._prepare()
             if not self._ended.is_set() and await self._set_status("RUNNING"):
-                self.dispatching = True
+                self._dispatching = True
                 self._on_change()
             await self._ended.wait()
             await self._stop_serving()
-            if self._superseded or self._broken is not None:
-                return
-            self.job = await self._db(self._jobs.renew, job_id, self._token, self._limits.lease_s)
-            if self.job.done and self._failure is None and self.job.status != "CANCELLING":
-                await self._wind_down()
-                return
-            if self._failure is None and self.job.status != "CANCELLING":
-                return  # the server stops
+            if self._reason is not None:
+                raise self._reason
+            self.job = await asyncio.to_thread(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s)
+            if self.job.status != "CANCELLING" and (not self.job.done or await self._wind_down()):
+                return  # not done: the server stops
         except FailedError as error:
-            self.fail(str(error))
-        cancelled = self._failure is None or not await self._set_status("FAILED", await self._explained(self._failure))
-        if cancelled:
+            failure = await self._explained(str(error))
+        if failure is None or not await self._set_status("FAILED", failure):
             await self._set_status("CANCELLED")
 
+    async def _prepare(self) -> None:
+        """Split the input, unless that is done, and learn what an earlier coordinator may have left."""
+        job_id = self.job.job_id
+        if not self.job.sealed and not self._ended.is_set() and self.job.status != "CANCELLING":
+            await self._plan()
+        if self.job.completed_batches:
+            for output in range(len(self._spec.batch_output_formats)):
+                for schema in await asyncio.to_thread(self._jobs.schemas, job_id, output):
+                    self._dispatcher.add_schema(output, schema)
+        await self._check_failed()
+        self._check_row()
+
     async def _explained(self, failure: str) -> str:
-        """With the first failed row, where rows are why the job failed."""
-        if not self.job.failed_too_many or not (found := await self._db(self._jobs.row_errors, self.job.job_id, 1)):
+        """With the first failed row, if the job failed because of rows."""
+        if not self.job.failed_too_many or not (
+            found := await asyncio.to_thread(self._jobs.row_errors, self.job.job_id, 1)
+        ):
             return failure
         (first,) = found
         message = str(first["message"]).partition("\n")[0]
         return f"{failure}; the first is row {first['row_idx']}: {first['error_class']}: {message}"
 
     async def _stop_serving(self) -> None:
-        """Nothing is dispatched any more; what is still in flight was ended on purpose."""
-        self.dispatching = False
+        """Wait for the slots, and store what their attempts came to."""
         self._on_change()
         if not self.job.done:
-            await self._worker_set.stop_all()
-        while self._serving:
+            await self._workers.stop_all()
+        while self._num_serving:
             await asyncio.sleep(0.01)
-            self._turn_due.set()
+        if self._reason is None or isinstance(self._reason, FailedError):
+            await self._turn()
 
     async def _set_status(self, status: str, error: str | None = None) -> bool:
-        moved = await self._db(self._jobs.set_status, self.job.job_id, self._token, status, error)
+        moved = await asyncio.to_thread(self._jobs.set_status, self.job.job_id, self._token, status, error)
         log.info("bulk job", job_id=self.job.job_id, status=status, error=error)
         return moved
 
     async def _renew(self) -> None:
-        """Keeps the lease; sees a job that is cancelled elsewhere."""
-        while not self._ended.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._limits.lease_s / 3):
-                    await self._ended.wait()
-            await self.look()
+        """Keep the lease, and see a cancellation by another process."""
+        while True:
+            await asyncio.sleep(self._limits.lease_s / 3)
+            try:
+                in_flight = list(self._dispatcher.in_flight)
+                lease_s = self._limits.lease_s
+                self.job = await asyncio.to_thread(self._jobs.renew, self.job.job_id, self._token, lease_s, in_flight)
+                self._check_row()
+            except SQLAlchemyError as error:
+                log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
 
-    async def look(self) -> None:
-        try:
-            in_flight = list(self._dispatcher.in_flight)
-            self.job = await self._db(self._jobs.renew, self.job.job_id, self._token, self._limits.lease_s, in_flight)
-            self._judge()
-        except SupersededError:
-            self._supersede()
-        except SQLAlchemyError as error:
-            log.warning("the lease of a bulk job could not be renewed", job_id=self.job.job_id, error=repr(error))
+    async def notify_gateway(self) -> None:
+        """Tell the model gateway that a job of operations has ended."""
+        if self._router is not None:
+            found = await asyncio.to_thread(self._jobs.find, self.job.tenant_id, self.job.job_id)
+            if found.status in TERMINAL:
+                await self._router.gateway.ended(found.job_id, found.tenant_id, found.status)
 
     # Operations.
 
     async def _operate(self, operation: Callable[[RemoteWorker], Awaitable[T]]) -> T:
-        return await self._worker_set.operate(operation, with_mapper=not self.job.done)
+        return await self._workers.operate(operation, with_mapper=not self.job.done)
 
     async def _plan(self) -> None:
         async def plan(worker: RemoteWorker) -> tuple[Sequence[int], int, Version | None]:
             starts, end = array("q"), {}
-            async for message in worker.operate("plan"):
-                starts.extend(span[0] for span in message.get("spans", ()))
-                end = message.get("end", {})
+            async with contextlib.aclosing(worker.operate("plan")) as messages:
+                async for message in messages:
+                    starts.extend(span[0] for span in message.get("spans", ()))
+                    end = message.get("end", {})
             total = end.get("total_rows", 0)
-            given = range(0, total, end["batch_size"]) if "batch_size" in end else starts
-            return given, total, end.get("input_version")
+            first_rows = range(0, total, end["batch_size"]) if "batch_size" in end else starts
+            return first_rows, total, end.get("input_version")
 
-        planning = asyncio.ensure_future(self._operate(plan))
-        ended = asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait({planning, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not planning.done():
-                return  # the job is cancelled
-            starts, total, version = planning.result()
-        finally:
-            planning.cancel()
-            ended.cancel()
-        self.job = await self._db(self._jobs.save_batch_states, self.job.job_id, self._token, starts, total, version)
-        workers = self._worker_set
-        workers.spec = replace(workers.spec, input_version=version)  # for workers that start from now on
+        planned = await unless(self._ended, self._operate(plan))
+        if planned is None:
+            return  # the job is cancelled
+        self.job = await asyncio.to_thread(self._jobs.save_batch_states, self.job.job_id, self._token, *planned)
+        self._workers.spec = replace(self._workers.spec, input_version=planned[2])  # for workers that start later
 
-    async def _wind_down(self) -> None:
+    async def _wind_down(self) -> bool:
+        """Publish the outputs and delete the parts. False if the job is cancelled first."""
+        job_id = self.job.job_id
         if not await self._set_status("WINDING_DOWN"):
-            await self._set_status("CANCELLED")
-            return
+            return False
         hit("batch.winding")
-        keeping = asyncio.create_task(self._keep())
-        try:
-            published = await self._publish()
-        finally:
-            keeping.cancel()
+        published = await self._publish()
         hit("batch.published")
-        if not await self._db(self._jobs.finish, self.job.job_id, self._token, published):
-            await self._set_status("CANCELLED")
-            return
-        log.info("bulk job", job_id=self.job.job_id, status="SUCCEEDED")
+        if not await asyncio.to_thread(self._jobs.finish, job_id, self._token, published):
+            return False
+        log.info("bulk job", job_id=job_id, status="SUCCEEDED")
         hit("batch.recorded")
         self._on_change()
-        await clean(self._jobs, self.job.job_id, self._operate)
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._limits.lease_s / 3)
-            await self.look()
+        await clean(self._jobs, job_id, self._operate)
+        return True
 
     async def _publish(self) -> list[tuple[str, OutputInfo]]:
         formats = [str(output["format"]) for output in self._spec.batch_output_formats]
@@ -550,8 +522,8 @@ class JobRun:
         published: list[tuple[str, OutputInfo]] = []
         with tempfile.TemporaryDirectory(prefix="tinsmith-batch-") as directory:
             winners, failures = Path(directory) / "winners", Path(directory) / "failures"
-            await self._db(_write_winners, self._jobs, self.job.job_id, winners)
-            await self._db(_write_failures, self._jobs, self.job.job_id, failures)
+            await asyncio.to_thread(_write_lines, winners, (parts for _, parts in self._jobs.winners(self.job.job_id)))
+            await asyncio.to_thread(_write_lines, failures, _failed_rows(self._jobs, self.job.job_id))
             for index, kind in enumerate(formats):
                 path = winners if index < len(self._spec.batch_output_formats) else failures
 
@@ -562,22 +534,15 @@ class JobRun:
                 published.append((kind, await self._operate(publish)))
         return published
 
-    async def _db(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+
+Operate = Callable[[Callable[[RemoteWorker], Awaitable[Any]]], Awaitable[Any]]
 
 
-Operating = Callable[[Callable[[RemoteWorker], Awaitable[T]]], Awaitable[T]]
-
-
-async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, object]]) -> bool:
-    """Delete the parts of a job and of those that it resumed. False if that fails: the job stays what it is."""
+async def clean(jobs: BatchJobs, job_id: int, operate: Operate) -> bool:
+    """Delete the parts of a job and of those that it resumed. False if that fails, which does not change the job."""
     chain = await asyncio.to_thread(jobs.chain, job_id)
-
-    async def delete(worker: RemoteWorker) -> dict[str, object]:
-        return await worker.result_of("delete", job_ids=chain)
-
     try:
-        await operating(delete)
+        await operate(lambda worker: worker.result_of("delete", job_ids=chain))
     except (FailedError, WorkerLostError, WorkerStartError, SupersededError) as error:
         log.warning("the parts of a bulk job could not be deleted", job_id=job_id, error=str(error))
         return False
@@ -586,23 +551,21 @@ async def clean(jobs: BatchJobs, job_id: int, operating: Operating[dict[str, obj
     return True
 
 
-def _write_winners(jobs: BatchJobs, job_id: int, path: Path) -> None:
+def _write_lines(path: Path, items: Iterable[object]) -> None:
     with path.open("w") as lines:
-        for _, parts in jobs.winners(job_id):
-            lines.write(json.dumps(parts) + "\n")
+        for item in items:
+            lines.write(json.dumps(item) + "\n")
 
 
-def _write_failures(jobs: BatchJobs, job_id: int, path: Path) -> None:
-    with path.open("w") as lines:
-        after = -1
-        while errors := jobs.row_errors(job_id, 1000, after):
-            after = errors[-1]["row_idx"]
-            for error in errors:
-                lines.write(json.dumps(error_row(error)) + "\n")
+def _failed_rows(jobs: BatchJobs, job_id: int) -> Iterable[dict[str, object]]:
+    after = -1
+    while errors := jobs.row_errors(job_id, 1000, after):
+        after = errors[-1]["row_idx"]
+        yield from map(error_row, errors)
 
 
 def error_row(error: dict[str, object]) -> dict[str, object]:
-    """A failed row as the errors output has it."""
+    """A failed row as the output of errors has it."""
     details = error["details"]
     assert isinstance(details, dict)
     return {

@@ -1,19 +1,17 @@
-"""How the operations of bulk jobs reach the service's models: the router of a job's requests, and what answers them.
+"""The operations of bulk jobs and the service's models: the router of a job's questions, and what answers them.
 
-`RequestRouter` takes a worker's questions and sends the answers back; answers of one moment share a call. Only jobs of
-operations have one. Questions of an attempt that has ended are cancelled. A sample that was begun for one goes on, and
-the next attempt finds it.
+`RequestRouter` takes the questions of a worker's attempts and sends the answers back. Answers that are ready together
+share a call. The questions of an attempt that has ended are cancelled; a sample that was begun goes on, and the next
+attempt finds it.
 
-`ServiceGateway` answers. A job that asks has a session of its own: opened with its first question, kept alive while it
-asks, closed with its end, which cancels its samples. So admission, quotas, fairness between tenants, usage and traces
-treat it like any other client.
+`ModelGateway` answers. Each job that asks has a session of its own: it opens with the first question, stays alive while
+the job asks, and closes with the job, which cancels its samples. Admission, quotas, fairness between tenants, usage and
+traces therefore treat a job like any other client.
 
-A sample's request_id is made of the job's session, the model and the question's name (row, key, a digest of the
-request). A question that is asked again, by another attempt or after a restart, finds the same future: nothing is
-sampled twice while the session lives. If the session has expired, because no coordinator ran the job for
-`session_timeout_s`, the next session begins without results.
-
-Other verbs are registered by the code that wires the server.
+The request_id of a sample is made of the job's session, the model and the question's name (row, key, a digest of the
+request). The same question from another attempt, or after a restart, finds the same future: nothing is sampled twice
+while the session lives. A session expires if no coordinator runs the job for `session_timeout_s`; the next one begins
+without results.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import orjson
 import structlog
@@ -46,12 +44,20 @@ from tinsmith.wire.fields import show, validate
 from tinsmith.wire.sampling import SampleRequest, sample_of
 
 MAX_ANSWERED = 512
-"""Questions of one worker that are being answered at a time."""
+"""Questions of one worker that are answered at a time."""
+HEARTBEAT_S = 15.0
+DATABASE_PAUSE_S = 1.0
+MAX_KEY = 48
+FINISH_TYPES = {"SUCCEEDED": "success", "FAILED": "errored", "CANCELLED": "interrupted"}
+PATH = "tinker://"
+
+Message = dict[str, Any]
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What one row asks. (job_id, row_idx, key, verb, payload) is its name: the same name is the same question."""
+    """A request of one row to the service, named by (job_id, row_idx, key, verb, payload)."""
 
     job_id: int
     tenant_id: str
@@ -62,19 +68,205 @@ class Question:
     payload: Message
 
 
-class ModelGateway(Protocol):
+Handler = Callable[[Question], Awaitable[Message]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a sample is admitted: what its model can serve, the tenant's quotas, and the executor."""
+
+    check: Callable[[Sample, ModelShape], int]
+    """Returns the maximum tokens of a sample. Raises UserError if the model cannot serve it."""
+    quotas: Quotas
+    dispatch: Dispatch
+
+
+@dataclass
+class ModelGateway:
+    bases: Bases
+    sessions: Sessions
+    samplers: SamplingSessions
+    checkpoints: Checkpoints
+    futures: Futures
+    waiters: Waiters
+    admission: Admission
+
+    def __post_init__(self) -> None:
+        self._handlers: dict[str, Handler] = {"sample": self._sample, "model": self._model}
+        self._jobs: dict[int, _JobSession] = {}
+
+    def register(self, verb: str, handler: Handler) -> None:
+        """Answer `RowService.ask(verb, ...)` by this handler. A TinsmithError that it raises fails the row."""
+        self._handlers[verb] = handler
+
     async def answer(self, question: Question) -> Message:
         """Raises TinsmithError, which fails the row."""
-        ...
+        handler = self._handlers.get(question.verb)
+        if handler is None:
+            raise NotSupportedError(f"operations cannot ask for {show(question.verb)}; known: {sorted(self._handlers)}")
+        while True:
+            try:
+                return await handler(question)
+            except TooManyRequestsError as error:
+                await asyncio.sleep(error.retry_after_s)
+            except SQLAlchemyError as error:
+                log.warning("a question of a bulk job waits for the database", error=repr(error))
+                await asyncio.sleep(DATABASE_PAUSE_S)
 
     async def ended(self, job_id: int, tenant_id: str, status: str) -> None:
-        """The job has come to its end: what was kept for its rows may go, what is still being done is given up."""
-        ...
+        """The job has ended: its sessions close, and samples in progress are cancelled."""
+        self._jobs.pop(job_id, None)
+        await asyncio.to_thread(self._close, job_id, tenant_id, status)
+
+    def _close(self, job_id: int, tenant_id: str, status: str) -> None:
+        for number in count(1):
+            session_id = _session_id(job_id, number)
+            try:
+                self.sessions.finish(tenant_id, session_id, FINISH_TYPES[status])
+            except NotFoundError:
+                return
+            if self.sessions.close(session_id, f"bulk job {job_id} has ended"):
+                self.futures.cancel_of_closed_sessions()
+
+    # Verbs.
+
+    async def _model(self, question: Question) -> Message:
+        shape, _ = await asyncio.to_thread(self._resolve, question.tenant_id, question.payload.get("model"))
+        return {"shape": asdict(shape)}
+
+    async def _sample(self, question: Question) -> Message:
+        job = self._jobs.setdefault(question.job_id, _JobSession())
+        while True:
+            session_id = job.session_id
+            try:
+                session_id = await self._session_of(job, question)
+                request_id = await asyncio.to_thread(self._submit, session_id, question)
+                body = await self._outcome(job, question, session_id, request_id)
+            except GoneError:
+                await self._leave(job, session_id)
+            else:
+                return {"result": base64.b64encode(body).decode()}
+
+    def _resolve(self, tenant_id: str, model: object) -> tuple[ModelShape, str | None]:
+        """The base model, and the path if the model is a checkpoint. Raises UserError."""
+        if not isinstance(model, str):
+            raise UserError(f"model is {show(model)}; it must be a base model's id or a checkpoint's path")
+        if not model.startswith(PATH):
+            return self.bases.get(model), None
+        checkpoint = self.checkpoints.get(tenant_id, parse_path(model, "model"))
+        return self.bases.get(checkpoint.base_model), model
+
+    async def _leave(self, job: _JobSession, session_id: str | None) -> None:
+        """The session has expired; the next question opens another."""
+        async with job.lock:
+            if job.session_id == session_id:
+                job.session_id = None
+
+    async def _session_of(self, job: _JobSession, question: Question) -> str:
+        """The job's session, alive."""
+        async with job.lock:
+            if job.session_id is None:
+                job.session_id = await asyncio.to_thread(self._open, question)
+                job.alive_at = time.monotonic()
+            elif time.monotonic() - job.alive_at > HEARTBEAT_S:
+                job.alive_at = time.monotonic()
+                await asyncio.to_thread(self.sessions.heartbeat, question.tenant_id, job.session_id)
+            return job.session_id
+
+    def _open(self, question: Question) -> str:
+        """The newest session of the job that is alive, or a new one."""
+        new = NewSession(tags=("bulk-job",), display_name=question.job_name or f"bulk job {question.job_id}")
+        for number in count(1):
+            session_id = _session_id(question.job_id, number)
+            try:
+                self.sessions.heartbeat(question.tenant_id, session_id)
+                return session_id
+            except NotFoundError:
+                return self.sessions.open(question.tenant_id, new, session_id).session_id
+            except GoneError:
+                continue
+        raise AssertionError
+
+    def _submit(self, session_id: str, question: Question) -> str:
+        """Stores the request unless it is stored already. Raises UserError if it is not valid."""
+        request = question.payload.get("request")
+        if not isinstance(request, dict):
+            raise UserError(f"request is {show(request)}; it must be an object")
+        if not 0 < len(question.key) <= MAX_KEY:
+            raise UserError(f"the key {show(question.key)} has {len(question.key)} characters; use 1 to {MAX_KEY}")
+        shape, path = self._resolve(question.tenant_id, question.payload.get("model"))
+        session = self._sampling_session(session_id, question.tenant_id, shape, path)
+        body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
+        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
+        request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
+        sample = sample_of(validate(SampleRequest, request), request_id, path)
+        num_tokens = self.admission.check(sample, shape)
+        new = NewFuture(
+            request_id=request_id,
+            tenant_id=question.tenant_id,
+            session_id=session_id,
+            base_model=shape.name,
+            kind="sample",
+            body=body,
+            num_tokens=num_tokens,
+            sampling_session_id=session.sampling_session_id,
+        )
+        self.admission.quotas.admit(new)
+        return self.futures.submit(self.admission.dispatch.assigned(new, sample))
+
+    def _sampling_session(
+        self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None
+    ) -> SamplingSession:
+        """The sampling session for a model, with the same name every time."""
+        number = int.from_bytes(hashlib.blake2b((path or shape.name).encode(), digest_size=3).digest(), "big")
+        while True:
+            name = f"{session_id}:sample:{number}"
+            found = self.samplers.find(name)
+            if found is None:
+                self.samplers.create(NewSamplingSession(name, session_id, tenant_id, shape.name, path, path))
+            elif (found.base_model, found.model_path) == (shape.name, path):
+                return found
+            else:
+                number += 1
+
+    async def _outcome(self, job: _JobSession, question: Question, session_id: str, request_id: str) -> bytes:
+        """Waits for the result of a sample. Raises its error, and GoneError if the session has expired."""
+        with self.waiters.watch(request_id) as woken:
+            while (found := await asyncio.to_thread(self._found, question.tenant_id, session_id, request_id)) is None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(HEARTBEAT_S):
+                        await woken.wait()
+                woken.clear()
+                await self._session_of(job, question)
+        return found
+
+    def _found(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
+        try:
+            found = self.futures.outcome(tenant_id, request_id)
+            error = None if found is None else found.error
+        except GoneError as gone:
+            found, error = None, str(gone)
+        if error is None:
+            return None if found is None else found.body
+        # A sample that was cancelled with its session is requested again in the next one.
+        self.sessions.require_active(tenant_id, session_id)
+        raise TinsmithError(error)
+
+
+@dataclass(slots=True)
+class _JobSession:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    session_id: str | None = None
+    alive_at: float = 0.0
+
+
+def _session_id(job_id: int, number: int) -> str:
+    return f"bulk-job-{job_id}-{number}"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRouter:
-    """The answers to one job."""
+    """The questions and answers of one job."""
 
     gateway: ModelGateway
     job_id: int
@@ -85,9 +277,9 @@ class RequestRouter:
     async def answering(
         self, send: Callable[[list[Message]], Awaitable[None]]
     ) -> AsyncIterator[Callable[[Sequence[Message]], None]]:
-        """Takes the questions of some attempts until the end of the block; `send` gives answers to their worker.
+        """Gives a function that takes questions until the end of the block; `send` sends answers to their worker.
 
-        What that raises, the next `take` raises; a heartbeat without questions is enough.
+        The next call of that function, perhaps without questions, raises what `send` raised.
         """
         ready: asyncio.Queue[Message] = asyncio.Queue()
         room = asyncio.Semaphore(MAX_ANSWERED)
@@ -131,223 +323,7 @@ class RequestRouter:
         except TinsmithError as error:
             return {"refused": str(error)}
         except (KeyError, TypeError, ValueError) as error:
-            return {"refused": str(UserError(f"the question is not as it must be: {error!r}"))}
+            return {"refused": str(UserError(f"the question is not valid: {error!r}"))}
         except Exception as error:
             log.error("a question of a bulk job could not be answered", job_id=self.job_id, exc_info=error)
             return {"refused": f"the server could not answer: {type(error).__name__}: {error}"}
-
-
-HEARTBEAT_S = 15.0
-DATABASE_PAUSE_S = 1.0
-MAX_KEY = 48
-FINISH_TYPES = {"SUCCEEDED": "success", "FAILED": "errored", "CANCELLED": "interrupted"}
-PATH = "tinker://"
-
-T = TypeVar("T")
-Message = dict[str, Any]
-Handler = Callable[[Question], Awaitable[Message]]
-log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """How a sample gets into the queue: what a model can serve, the tenant's quotas, and the executor."""
-
-    check: Callable[[Sample, ModelShape], int]
-    """The most tokens that the sample may cost. Raises UserError if the model cannot serve it."""
-    quotas: Quotas
-    dispatch: Dispatch
-
-
-class ServiceGateway:
-    """Lives on the server's event loop."""
-
-    def __init__(
-        self,
-        bases: Bases,
-        sessions: Sessions,
-        samplers: SamplingSessions,
-        checkpoints: Checkpoints,
-        futures: Futures,
-        waiters: Waiters,
-        admission: Admission,
-    ) -> None:
-        self._bases = bases
-        self._sessions = sessions
-        self._samplers = samplers
-        self._checkpoints = checkpoints
-        self._futures = futures
-        self._waiters = waiters
-        self._admission = admission
-        self._handlers: dict[str, Handler] = {"sample": self._sample, "model": self._model}
-        self._jobs: dict[int, _JobSession] = {}
-
-    def register(self, verb: str, handler: Handler) -> None:
-        """`RowService.ask(verb, ...)` is answered by it from now on; a TinsmithError of its fails the row."""
-        self._handlers[verb] = handler
-
-    async def answer(self, question: Question) -> Message:
-        handler = self._handlers.get(question.verb)
-        if handler is None:
-            raise NotSupportedError(f"operations cannot ask for {show(question.verb)}; known: {sorted(self._handlers)}")
-        while True:
-            try:
-                return await handler(question)
-            except TooManyRequestsError as error:
-                await asyncio.sleep(error.retry_after_s)
-            except SQLAlchemyError as error:
-                log.warning("a question of a bulk job waits for the database", error=repr(error))
-                await asyncio.sleep(DATABASE_PAUSE_S)
-
-    async def ended(self, job_id: int, tenant_id: str, status: str) -> None:
-        self._jobs.pop(job_id, None)
-        await _run(self._close, job_id, tenant_id, status)
-
-    def _close(self, job_id: int, tenant_id: str, status: str) -> None:
-        for number in count(1):
-            session_id = _session_id(job_id, number)
-            try:
-                self._sessions.finish(tenant_id, session_id, FINISH_TYPES[status])
-            except NotFoundError:
-                return
-            if self._sessions.close(session_id, f"bulk job {job_id} has ended"):
-                self._futures.cancel_of_closed_sessions()
-
-    # Verbs.
-
-    async def _model(self, question: Question) -> Message:
-        shape, _ = await _run(self._resolve, question.tenant_id, question.payload.get("model"))
-        return {"shape": asdict(shape)}
-
-    async def _sample(self, question: Question) -> Message:
-        job = self._jobs.setdefault(question.job_id, _JobSession())
-        while True:
-            session_id = job.session_id
-            try:
-                session_id = await self._session_of(job, question)
-                request_id = await _run(self._submit, session_id, question)
-                body = await self._outcome(job, question, session_id, request_id)
-            except GoneError:
-                await self._leave(job, session_id)
-            else:
-                return {"result": base64.b64encode(body).decode()}
-
-    def _resolve(self, tenant_id: str, model: object) -> tuple[ModelShape, str | None]:
-        """The base, and the checkpoint's path if it is one. Raises UserError."""
-        if not isinstance(model, str):
-            raise UserError(f"model is {show(model)}; it must be a base model's id or a checkpoint's path")
-        if not model.startswith(PATH):
-            return self._bases.get(model), None
-        checkpoint = self._checkpoints.get(tenant_id, parse_path(model, "model"))
-        return self._bases.get(checkpoint.base_model), model
-
-    async def _leave(self, job: _JobSession, session_id: str | None) -> None:
-        """It has expired; the next one takes its place."""
-        async with job.lock:
-            if job.session_id == session_id:
-                job.session_id = None
-
-    async def _session_of(self, job: _JobSession, question: Question) -> str:
-        """The job's session, alive."""
-        async with job.lock:
-            if job.session_id is None:
-                job.session_id = await _run(self._open, question)
-                job.alive_at = time.monotonic()
-            elif time.monotonic() - job.alive_at > HEARTBEAT_S:
-                job.alive_at = time.monotonic()
-                await _run(self._sessions.heartbeat, question.tenant_id, job.session_id)
-            return job.session_id
-
-    def _open(self, question: Question) -> str:
-        """The newest one of the job's that may still be used, or one more."""
-        new = NewSession(tags=("bulk-job",), display_name=question.job_name or f"bulk job {question.job_id}")
-        for number in count(1):
-            session_id = _session_id(question.job_id, number)
-            try:
-                self._sessions.heartbeat(question.tenant_id, session_id)
-                return session_id
-            except NotFoundError:
-                return self._sessions.open(question.tenant_id, new, session_id).session_id
-            except GoneError:
-                continue
-        raise AssertionError
-
-    def _submit(self, session_id: str, question: Question) -> str:
-        """Stores the request, unless it is. Raises UserError if it is not valid."""
-        request = question.payload.get("request")
-        if not isinstance(request, dict):
-            raise UserError(f"request is {show(request)}; it must be an object")
-        if not 0 < len(question.key) <= MAX_KEY:
-            raise UserError(f"the key {show(question.key)} has {len(question.key)} characters; use 1 to {MAX_KEY}")
-        shape, path = self._resolve(question.tenant_id, question.payload.get("model"))
-        session = self._sampling_session(session_id, question.tenant_id, shape, path)
-        body = orjson.dumps(request, option=orjson.OPT_SORT_KEYS)
-        digest = hashlib.blake2b(body, digest_size=16).hexdigest()
-        request_id = f"{session.sampling_session_id}:{question.row_idx}-{question.key}-{digest}"
-        sample = sample_of(validate(SampleRequest, request), request_id, path)
-        num_tokens = self._admission.check(sample, shape)
-        new = NewFuture(
-            request_id=request_id,
-            tenant_id=question.tenant_id,
-            session_id=session_id,
-            base_model=shape.name,
-            kind="sample",
-            body=body,
-            num_tokens=num_tokens,
-            sampling_session_id=session.sampling_session_id,
-        )
-        self._admission.quotas.admit(new)
-        return self._futures.submit(self._admission.dispatch.assigned(new, sample))
-
-    def _sampling_session(
-        self, session_id: str, tenant_id: str, shape: ModelShape, path: str | None
-    ) -> SamplingSession:
-        """The session's name for a model; the same one every time."""
-        number = int.from_bytes(hashlib.blake2b((path or shape.name).encode(), digest_size=3).digest(), "big")
-        while True:
-            name = f"{session_id}:sample:{number}"
-            found = self._samplers.find(name)
-            if found is None:
-                self._samplers.create(NewSamplingSession(name, session_id, tenant_id, shape.name, path, path))
-            elif (found.base_model, found.model_path) == (shape.name, path):
-                return found
-            else:
-                number += 1
-
-    async def _outcome(self, job: _JobSession, question: Question, session_id: str, request_id: str) -> bytes:
-        """Waits for a sample's end. Raises UserError with what it failed of, and GoneError if the session did."""
-        with self._waiters.watch(request_id) as woken:
-            while (found := await _run(self._found, question.tenant_id, session_id, request_id)) is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        await woken.wait()
-                woken.clear()
-                await self._session_of(job, question)
-        return found
-
-    def _found(self, tenant_id: str, session_id: str, request_id: str) -> bytes | None:
-        try:
-            found = self._futures.outcome(tenant_id, request_id)
-            error = None if found is None else found.error
-        except GoneError as gone:
-            found, error = None, str(gone)
-        if error is None:
-            return None if found is None else found.body
-        # What was cancelled with its session is asked again in the next one.
-        self._sessions.require_active(tenant_id, session_id)
-        raise TinsmithError(error)
-
-
-class _JobSession:
-    def __init__(self) -> None:
-        self.lock = asyncio.Lock()
-        self.session_id: str | None = None
-        self.alive_at = 0.0
-
-
-def _session_id(job_id: int, number: int) -> str:
-    return f"bulk-job-{job_id}-{number}"
-
-
-async def _run(work: Callable[..., T], *args: object) -> T:
-    return await asyncio.get_running_loop().run_in_executor(None, work, *args)

@@ -21,7 +21,7 @@ Invariants:
 - Randomness is a function of the operation's seed and the row's index: batching and retries do not change results.
 
 To add an operation: a module with the class, `@OPERATION_REGISTRY.type_register(name=...)`, and the name in `MODULES`.
-To add a verb: `register(verb, handler)` of the model gateway where the server is wired.
+To add a verb: `ModelGateway.register(verb, handler)` where the server is wired.
 """
 
 from __future__ import annotations
